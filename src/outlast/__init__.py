@@ -1,0 +1,49 @@
+"""outlast keeps long distributed PyTorch training runs alive.
+
+The names below are imported on first use, so that ``import outlast`` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
+    from outlast.errors import ExitReason, OutlastError
+    from outlast.session import Session, init
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointConfig": "outlast.config",
+    "Config": "outlast.config",
+    "ExitReason": "outlast.errors",
+    "FaultToleranceConfig": "outlast.config",
+    "OutlastError": "outlast.errors",
+    "Session": "outlast.session",
+    "init": "outlast.session",
+}
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "ExitReason",
+    "FaultToleranceConfig",
+    "OutlastError",
+    "Session",
+    "__version__",
+    "init",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'outlast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

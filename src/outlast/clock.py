@@ -1,0 +1,43 @@
+"""Clocks: monotonic time for decisions, wall time for people.
+
+Decisions take a :class:`Clock` so that tests can move time by hand. ``CLOCK_MONOTONIC`` is one clock for all
+processes of a node, so its readings may be compared between a worker and its agent, never between nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+__all__ = ["MONOTONIC", "Clock", "now_ns", "now_s", "wall_ns"]
+
+now_ns = time.monotonic_ns
+
+
+def now_s() -> float:
+    """Return monotonic seconds."""
+    return time.monotonic()
+
+
+def wall_ns() -> int:
+    """Return nanoseconds since the epoch, for the journal only; no decision may depend on it."""
+    return time.time_ns()
+
+
+class Clock(Protocol):
+    """Tell monotonic time in nanoseconds."""
+
+    def now_ns(self) -> int:
+        """Return monotonic nanoseconds."""
+        ...
+
+
+class _Monotonic:
+    __slots__ = ()
+
+    def now_ns(self) -> int:
+        return now_ns()
+
+
+MONOTONIC: Clock = _Monotonic()
+"""The machine's own clock."""

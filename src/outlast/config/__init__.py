@@ -1,0 +1,40 @@
+"""All settings, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outlast.config.base import require
+from outlast.config.checkpoint import CheckpointConfig
+from outlast.config.fault_tolerance import FaultToleranceConfig
+
+__all__ = ["CheckpointConfig", "Config", "FaultToleranceConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything a session can be told.
+
+    Raises:
+        ConfigError: A value is out of range or contradicts another; the message names both.
+    """
+
+    run_dir: str | None = None
+    """The run directory (journal, learned timeouts, stacks); none = the launcher's, or no journal without one."""
+
+    checkpoint: CheckpointConfig | None = None
+    """Where and how often to save; none = nothing is saved or restored."""
+
+    fault_tolerance: FaultToleranceConfig | None = None
+    """Timeouts and budgets; none = those of ``outlast run``, else the defaults. ``outlast run``'s ``--ft-*`` options
+    come before this."""
+
+    seed: int | None = field(default=None)
+    """Seed of python's, numpy's and torch's random numbers, moved by the rank; none = the script seeds them."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.fault_tolerance is None or not self.fault_tolerance.enable_ft_package or self.checkpoint is not None,
+            "fault_tolerance.enable_ft_package is on, but there is no checkpoint.directory to come back from; name one",
+        )
+        require(self.seed is None or self.seed >= 0, f"seed={self.seed} must not be negative")

@@ -1,0 +1,141 @@
+"""The process environment: the one module that reads ``os.environ``.
+
+A worker may have been started by ``outlast run``, ``torchrun``, ``srun`` or plain ``python``;
+:func:`read_worker` finds out and gives the same answer in one form.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outlast.errors import ConfigError
+
+__all__ = [
+    "BOARD",
+    "CONFIG",
+    "CYCLE",
+    "JOB",
+    "NODE",
+    "RUN_DIR",
+    "RUN_ID",
+    "WorkerEnv",
+    "clean_name",
+    "environ",
+    "hostname",
+    "read_worker",
+]
+
+RUN_ID = "OUTLAST_RUN_ID"
+"""Names the run; the same in every job of it."""
+RUN_DIR = "OUTLAST_RUN_DIR"
+"""The run directory, an absolute path."""
+JOB = "OUTLAST_JOB"
+"""Names the job (one allocation, or one ``outlast run``)."""
+CYCLE = "OUTLAST_CYCLE"
+"""Number of the cycle, from 0."""
+NODE = "OUTLAST_NODE"
+"""Name of the node, unique in the job."""
+BOARD = "OUTLAST_BOARD"
+"""Path of the node's heartbeat board; set by an agent only."""
+CONFIG = "OUTLAST_FAULT_TOLERANCE"
+"""The agent's ``FaultToleranceConfig`` as JSON, so that worker and agent use the same timeouts."""
+
+
+def environ() -> dict[str, str]:
+    """Return a copy of the environment of this process."""
+    return dict(os.environ)
+
+
+def hostname() -> str:
+    """Return this machine's name without its domain."""
+    return socket.gethostname().split(".")[0] or "localhost"
+
+
+def clean_name(name: str) -> str:
+    """Return ``name`` with everything that is not safe in a file name replaced by ``_``."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name) or "_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnv:
+    """What a worker knows of its place in the run."""
+
+    global_rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    run_id: str = "default"
+    job: str = "job"
+    cycle: int = 0
+    node: str = "localhost"
+    run_dir: str | None = None
+    board: str | None = None
+    """Path of the agent's heartbeat board; ``None`` without an agent of ours."""
+    launcher: str = "python"
+    """``outlast``, ``torchrun``, ``srun`` or ``python``."""
+    fault_tolerance: str | None = None
+    """The agent's fault tolerance settings as JSON."""
+
+
+def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
+    """Read this worker's place from the environment.
+
+    Args:
+        environment: What to read instead of the environment of this process.
+
+    Raises:
+        ConfigError: A variable that must be a number is none.
+    """
+    env = os.environ if environment is None else environment
+
+    def number(*names: str, default: int) -> int:
+        for name in names:
+            if (text := env.get(name)) not in (None, ""):
+                try:
+                    return int(text)  # type: ignore[arg-type]
+                except ValueError:
+                    raise ConfigError(f"environment variable {name}={text!r} is not a number; unset it") from None
+        return default
+
+    if RUN_ID in env and BOARD in env:
+        launcher = "outlast"
+    elif "TORCHELASTIC_RUN_ID" in env:
+        launcher = "torchrun"
+    elif "RANK" in env and "WORLD_SIZE" in env:
+        launcher = "torchrun"
+    elif "SLURM_PROCID" in env and number("SLURM_NTASKS", default=1) > 1:
+        launcher = "srun"
+    else:
+        launcher = "python"
+    if launcher == "srun":
+        rank, world_size = number("SLURM_PROCID", default=0), number("SLURM_NTASKS", default=1)
+        num_nodes = number("SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
+        local_rank = number("SLURM_LOCALID", default=0)
+        local_world_size = max(1, world_size // max(1, num_nodes))
+        node_rank = number("SLURM_NODEID", default=0)
+    else:
+        rank, world_size = number("RANK", default=0), number("WORLD_SIZE", default=1)
+        local_rank = number("LOCAL_RANK", default=0)
+        local_world_size = number("LOCAL_WORLD_SIZE", default=world_size)
+        node_rank = number("GROUP_RANK", default=0)
+    run_id = env.get(RUN_ID) or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or "default"
+    return WorkerEnv(
+        global_rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        run_id=run_id,
+        job=env.get(JOB) or env.get("SLURM_JOB_ID") or "job",
+        cycle=number(CYCLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", default=0),
+        node=env.get(NODE) or hostname(),
+        run_dir=env.get(RUN_DIR) or None,
+        board=env.get(BOARD) or None,
+        launcher=launcher,
+        fault_tolerance=env.get(CONFIG) or None,
+    )

@@ -1,0 +1,126 @@
+"""Errors and exit codes.
+
+The whole tree::
+
+    OutlastError
+    +-- ConfigError (also a ValueError)      a setting is wrong; exit code 2
+    +-- RendezvousError                      nodes could not agree on a cycle
+    +-- PeerLost                             another rank or node is gone
+    +-- DeadlineExceeded (also a TimeoutError)
+    +-- CheckpointError
+    |   +-- Incomplete                       a generation lacks a part
+    |   +-- Corrupt                          bytes differ from their digests
+    |   +-- Untrusted                        whole, but of another run, rank or topology
+    +-- UnhealthyDevice                      a device failed its check
+    +-- BudgetExhausted                      the ladder has no remedy left; exit code 93
+    +-- SparesExhausted                      no node is left to take a slot
+
+Every error carries the rank, node and iteration where they are known, and its message ends with what to do next.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = [
+    "BudgetExhausted",
+    "CheckpointError",
+    "ConfigError",
+    "Corrupt",
+    "DeadlineExceeded",
+    "ExitReason",
+    "Incomplete",
+    "OutlastError",
+    "PeerLost",
+    "RendezvousError",
+    "SparesExhausted",
+    "UnhealthyDevice",
+    "Untrusted",
+]
+
+
+class ExitReason(IntEnum):
+    """Say why a worker or the launcher ended; the value is the process's exit code."""
+
+    FINISHED = 0
+    """The run is done. Nothing re-queues a finished run."""
+    FAILED = 1
+    """A failure that no other reason names; the ladder decides."""
+    BAD_INPUT = 2
+    """The command line or a config is wrong; nothing was started."""
+    RESUME_TO_DISAMBIGUATE = 16
+    """An invalid result must be run again elsewhere before it can be judged."""
+    FAILED_VALIDATION = 17
+    """An invalid result was judged; the diagnosis is in the journal."""
+    PREEMPTED = 75
+    """Told to leave, state saved. Charged to no failure budget."""
+    NO_PROGRESS = 93
+    """The restart budget is spent without progress. Never re-queued."""
+
+
+class OutlastError(Exception):
+    """Base of every error that outlast raises on purpose.
+
+    Args:
+        message: What is wrong and what to do next, in one line.
+        rank: Global rank concerned, when known.
+        node: Node name concerned, when known.
+        iteration: Number of optimizer steps done, when known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        node: str | None = None,
+        iteration: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.node = node
+        self.iteration = iteration
+
+
+class ConfigError(OutlastError, ValueError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class RendezvousError(OutlastError):
+    """The nodes of a job could not agree on a cycle in time."""
+
+
+class PeerLost(OutlastError):
+    """Another rank or node that this one depends on is gone."""
+
+
+class DeadlineExceeded(OutlastError, TimeoutError):
+    """Something did not happen within the time that it was given."""
+
+
+class CheckpointError(OutlastError):
+    """A generation could not be saved or loaded."""
+
+
+class Incomplete(CheckpointError):
+    """A generation lacks a manifest, a shard, or bytes of a shard."""
+
+
+class Corrupt(CheckpointError):
+    """Bytes of a generation differ from the digests recorded for them."""
+
+
+class Untrusted(CheckpointError):
+    """A copy is whole, but belongs to another run, rank, iteration or topology."""
+
+
+class UnhealthyDevice(OutlastError):
+    """A device failed its health check."""
+
+
+class BudgetExhausted(OutlastError):
+    """Every remedy that could help was used up."""
+
+
+class SparesExhausted(OutlastError):
+    """A slot is empty and no node is left to take it."""

@@ -1,0 +1,160 @@
+"""Incidents, verdicts, and the journal's events: one schema for everything that happened.
+
+An *incident* is one observed trouble; a *verdict* is what the policy decided about it; an *event* is one line of
+the journal. All are plain msgspec structs, written as JSON, and carry facts, never live objects.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import msgspec
+
+__all__ = ["Event", "EventKind", "Incident", "IncidentKind", "Rung", "Verdict"]
+
+
+class Rung(IntEnum):
+    """The ladder's rungs, cheapest first."""
+
+    RERUN_STEP = 0
+    """Re-run the step in place."""
+    RESTART_IN_PROCESS = 1
+    """Rebuild the process groups in the same processes."""
+    RESTART_WORKERS = 2
+    """Replace the processes, keep the nodes."""
+    REPLACE_NODE = 3
+    """Give a bad or lost node's slot to another node."""
+    REQUEUE_JOB = 4
+    """Leave the rest to the scheduler."""
+    STOP = 5
+    """Stop, with a diagnosis."""
+
+
+class IncidentKind(StrEnum):
+    """What kind of trouble was seen."""
+
+    WORKER_DIED = "worker_died"
+    """A worker was ended by a signal."""
+    WORKER_FAILED = "worker_failed"
+    """A worker ended by itself with an exit code other than 0."""
+    WORKER_HUNG = "worker_hung"
+    """A worker gave no sign of life within a timeout."""
+    NODE_LOST = "node_lost"
+    """A node's agent is gone, or cannot be reached any more."""
+    CANNOT_START = "cannot_start"
+    """A node could not start its workers."""
+    SAVE_FAILED = "save_failed"
+    """A generation could not be made durable; the earlier ones stay."""
+    COPY_REJECTED = "copy_rejected"
+    """A stored copy failed its verification and was passed over."""
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One observed trouble: kind, who, where, evidence."""
+
+    kind: IncidentKind
+    job: str = ""
+    cycle: int = 0
+    node: str = ""
+    rank: int | None = None
+    """Global rank; ``None`` when a whole node is concerned."""
+    pid: int | None = None
+    section: str | None = None
+    """Path of the open sections, outermost first, joined by ``/``."""
+    iteration: int | None = None
+    exit_code: int | None = None
+    """Exit code of the process; negative: the signal that ended it."""
+    detected_after_s: float | None = None
+    """Seconds from the cause to its detection, where the cause's time is known to us."""
+    evidence: dict[str, Any] = {}
+    """Facts for the reader: the stack line, the last sign of life, the error's text."""
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
+        if self.pid is not None:
+            who += f" (pid {self.pid})"
+        what = {
+            IncidentKind.WORKER_DIED: f"was ended by signal {-(self.exit_code or 0)}",
+            IncidentKind.WORKER_FAILED: f"failed with exit code {self.exit_code}",
+            IncidentKind.WORKER_HUNG: "hangs",
+            IncidentKind.NODE_LOST: "is lost",
+            IncidentKind.CANNOT_START: "could not start its workers",
+            IncidentKind.SAVE_FAILED: "could not save",
+            IncidentKind.COPY_REJECTED: "rejected a stored copy",
+        }[self.kind]
+        where = f" in section {self.section!r}" if self.section else ""
+        when = f" at iteration {self.iteration}" if self.iteration is not None else ""
+        line = f"{who} {what}{where}{when}"
+        if text := self.evidence.get("summary"):
+            line += f": {text}"
+        return line
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the ladder decided about a cycle's end, and why."""
+
+    rung: Rung
+    reason: str
+    """One line for people."""
+    exit_code: int | None = None
+    """The job's exit code when ``rung`` is ``STOP`` (0 for a finished run) or ``REQUEUE_JOB``; else ``None``."""
+    quarantine: tuple[str, ...] = ()
+    """Nodes that get no slot any more in this job."""
+
+
+class EventKind(StrEnum):
+    """Names of the journal's events; the comment says who writes it and what ``data`` holds."""
+
+    JOB_STARTED = "job_started"
+    """Agent: ``command``, ``num_nodes``, ``nproc_per_node``."""
+    NODE_JOINED = "node_joined"
+    """Coordinator: ``name``, ``spare``."""
+    CYCLE_STARTED = "cycle_started"
+    """Agent, once its workers run: ``node_rank``, ``ranks``, ``pids``, ``world_size``, ``master``."""
+    WORKER_EXITED = "worker_exited"
+    """Agent: ``pid``, ``exit_code``, ``killed_by_us``."""
+    INCIDENT = "incident"
+    """Whoever saw it: ``incident`` (an Incident)."""
+    VERDICT = "verdict"
+    """Coordinator: ``verdict`` (a Verdict), ``incident``."""
+    CYCLE_ENDED = "cycle_ended"
+    """Agent: ``reason``, ``iterations`` (global rank -> last iteration seen on the board), ``stop_s``."""
+    JOB_ENDED = "job_ended"
+    """Agent: ``exit_code``, ``reason``."""
+    SESSION_STARTED = "session_started"
+    """Worker: ``world_size``, ``launcher``."""
+    RESTORED = "restored"
+    """Worker: ``generation``, ``tier``, ``rejected`` (list of texts), ``load_s``; ``iteration`` is in the envelope."""
+    PROGRESS = "progress"
+    """Worker: written for the first finished iteration of a cycle, then at most every few seconds."""
+    SAVE_SCHEDULED = "save_scheduled"
+    """Worker: ``stall_s``."""
+    SAVE_COMMITTED = "save_committed"
+    """Worker: ``generation``, ``duration_s``, ``num_bytes``."""
+    FAULT_SIMULATED = "fault_simulated"
+    """Whoever causes it: ``fault``, ``target``."""
+    NOTICE = "notice"
+    """Worker or agent: told to leave; ``signal``."""
+    SESSION_ENDED = "session_ended"
+    """Worker: ``exit_code``."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of the journal."""
+
+    kind: EventKind
+    wall_ns: int
+    """Nanoseconds since the epoch, to line nodes up for a reader."""
+    mono_ns: int
+    """The node's monotonic clock, for durations within a node."""
+    run_id: str
+    job: str
+    node: str
+    proc: str
+    """``agent``, ``coordinator``, ``monitor``, ``rank-<global rank>``, ``demo``."""
+    cycle: int | None = None
+    rank: int | None = None
+    iteration: int | None = None
+    data: dict[str, Any] = {}

@@ -1,0 +1,109 @@
+"""The journal: append-only JSON lines, one file per process, under ``<run_dir>/journal/``.
+
+Everything that is reported later is derived from here and from nothing else. A line is written with one
+``write`` to a descriptor opened for appending, so that a reader sees whole lines and a SIGKILL loses at most the
+line being written. A full or vanished disk must not end training: a failed write is logged once and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outlast import clock
+from outlast.env import clean_name
+from outlast.incidents import Event, EventKind
+
+__all__ = ["Journal", "read_journal"]
+
+log = logging.getLogger(__name__)
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Event)
+
+
+class Journal:
+    """Append events of one process.
+
+    Args:
+        run_dir: The run directory; ``None`` makes every write a no-op (a session without a run directory).
+        run_id: Name of the run.
+        job: Name of the job.
+        node: Name of the node.
+        proc: Name of the process, as in :class:`outlast.incidents.Event`.
+
+    Thread: any; lines of several threads do not mix.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str] | None, *, run_id: str, job: str, node: str, proc: str) -> None:
+        self.run_id, self.job, self.node, self.proc = run_id, job, node, proc
+        self.cycle: int | None = None
+        """Written into every event that does not name another."""
+        self.num_lost = 0
+        """Lines that could not be written."""
+        self.path: Path | None = None
+        self._fd = -1
+        self._lock = threading.Lock()
+        if run_dir is not None:
+            folder = Path(run_dir) / "journal"
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path = folder / f"{clean_name(job)}-{clean_name(node)}-{clean_name(proc)}.jsonl"
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(
+        self,
+        kind: EventKind,
+        *,
+        cycle: int | None = None,
+        rank: int | None = None,
+        iteration: int | None = None,
+        **data: Any,
+    ) -> Event:
+        """Append one event and return it."""
+        event = Event(
+            kind=kind,
+            wall_ns=clock.wall_ns(),
+            mono_ns=clock.now_ns(),
+            run_id=self.run_id,
+            job=self.job,
+            node=self.node,
+            proc=self.proc,
+            cycle=self.cycle if cycle is None else cycle,
+            rank=rank,
+            iteration=iteration,
+            data=data,
+        )
+        with self._lock:
+            if self._fd >= 0:
+                try:
+                    os.write(self._fd, _encoder.encode(event) + b"\n")
+                except OSError as error:
+                    if not self.num_lost:
+                        log.warning("journal %s cannot be written (%s); events are lost until it can", self.path, error)
+                    self.num_lost += 1
+        return event
+
+    def close(self) -> None:
+        """Close the file; later writes are no-ops."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+def read_journal(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
+    """Yield all events of a run, by wall time; a torn last line of a killed process is passed over."""
+    events: list[Event] = []
+    for path in sorted((Path(run_dir) / "journal").glob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                events.append(_decoder.decode(line))
+            except (msgspec.DecodeError, msgspec.ValidationError):
+                log.debug("unreadable line in %s passed over", path)
+    events.sort(key=lambda event: event.wall_ns)
+    yield from events
