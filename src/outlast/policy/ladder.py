@@ -15,8 +15,8 @@ A script that saves through nothing of ours reports no progress. Unknown is not 
 by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it.
 
 The exit code of a stop tells a scheduler whether trying again can help: 93 when the same thing was tried
-again and got no further; 1 when nothing was tried (``max_restarts=0``), when the progress is unknown, or when the
-last cycle did get further and only the total is spent.
+again and got no further; 1 when nothing was tried (``max_restarts=0``), when the progress is unknown, or when
+the last cycle did get further and only the total is spent.
 """
 
 from __future__ import annotations

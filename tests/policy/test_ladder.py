@@ -1,0 +1,249 @@
+"""What the ladder decides, case by case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outlast.errors import ExitReason
+from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
+
+
+def died(node: str = "a", **changes: Any) -> Incident:
+    facts = {"kind": IncidentKind.WORKER_DIED, "node": node, "rank": 1, "pid": 4711, "exit_code": -9}
+    return Incident(**{**facts, **changes})
+
+
+def failed(exit_code: int) -> Incident:
+    return Incident(kind=IncidentKind.WORKER_FAILED, node="a", rank=0, exit_code=exit_code)
+
+
+def climb(
+    state: LadderState, limits: Limits, *ends: CycleEnd, max_cycles: int = 50
+) -> tuple[LadderState, list[Verdict]]:
+    """Decide cycle after cycle; the last end repeats until the ladder stops."""
+    verdicts: list[Verdict] = []
+    for number in range(max_cycles):
+        state, verdict = decide(state, ends[min(number, len(ends) - 1)], limits)
+        verdicts.append(verdict)
+        if verdict.rung >= Rung.REQUEUE_JOB:
+            break
+    return state, verdicts
+
+
+def test_unknown_progress_means_torchruns_budget() -> None:
+    """Where progress is unknown, max_restarts=3 gives exactly 4 starts, then torchrun's exit code 1."""
+    end = CycleEnd(cycle=0, incident=died())
+    _, verdicts = climb(LadderState(), Limits(max_restarts=3), end)
+    assert [v.rung for v in verdicts] == [Rung.RESTART_WORKERS] * 3 + [Rung.STOP]
+    assert verdicts[-1].exit_code == ExitReason.FAILED
+    assert "all 3 restarts are used" in verdicts[-1].reason
+
+
+def test_three_cycles_without_progress_stop_with_93() -> None:
+    """A script with the session that crashes in every cycle before its next save has exactly 3 cycles."""
+    end = CycleEnd(cycle=0, incident=died(), progress_known=True)
+    _, verdicts = climb(LadderState(), Limits(max_restarts=10), end)
+    assert len(verdicts) == 3
+    assert verdicts[-1].rung == Rung.STOP
+    assert verdicts[-1].exit_code == ExitReason.NO_PROGRESS
+    assert "3 cycles in a row got no further than the start" in verdicts[-1].reason
+
+
+def test_repeating_the_same_generation_is_no_progress() -> None:
+    """A cycle that only reaches what was durable before counts as none."""
+    end = CycleEnd(cycle=0, incident=died(), progress_known=True, durable_iteration=50)
+    _, verdicts = climb(LadderState(), Limits(max_restarts=10), end)
+    assert len(verdicts) == 4  # the first one brought the generation, three more did not
+    assert "no further than iteration 50" in verdicts[-1].reason
+
+
+def test_progress_in_every_cycle_goes_on() -> None:
+    """A script that crashes in every cycle after a save is restarted for as long as it takes."""
+    ends = [
+        CycleEnd(cycle=n, incident=died(), progress_known=True, durable_iteration=n * 10) for n in range(200)
+    ]
+    state, verdicts = climb(LadderState(), Limits(max_restarts=1), *ends, max_cycles=200)
+    assert {v.rung for v in verdicts} == {Rung.RESTART_WORKERS}
+    assert state.restarts_total == 200
+    state, verdict = decide(state, CycleEnd(cycle=200, incident=None, finished=True), Limits())
+    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.FINISHED)
+
+
+def test_total_bounds_restarts_in_spite_of_progress() -> None:
+    """max_restarts_total ends a run that gets further in each cycle, and does not call that no progress."""
+    ends = [CycleEnd(cycle=n, incident=died(), progress_known=True, durable_iteration=n) for n in range(10)]
+    state, verdicts = climb(LadderState(), Limits(max_restarts_total=5), *ends)
+    assert state.restarts_total == 5
+    assert verdicts[-1].exit_code == ExitReason.FAILED
+    assert "--max-restarts-total" in verdicts[-1].reason
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_no_restart_allowed_fails_like_torchrun(known: bool) -> None:
+    """With max_restarts=0 the first crash ends the job with 1: nothing was tried, so nothing was repeated."""
+    _, verdicts = climb(
+        LadderState(), Limits(max_restarts=0), CycleEnd(cycle=0, incident=died(), progress_known=known)
+    )
+    assert [(v.rung, v.exit_code) for v in verdicts] == [(Rung.STOP, ExitReason.FAILED)]
+
+
+def test_restarts_spent_on_the_same_point_stop_with_93() -> None:
+    """Where progress is known, restarts beyond max_restarts that brought none stop with 93."""
+    end = CycleEnd(cycle=0, incident=died(), progress_known=True)
+    _, verdicts = climb(LadderState(), Limits(max_restarts=1, max_no_progress_cycles=9), end)
+    assert [v.rung for v in verdicts] == [Rung.RESTART_WORKERS, Rung.STOP]
+    assert verdicts[-1].exit_code == ExitReason.NO_PROGRESS
+
+
+def test_silent_cycle_of_a_known_script_counts() -> None:
+    """Once a script has reported saves, a cycle that dies before it can report again made no progress."""
+    known = CycleEnd(cycle=0, incident=died(), progress_known=True)
+    silent = CycleEnd(cycle=1, incident=died())
+    _, verdicts = climb(LadderState(), Limits(max_restarts=10), known, silent)
+    assert len(verdicts) == 3
+    assert verdicts[-1].exit_code == ExitReason.NO_PROGRESS
+
+
+def test_finished_stops_with_0() -> None:
+    """A finished cycle ends the job with 0, and no later trouble starts it again."""
+    state, verdict = decide(LadderState(), CycleEnd(cycle=4, incident=None, finished=True), Limits())
+    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, 0)
+    assert state.finished
+    _, verdict = decide(begin_job(state), CycleEnd(cycle=5, incident=died()), Limits())
+    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, 0)
+
+
+def test_preemption_is_charged_to_nothing() -> None:
+    """A preempted job that saved is re-queued with 75; no budget and no node pays for it."""
+    before = LadderState(restarts_without_progress=2, restarts_total=7, cycles_without_progress=2)
+    end = CycleEnd(cycle=1, incident=None, preempted=True, preempted_saved=True, progress_known=True)
+    state, verdict = decide(before, end, Limits())
+    assert (verdict.rung, verdict.exit_code) == (Rung.REQUEUE_JOB, ExitReason.PREEMPTED)
+    assert (state.restarts_without_progress, state.restarts_total, state.cycles_without_progress) == (2, 7, 2)
+    assert state.node_faults == {}
+
+
+def test_preemption_without_a_save_never_claims_one() -> None:
+    """75 means that the state was saved; a job that could not save in time does not exit with it."""
+    state, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=None, preempted=True), Limits())
+    assert (verdict.rung, verdict.exit_code) == (Rung.REQUEUE_JOB, ExitReason.FAILED)
+    assert "nothing was saved" in verdict.reason
+    assert state.restarts_total == 0
+
+
+def test_worker_that_exits_75_was_preempted() -> None:
+    """A worker's own exit code 75 says that it saved and left: re-queued, charged to nothing."""
+    state, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=failed(75)), Limits(max_restarts=0))
+    assert (verdict.rung, verdict.exit_code) == (Rung.REQUEUE_JOB, ExitReason.PREEMPTED)
+    assert state.restarts_total == 0
+
+
+@pytest.mark.parametrize("code", [ExitReason.FAILED_VALIDATION, ExitReason.NO_PROGRESS])
+def test_worker_that_knows_stops_the_job(code: ExitReason) -> None:
+    """A worker's exit codes 17 and 93 stop the job with the same code, whatever the budget."""
+    _, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=failed(code)), Limits())
+    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, code)
+
+
+def test_exit_16_restarts_within_the_budget() -> None:
+    """Exit code 16 is a restart like any other: bounded by the same budgets."""
+    _, verdicts = climb(LadderState(), Limits(max_restarts=2), CycleEnd(cycle=0, incident=failed(16)))
+    assert [v.rung for v in verdicts] == [Rung.RESTART_WORKERS, Rung.RESTART_WORKERS, Rung.STOP]
+
+
+def test_lost_node_moves_its_slot() -> None:
+    """A lost node is rung 3 at once, and charged like a restart."""
+    lost = Incident(kind=IncidentKind.NODE_LOST, node="b")
+    state, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=lost, num_spares=1), Limits())
+    assert verdict.rung == Rung.REPLACE_NODE
+    assert "a spare takes its slot" in verdict.reason
+    assert verdict.quarantine == ()  # it may come back as a spare
+    assert (state.restarts_without_progress, state.restarts_total) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_spares", "rung", "quarantine"), [(1, Rung.REPLACE_NODE, ("b",)), (0, Rung.RESTART_WORKERS, ())]
+)
+def test_node_that_cannot_start_gives_its_slot_away(
+    num_spares: int, rung: Rung, quarantine: tuple[str, ...]
+) -> None:
+    """A node that cannot start its workers is passed over where a spare waits; else it tries again."""
+    cannot = Incident(kind=IncidentKind.CANNOT_START, node="b")
+    state, verdict = decide(
+        LadderState(), CycleEnd(cycle=0, incident=cannot, num_spares=num_spares), Limits()
+    )
+    assert (verdict.rung, verdict.quarantine) == (rung, quarantine)
+    assert state.quarantined == quarantine
+
+
+def test_faulty_node_is_quarantined_once() -> None:
+    """The node on which max_node_faults faults began gives its slot to a spare; its peers are not blamed."""
+    limits = Limits(max_restarts=10, max_node_faults=3)
+    ends = [CycleEnd(cycle=n, incident=died("b"), num_spares=1, durable_iteration=n) for n in range(3)]
+    state, verdicts = climb(LadderState(), limits, *ends, max_cycles=3)
+    assert [v.quarantine for v in verdicts] == [(), (), ("b",)]
+    assert verdicts[-1].rung == Rung.REPLACE_NODE
+    assert state.quarantined == ("b",)
+    assert state.node_faults == {"b": 3}
+    _, verdict = decide(state, CycleEnd(cycle=3, incident=died("c"), num_spares=0), limits)
+    assert verdict.rung == Rung.RESTART_WORKERS
+
+
+def test_faulty_node_without_a_spare_stays_and_is_named() -> None:
+    """Without a spare a faulty node keeps its slot (rung 2), and the reason says so."""
+    state = LadderState(node_faults={"b": 2})
+    state, verdict = decide(state, CycleEnd(cycle=0, incident=died("b"), num_spares=0), Limits())
+    assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_WORKERS, ())
+    assert "node b had 3 faults" in verdict.reason
+    assert "no spare" in verdict.reason
+
+
+def test_zero_node_faults_never_quarantines() -> None:
+    """max_node_faults=0 leaves every node its slot, however often it fails."""
+    state = LadderState(node_faults={"a": 99})
+    _, verdict = decide(state, CycleEnd(cycle=0, incident=died("a"), num_spares=2), Limits(max_node_faults=0))
+    assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_WORKERS, ())
+
+
+def test_next_job_remembers_missing_progress() -> None:
+    """Cycles without progress go on counting over re-queued jobs; --max-restarts begins afresh in each."""
+    end = CycleEnd(cycle=0, incident=died(), progress_known=True)
+    state, limits = LadderState(), Limits(max_restarts=0)
+    codes = []
+    for _ in range(3):
+        state, verdict = decide(begin_job(state), end, limits)
+        codes.append(verdict.exit_code)
+    assert codes == [ExitReason.FAILED, ExitReason.FAILED, ExitReason.NO_PROGRESS]
+
+
+def test_new_job_after_93_gets_its_budgets_back() -> None:
+    """Nothing of ours re-queues a run that stopped with 93, so whoever starts it again starts afresh."""
+    end = CycleEnd(cycle=0, incident=died(), progress_known=True, durable_iteration=50)
+    state, _ = climb(LadderState(best_durable=50), Limits(), end)
+    assert state.stopped_with == ExitReason.NO_PROGRESS
+    state = begin_job(state)
+    assert (state.cycles_without_progress, state.best_durable) == (0, 50)
+    assert state.history
+    _, verdicts = climb(state, Limits(), end)
+    assert len(verdicts) == 3
+
+
+def test_reason_reads_at_night() -> None:
+    """A reason is one line that says what happened, what is done, from where, and what is left."""
+    end = CycleEnd(cycle=2, incident=died(iteration=57), progress_known=True, durable_iteration=50)
+    _, verdict = decide(LadderState(best_durable=50), end, Limits())
+    assert verdict.reason == (
+        "rank 1 on node a (pid 4711) was ended by signal 9 at iteration 57; restarting the workers, "
+        "going on from iteration 50 (restart 1 of 3 without progress)"
+    )
+
+
+def test_history_is_bounded() -> None:
+    """What is remembered of single decisions cannot grow without end."""
+    ends = [CycleEnd(cycle=n, incident=died(), durable_iteration=n) for n in range(100)]
+    state, _ = climb(LadderState(), Limits(), *ends, max_cycles=100)
+    assert len(state.history) == 64
+    assert state.history[-1].cycle == 99

@@ -1,0 +1,207 @@
+"""What no history of incidents may ever bring about."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.errors import ExitReason
+from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
+
+KINDS = (
+    IncidentKind.WORKER_DIED,
+    IncidentKind.WORKER_FAILED,
+    IncidentKind.WORKER_HUNG,
+    IncidentKind.NODE_LOST,
+    IncidentKind.CANNOT_START,
+)
+
+limits_strategy = st.builds(
+    Limits,
+    max_restarts=st.integers(0, 6),
+    max_restarts_total=st.none() | st.integers(0, 20),
+    max_no_progress_cycles=st.integers(1, 6),
+    max_node_faults=st.integers(0, 4),
+)
+incidents = st.builds(
+    Incident,
+    kind=st.sampled_from(KINDS),
+    node=st.sampled_from(["a", "b", "c", ""]),
+    rank=st.none() | st.integers(0, 7),
+    exit_code=st.sampled_from([1, 2, 16, 17, 75, 93, -9, -11]),
+)
+durables = st.none() | st.integers(0, 100)
+
+
+def ends(*, durable: st.SearchStrategy[int | None] = durables) -> st.SearchStrategy[CycleEnd]:
+    return st.builds(
+        CycleEnd,
+        cycle=st.integers(0, 1000),
+        incident=incidents,
+        finished=st.just(False),
+        preempted=st.just(False),
+        durable_iteration=durable,
+        progress_known=st.booleans(),
+        num_spares=st.integers(0, 3),
+    )
+
+
+any_end = st.one_of(
+    ends(),
+    st.builds(
+        CycleEnd,
+        cycle=st.integers(0, 1000),
+        incident=st.none() | incidents,
+        finished=st.booleans(),
+        preempted=st.just(True),
+        preempted_saved=st.booleans(),
+        durable_iteration=durables,
+        progress_known=st.booleans(),
+        num_spares=st.integers(0, 3),
+    ),
+)
+histories = st.lists(any_end, max_size=40)
+
+
+def follow(history: list[CycleEnd], limits: Limits) -> LadderState:
+    """Return a state that some history leads to, over as many jobs as it takes."""
+    state = LadderState()
+    for end in history:
+        state, verdict = decide(state, end, limits)
+        if verdict.rung >= Rung.REQUEUE_JOB:
+            state = begin_job(state)
+    return state
+
+
+def is_restart(rung: Rung) -> bool:
+    return rung in (Rung.RESTART_WORKERS, Rung.REPLACE_NODE)
+
+
+@given(histories, st.lists(ends(durable=st.just(None)), min_size=1, max_size=60), limits_strategy)
+def test_no_progress_bounds_restarts(past: list[CycleEnd], stuck: list[CycleEnd], limits: Limits) -> None:
+    """Without progress a job is granted at most max_restarts restarts, whatever happens in whatever order."""
+    state, restarts = begin_job(follow(past, limits)), 0
+    for end in stuck:
+        state, verdict = decide(state, end, limits)
+        if not is_restart(verdict.rung):
+            break
+        restarts += 1
+    assert restarts <= limits.max_restarts
+
+
+@given(st.lists(ends(durable=st.just(None)), min_size=1, max_size=60), limits_strategy)
+def test_no_progress_bounds_cycles_over_jobs(stuck: list[CycleEnd], limits: Limits) -> None:
+    """Where progress is known, at most max_no_progress_cycles cycles run without any, over all jobs."""
+    state, cycles, known = LadderState(), 0, False
+    for end in stuck:
+        known = known or end.progress_known
+        state, verdict = decide(state, end, limits)
+        if verdict.rung == Rung.REQUEUE_JOB:  # a worker's 75: charged to nothing
+            continue
+        cycles += known
+        if verdict.exit_code in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
+            break
+        if verdict.rung == Rung.STOP:
+            state = begin_job(state)
+    assert cycles <= limits.max_no_progress_cycles
+
+
+@given(st.lists(ends(), min_size=1, max_size=60), limits_strategy)
+def test_total_bounds_every_restart(history: list[CycleEnd], limits: Limits) -> None:
+    """No history gets more than max_restarts_total restarts, progress or not."""
+    state, restarts = LadderState(), 0
+    for end in history:
+        state, verdict = decide(state, end, limits)
+        if not is_restart(verdict.rung):
+            break
+        restarts += 1
+    assert limits.max_restarts_total is None or restarts <= limits.max_restarts_total
+    assert state.restarts_total == restarts
+
+
+@given(histories, any_end, limits_strategy)
+def test_finished_is_never_restarted(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """After a finished cycle every decision is stop with 0, in this job and in the next."""
+    state, verdict = decide(follow(past, limits), CycleEnd(cycle=0, incident=None, finished=True), limits)
+    assert (verdict.rung, verdict.exit_code, state.finished) == (Rung.STOP, 0, True)
+    for later in (state, begin_job(state)):
+        after, verdict = decide(later, end, limits)
+        assert (verdict.rung, verdict.exit_code, after) == (Rung.STOP, 0, later)
+
+
+@given(histories, durables, st.booleans(), limits_strategy)
+def test_preemption_is_never_charged(
+    past: list[CycleEnd], durable: int | None, saved: bool, limits: Limits
+) -> None:
+    """Being told to leave raises no counter and stops nothing, even with every budget spent."""
+    before = follow(past, limits)
+    end = CycleEnd(cycle=0, incident=None, preempted=True, preempted_saved=saved, durable_iteration=durable)
+    state, verdict = decide(before, end, limits)
+    if before.finished:
+        assert verdict.exit_code == ExitReason.FINISHED
+        return
+    assert verdict.rung == Rung.REQUEUE_JOB
+    assert (verdict.exit_code == ExitReason.PREEMPTED) == saved
+    assert state.restarts_total == before.restarts_total
+    assert state.restarts_without_progress <= before.restarts_without_progress
+    assert state.cycles_without_progress <= before.cycles_without_progress
+    assert state.node_faults == before.node_faults
+
+
+@given(histories, ends(), limits_strategy)
+def test_progress_resets_the_budgets(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """A higher durable iteration than ever before leaves at most this one restart on the account."""
+    before = follow(past, limits)
+    if before.finished:
+        return
+    best = -1 if before.best_durable is None else before.best_durable
+    further = CycleEnd(cycle=0, incident=end.incident, durable_iteration=best + 1)
+    state, verdict = decide(before, further, limits)
+    assert state.cycles_without_progress == 0
+    assert state.restarts_without_progress == is_restart(verdict.rung)
+    assert verdict.exit_code != ExitReason.NO_PROGRESS or further.incident.exit_code == 93  # type: ignore[union-attr]
+
+
+@given(histories, any_end, limits_strategy)
+def test_best_durable_never_falls(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """The highest durable iteration is remembered even when a later cycle had to go further back."""
+    before = follow(past, limits)
+    state, _ = decide(before, end, limits)
+    assert (state.best_durable or 0) >= (before.best_durable or 0)
+    assert before.best_durable is None or state.best_durable is not None
+
+
+@given(histories, any_end, limits_strategy)
+def test_quarantine_takes_only_the_incidents_node(
+    past: list[CycleEnd], end: CycleEnd, limits: Limits
+) -> None:
+    """Only the node where the incident began loses its slot, only to a spare, and only once."""
+    before = follow(past, limits)
+    state, verdict = decide(before, end, limits)
+    if verdict.quarantine:
+        assert end.incident is not None
+        assert verdict.quarantine == (end.incident.node,)
+        assert end.num_spares > 0
+    assert len(set(state.quarantined)) == len(state.quarantined)
+
+
+@given(histories, any_end, limits_strategy)
+def test_memory_survives_the_job(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """A state read back from ladder.json is the same state, and decides the same."""
+    state = follow(past, limits)
+    read = msgspec.json.decode(msgspec.json.encode(state), type=LadderState)
+    assert read == state
+    assert decide(read, end, limits) == decide(state, end, limits)
+
+
+@given(histories, any_end, limits_strategy)
+def test_verdict_is_one_line_with_a_code_when_it_ends(
+    past: list[CycleEnd], end: CycleEnd, limits: Limits
+) -> None:
+    """Every verdict has a one-line reason, and an exit code exactly when it ends the job."""
+    _, verdict = decide(follow(past, limits), end, limits)
+    assert verdict.reason
+    assert "\n" not in verdict.reason
+    assert (verdict.exit_code is not None) == (verdict.rung >= Rung.REQUEUE_JOB)
