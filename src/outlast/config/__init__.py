@@ -20,21 +20,26 @@ class Config:
     """
 
     run_dir: str | None = None
-    """The run directory (journal, learned timeouts, stacks); none = the launcher's, or no journal without one."""
+    """The run directory (journal, learned timeouts, stacks); none = the launcher's, and without a launcher no
+    journal."""
 
     checkpoint: CheckpointConfig | None = None
     """Where and how often to save; none = nothing is saved or restored."""
 
     fault_tolerance: FaultToleranceConfig | None = None
-    """Timeouts and budgets; none = those of ``outlast run``, else the defaults. ``outlast run``'s ``--ft-*`` options
-    come before this."""
+    """Timeouts and budgets; none = those of ``outlast run``, else the defaults. ``outlast run``'s ``--ft-*``
+    options come before this."""
 
     seed: int | None = field(default=None)
-    """Seed of python's, numpy's and torch's random numbers, moved by the rank; none = the script seeds them."""
+    """Seed of python's, numpy's and torch's random numbers, moved by the rank; none = the script seeds
+    them."""
 
     def __post_init__(self) -> None:
         require(
-            self.fault_tolerance is None or not self.fault_tolerance.enable_ft_package or self.checkpoint is not None,
-            "fault_tolerance.enable_ft_package is on, but there is no checkpoint.directory to come back from; name one",
+            self.fault_tolerance is None
+            or not self.fault_tolerance.enable_ft_package
+            or self.checkpoint is not None,
+            "fault_tolerance.enable_ft_package is on, but there is no checkpoint.directory to come back "
+            "from; name one",
         )
         require(self.seed is None or self.seed >= 0, f"seed={self.seed} must not be negative")

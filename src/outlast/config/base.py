@@ -1,7 +1,7 @@
 """How settings are made from mappings, texts and flags, checked, and described.
 
-Every config is a keyword-only frozen dataclass that validates itself when it is made. The text under a field is
-its documentation: the command line's help and the tables in the docs are generated from it.
+Every config is a keyword-only frozen dataclass that validates itself when it is made. The text under a field
+is its documentation: the command line's help and the tables in the docs are generated from it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -21,7 +22,16 @@ import msgspec
 
 from outlast.errors import ConfigError
 
-__all__ = ["FieldDoc", "describe_fields", "from_mapping", "nearest", "parse_text", "require"]
+__all__ = [
+    "FieldDoc",
+    "describe_fields",
+    "from_mapping",
+    "is_none",
+    "nearest",
+    "parse_text",
+    "require",
+    "require_finite",
+]
 
 T = TypeVar("T")
 
@@ -49,65 +59,149 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
-def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str) -> T:
+def from_mapping(
+    cls: type[T],
+    values: Mapping[str, Any],
+    *,
+    where: str,
+    locate: Callable[[tuple[str, ...]], int | None] | None = None,
+) -> T:
     """Make a config from plain values.
 
     Args:
         cls: A config dataclass.
-        values: Field name (``-`` and ``_`` alike) to value; texts are converted to the field's type, and the text
-            ``none`` means ``None`` where a field allows it.
+        values: Field name (``-`` and ``_`` alike) to value; texts are converted to the field's type, and the
+            text ``none`` means ``None`` where a field allows it.
         where: What to call the source in an error, such as a file's name.
+        locate: Tells the source's line of a key, given the keys that lead to it; ``None`` when not known.
 
     Raises:
-        ConfigError: An unknown key (the nearest valid one is named), a value of the wrong type, or one that the
-            config refuses.
+        ConfigError: An unknown key (the nearest valid one is named), a value of the wrong type, or one that
+            the config refuses.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
-    arguments: dict[str, Any] = {}
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
-        if name not in fields:
-            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(name, fields)}")
-        hint = hints[name]
-        if dataclasses.is_dataclass(inner := _strip_none(hint)) and isinstance(value, Mapping):
-            arguments[name] = from_mapping(typing.cast(type, inner), value, where=f"{where}: {name}")
-        else:
-            arguments[name] = parse_text(hint, value, where=f"{where}: {name}")
-    try:
-        return cls(**arguments)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    return _Reader(where, locate).read(cls, values, ())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reader:
+    """Make configs from one source."""
+
+    where: str
+    locate: Callable[[tuple[str, ...]], int | None] | None
+
+    def read(self, cls: type[T], values: Mapping[str, Any], path: tuple[str, ...]) -> T:
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        hints = typing.get_type_hints(cls)
+        arguments: dict[str, Any] = {}
+        for key, value in values.items():
+            name, here = str(key).replace("-", "_"), (*path, str(key))
+            if name not in fields:
+                raise ConfigError(f"{self.place(here, path)}: unknown key {key!r}; {nearest(name, fields)}")
+            if name in arguments:
+                raise ConfigError(f"{self.place(here, path)}: key {name!r} is given twice; keep one")
+            hint = hints[name]
+            inner = _strip_none(hint)
+            if not dataclasses.is_dataclass(inner):
+                arguments[name] = parse_text(hint, value, where=self.place(here, here))
+            elif isinstance(value, Mapping):
+                arguments[name] = self.read(typing.cast(type, inner), value, here)
+            elif value is None or is_none(value):
+                arguments[name] = None
+            else:
+                raise ConfigError(
+                    f"{self.place(here, here)}: {value!r} is not a section with keys of its own"
+                )
+        for field in fields.values():
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and field.name not in arguments:
+                raise ConfigError(f"{self.place(path, path)}: key {field.name!r} is missing; give it")
+        try:
+            return cls(**arguments)
+        except ConfigError as error:
+            raise ConfigError(f"{self.place(path, path)}: {error}") from None
+
+    def place(self, located: tuple[str, ...], named: tuple[str, ...]) -> str:
+        """Return source, line of ``located``, and the keys ``named``."""
+        line = self.locate(located) if self.locate is not None and located else None
+        source = self.where if line is None else f"{self.where}:{line}"
+        return ": ".join((source, ".".join(named))) if named else source
 
 
 def parse_text(hint: Any, value: Any, *, where: str) -> Any:
-    """Convert ``value`` (from a file or the command line) to the type ``hint``."""
+    """Convert ``value`` (from a file or the command line) to the type ``hint``.
+
+    Raises:
+        ConfigError: It does not fit; the message begins with ``where`` and says what does.
+    """
+    wanted = _strip_none(hint)
+    given, lax = value, isinstance(value, str)
     if isinstance(value, str):
-        if value.strip().lower() in ("none", "null") and type(None) in typing.get_args(hint):
+        if is_none(value) and type(None) in typing.get_args(hint):
             return None
-        if typing.get_origin(_strip_none(hint)) in (dict, Mapping) or "Mapping" in str(_strip_none(hint)):
+        if _is_mapping(wanted):
             value = _parse_pairs(value, where)
-        elif _strip_none(hint) is bool:
-            lowered = value.strip().lower()
-            if lowered not in ("1", "0", "true", "false", "yes", "no", "on", "off"):
-                raise ConfigError(f"{where}: {value!r} is neither true nor false")
-            value = lowered in ("1", "true", "yes", "on")
+        elif wanted is bool and (lowered := value.strip().lower()) in _TRUTHS:
+            value = _TRUTHS[lowered]
+    if _is_mapping(wanted) and isinstance(value, Mapping):
+        value = {key: None if is_none(item) else item for key, item in value.items()}
+        lax = lax or any(isinstance(item, str) for item in value.values())
     try:
-        return msgspec.convert(value, hint, strict=not isinstance(value, str | dict))
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {value!r} does not fit: {error}") from None
+        return msgspec.convert(value, hint, strict=not lax)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{where}: {given!r} does not fit; write {_describe_type(hint)}") from None
+
+
+_TRUTHS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+def is_none(value: Any) -> bool:
+    """Say whether ``value`` is a text that stands for ``None``."""
+    return isinstance(value, str) and value.strip().lower() in ("none", "null")
+
+
+def _is_mapping(hint: Any) -> bool:
+    return typing.get_origin(hint) in (dict, Mapping)
+
+
+def _describe_type(hint: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
+    wanted = _strip_none(hint)
+    text = "name:seconds,name:seconds,..." if _is_mapping(wanted) else names.get(wanted, str(wanted))
+    return f"{text}, or none" if wanted is not hint else text
 
 
 def _parse_pairs(text: str, where: str) -> dict[str, str | None]:
     pairs: dict[str, str | None] = {}
-    if text.strip().lower() in ("none", "null", ""):
+    if is_none(text) or not text.strip():
         return pairs
     for part in text.split(","):
-        name, colon, number = part.partition(":")
-        if not colon or not name.strip():
-            raise ConfigError(f"{where}: {part!r} is not in the form name:seconds; write for example setup:600,step:180")
-        pairs[name.strip()] = None if number.strip().lower() in ("none", "null") else number.strip()
+        name, colon, number = (piece.strip() for piece in part.partition(":"))
+        if not colon or not name:
+            raise ConfigError(
+                f"{where}: {part!r} is not in the form name:seconds; write for example setup:600,step:180"
+            )
+        if name in pairs:
+            raise ConfigError(f"{where}: {name!r} is given twice; keep one")
+        pairs[name] = number
     return pairs
+
+
+def require_finite(config: Any) -> None:
+    """Raise :class:`ConfigError` when a number of ``config`` is infinite or not a number."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for number in value.values() if isinstance(value, Mapping) else (value,):
+            finite = not isinstance(number, float) or math.isfinite(number)
+            require(finite, f"{field.name}={number} must be finite; write none where a setting can be off")
 
 
 def _strip_none(hint: Any) -> Any:

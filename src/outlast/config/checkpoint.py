@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outlast.config.base import require
+from outlast.config.base import require, require_finite
 
 __all__ = ["CheckpointConfig"]
 
@@ -36,6 +36,7 @@ class CheckpointConfig:
     """Seconds that a save may take from its copy to its commit before it counts as failed."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
         require(bool(self.directory), "directory must not be empty; name a folder for the run's generations")
         require(self.save_interval >= 0, f"save_interval={self.save_interval} must not be negative")
         require(

@@ -7,13 +7,15 @@ import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from outlast.config.base import from_mapping, require
+from outlast.config.base import from_mapping, require, require_finite
 
 __all__ = ["FaultToleranceConfig"]
 
 
 def _check_seconds(name: str, value: float | None) -> None:
-    require(value is None or value > 0, f"{name}={value} must be above 0 seconds; write none to switch it off")
+    require(
+        value is None or value > 0, f"{name}={value} must be above 0 seconds; write none to switch it off"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +27,12 @@ class FaultToleranceConfig:
     """
 
     enable_ft_package: bool = False
-    """Watch heartbeats and sections of the workers; off: only their deaths are noticed. ``outlast run`` switches
-    it on unless told otherwise. In a session's config it needs a checkpoint directory."""
+    """Watch heartbeats and sections of the workers; off: only their deaths are noticed. ``outlast run``
+    switches it on unless told otherwise. In a session's config it needs a checkpoint directory."""
 
     calc_ft_timeouts: bool = False
-    """Learn section timeouts from observed durations and keep them in ft_state.json for the next cycle and job."""
+    """Learn section timeouts from observed durations and keep them in ft_state.json for the next cycle and
+    job."""
 
     initial_rank_heartbeat_timeout: float | None = None
     """Longest time in seconds from a worker's start to its first heartbeat; none = not enforced."""
@@ -42,20 +45,22 @@ class FaultToleranceConfig:
     named is measured, not enforced."""
 
     rank_out_of_section_timeout: float | None = None
-    """Longest time in seconds that a worker that uses sections may spend outside all of them; none = not enforced."""
+    """Longest time in seconds that a worker that uses sections may spend outside all of them; none = not
+    enforced."""
 
     safety_factor: float = 5.0
     """A learned timeout is the longest observed duration times this."""
 
     num_warmup_iterations: int = 1
-    """In a cycle's first iterations, this many, the section step is not enforced; 0 = enforced from the first."""
+    """In a cycle's first iterations, this many, the section step is not enforced; 0 = enforced from the
+    first."""
 
     rank_termination_signal: str = "SIGKILL"
     """Signal that ends a hung worker when no launcher of ours does (SIGKILL, SIGTERM, ...)."""
 
     max_no_progress_cycles: int = 3
-    """Cycles in a row that may end without a new durable generation, where progress can be known; then the job
-    stops with exit code 93."""
+    """Cycles in a row that may end without a new durable generation, where progress can be known; then the
+    job stops with exit code 93."""
 
     max_node_faults: int = 3
     """Faults after which a node gives its slot to a spare, where there is one; 0 = never."""
@@ -82,21 +87,33 @@ class FaultToleranceConfig:
     """Seconds after the session's start before which the fault does not come."""
 
     def __post_init__(self) -> None:
-        for name in ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout"):
-            _check_seconds(name, getattr(self, name))
+        require_finite(self)
+        _check_seconds("initial_rank_heartbeat_timeout", self.initial_rank_heartbeat_timeout)
+        _check_seconds("rank_heartbeat_timeout", self.rank_heartbeat_timeout)
+        _check_seconds("rank_out_of_section_timeout", self.rank_out_of_section_timeout)
         for name, seconds in self.rank_section_timeouts.items():
             _check_seconds(f"rank_section_timeouts[{name!r}]", seconds)
-            require(0 < len(name.encode()) <= 39, f"section name {name!r} must have 1 to 39 bytes; shorten it")
+            require(
+                0 < len(name.encode()) <= 39, f"section name {name!r} must have 1 to 39 bytes; shorten it"
+            )
         _check_seconds("node_heartbeat_timeout", self.node_heartbeat_timeout)
         require(self.safety_factor >= 1, f"safety_factor={self.safety_factor} must be at least 1")
-        require(self.num_warmup_iterations >= 0, f"num_warmup_iterations={self.num_warmup_iterations} must not be negative")
-        require(self.max_no_progress_cycles >= 1, f"max_no_progress_cycles={self.max_no_progress_cycles} must be at least 1")
+        require(
+            self.num_warmup_iterations >= 0,
+            f"num_warmup_iterations={self.num_warmup_iterations} must not be negative",
+        )
+        require(
+            self.max_no_progress_cycles >= 1,
+            f"max_no_progress_cycles={self.max_no_progress_cycles} must be at least 1",
+        )
         require(self.max_node_faults >= 0, f"max_node_faults={self.max_node_faults} must not be negative")
-        require(self.min_nodes is None or self.min_nodes >= 1, f"min_nodes={self.min_nodes} must be at least 1")
+        require(
+            self.min_nodes is None or self.min_nodes >= 1, f"min_nodes={self.min_nodes} must be at least 1"
+        )
         require(self.shutdown_grace >= 0, f"shutdown_grace={self.shutdown_grace} must not be negative")
         require(
             self.rank_termination_signal in signal.Signals.__members__,
-            f"rank_termination_signal={self.rank_termination_signal!r} is no signal; write for example SIGKILL",
+            f"rank_termination_signal={self.rank_termination_signal!r} is no signal; write SIGKILL, say",
         )
         require(
             self.simulated_fault_type in ("rank_hung", "rank_killed", "random"),

@@ -1,0 +1,125 @@
+"""Read a :class:`~outlast.config.Config` from a TOML, YAML or JSON file.
+
+The file's keys are the fields of ``Config``; its sections are the fields of the configs within. Whatever is
+wrong is said in one line that begins with the file, and with the line where that is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outlast.config import Config
+from outlast.config.base import from_mapping
+from outlast.errors import ConfigError
+
+__all__ = ["load_config"]
+
+
+def load_config(path: str | os.PathLike[str]) -> Config:
+    """Read and check a config file.
+
+    Args:
+        path: A file that ends in ``.toml``, ``.yaml``, ``.yml`` or ``.json``; YAML needs ``outlast[yaml]``.
+
+    Raises:
+        ConfigError: The file is of another type, cannot be read, is not well-formed, has an unknown or
+            repeated key, or a value that the config refuses.
+    """
+    path = Path(path)
+    parse = _PARSERS.get(path.suffix.lower())
+    if parse is None:
+        known = ", ".join(sorted(_PARSERS))
+        raise ConfigError(f"{path}: a config file ends in one of {known}; rename or convert it")
+    text = _read(path)
+    values = parse(text, str(path))
+    if values is None:  # an empty YAML file
+        values = {}
+    if not isinstance(values, Mapping):
+        kind = type(values).__name__
+        raise ConfigError(f"{path}: the file holds a {kind}, not settings; write key and value pairs")
+    return from_mapping(Config, values, where=str(path), locate=lambda keys: _find_line(text, keys))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; check the path") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
+
+
+def _parse_toml(text: str, where: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.fullmatch(r"(.*) \(at line (\d+), column \d+\)", str(error))
+        line, problem = (f":{found[2]}", found[1]) if found else ("", str(error))
+        raise ConfigError(f"{where}{line}: not valid TOML: {problem}") from None
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, where))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}:{error.lineno}: not valid JSON: {error.msg}") from None
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            f"{where}: YAML files need PyYAML; pip install 'outlast[yaml]', or write TOML"
+        ) from None
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            _without_repeats([(key, None) for key in keys], f"{where}:{node.start_mark.line + 1}")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f":{mark.line + 1}"
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{where}{line}: not valid YAML: {problem}") from None
+
+
+def _without_repeats(pairs: list[tuple[Any, Any]], where: str) -> dict[Any, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [str(key) for key, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{where}: key {repeated!r} is given twice; keep one")
+    return values
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = {
+    ".json": _parse_json,
+    ".toml": _parse_toml,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}
+
+
+def _find_line(text: str, keys: tuple[str, ...]) -> int | None:
+    """Return the line of a key below its sections; works for all three formats, as they spell keys alike."""
+    position = 0
+    for key in keys:
+        pattern = rf"^[^#\n]*?(?<![\w.-])(?P<key>[\"']?{re.escape(key)}[\"']?\s*(?:[=:\].]))"
+        found = re.compile(pattern, re.MULTILINE).search(text, position)
+        if found is None:
+            return None
+        position = found.end()
+    return text.count("\n", 0, position) + 1

@@ -1,0 +1,142 @@
+"""Config files: what is read, and one clear line for whatever is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from outlast.config.files import load_config
+from outlast.errors import ConfigError
+
+GOOD = {
+    "good.toml": """
+run_dir = "/tmp/run"
+[checkpoint]
+directory = "/tmp/ckpt"
+save-interval = 5
+[fault_tolerance]
+enable_ft_package = true
+rank_heartbeat_timeout = "none"
+rank_section_timeouts = { setup = 600, step = "none" }
+""",
+    "good.yaml": """
+run_dir: /tmp/run
+checkpoint: {directory: /tmp/ckpt, save-interval: 5}
+fault_tolerance:
+  enable_ft_package: true
+  rank_heartbeat_timeout: none
+  rank_section_timeouts: {setup: 600, step: none}
+""",
+    "good.json": """
+{"run_dir": "/tmp/run", "checkpoint": {"directory": "/tmp/ckpt", "save-interval": 5},
+ "fault_tolerance": {"enable_ft_package": true, "rank_heartbeat_timeout": null,
+                     "rank_section_timeouts": {"setup": 600, "step": null}}}
+""",
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_three_formats_mean_the_same(name: str, tmp_path: Path) -> None:
+    """TOML, YAML and JSON files with the same keys make the same config."""
+    path = tmp_path / name
+    path.write_text(GOOD[name])
+    config = load_config(path)
+    assert config.run_dir == "/tmp/run"
+    assert config.checkpoint is not None
+    assert config.checkpoint.save_interval == 5
+    assert config.fault_tolerance is not None
+    assert config.fault_tolerance.rank_heartbeat_timeout is None
+    assert dict(config.fault_tolerance.rank_section_timeouts) == {"setup": 600.0, "step": None}
+
+
+BAD = [
+    ("c.txt", "x = 1", "", "ends in one of .json, .toml, .yaml, .yml"),
+    ("c.toml", "run_dir = \n", ":1", "not valid TOML"),
+    ("c.json", '{"run_dir": 1,\n}', ":2", "not valid JSON"),
+    ("c.yaml", "run_dir: [1\n", ":2", "not valid YAML"),
+    ("c.yaml", "- 1\n- 2\n", "", "holds a list, not settings"),
+    ("c.json", "7", "", "holds a int, not settings"),
+    ("c.toml", "seed = 1\nrun_dri = 'x'\n", ":2", "unknown key 'run_dri'; did you mean 'run_dir'?"),
+    (
+        "c.toml",
+        "# safety = 3\n[fault_tolerance]\nsafety = 3\n",
+        ":3",
+        "fault_tolerance: unknown key 'safety'; did you mean 'safety_factor'?",
+    ),
+    (
+        "c.yaml",
+        "fault_tolerance:\n  rank_heartbeat_timeout: soon\n",
+        ":2",
+        "fault_tolerance.rank_heartbeat_timeout: 'soon' does not fit; write a number, or none",
+    ),
+    (
+        "c.json",
+        '{"checkpoint":\n {"directory": "x", "save_interval": -1}}',
+        ":1",
+        "save_interval=-1 must not",
+    ),
+    ("c.toml", "[checkpoint]\nsave_interval = 3\n", ":1", "key 'directory' is missing"),
+    ("c.toml", "checkpoint = 3\n", ":1", "3 is not a section with keys of its own"),
+    ("c.json", '{"seed": 1, "seed": 2}', "", "key 'seed' is given twice"),
+    ("c.yaml", "seed: 1\nseed: 2\n", ":1", "key 'seed' is given twice"),
+    ("c.toml", "seed = 1\nseed = 2\n", ":2", "not valid TOML"),
+    ("c.toml", "[checkpoint]\ndirectory='x'\nsave_interval=1\nsave-interval=2\n", ":4", "given twice"),
+    (
+        "c.toml",
+        "[fault_tolerance]\nenable_ft_package=true\n",
+        "",
+        "no checkpoint.directory to come back from",
+    ),
+    ("c.toml", "seed = true\n", ":1", "seed: True does not fit; write a whole number, or none"),
+    ("c.toml", "[fault_tolerance]\nrank_heartbeat_timeout = inf\n", ":1", "must be finite"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "line", "message"), BAD)
+def test_bad_file_is_one_clear_line(name: str, text: str, line: str, message: str, tmp_path: Path) -> None:
+    """Whatever is wrong in a file is said in one line: file, line where known, and what to change."""
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    said = str(caught.value)
+    assert said.startswith(f"{path}{line}: ")
+    assert message in said
+    assert "\n" not in said
+
+
+def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
+    """A path that is no file, or a folder, is refused by its name."""
+    with pytest.raises(ConfigError, match=r"none\.toml: no such file; check the path"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.toml: cannot be read \(Is a directory\)"):
+        load_config(tmp_path / "folder.toml")
+
+
+def test_binary_file_is_refused(tmp_path: Path) -> None:
+    """A file that is no text is refused with the position of its first odd byte."""
+    path = tmp_path / "model.json"
+    path.write_bytes(b"{\xff\xfe")
+    with pytest.raises(ConfigError, match="byte 1 is not UTF-8"):
+        load_config(path)
+
+
+def test_empty_file_means_defaults(tmp_path: Path) -> None:
+    """An empty TOML or YAML file is a config with all defaults."""
+    for name in ("empty.toml", "empty.yaml"):
+        (tmp_path / name).write_text("")
+        assert load_config(tmp_path / name).checkpoint is None
+
+
+def test_yaml_without_its_library_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without PyYAML a YAML file is refused with the package to install."""
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "c.yaml"
+    path.write_text("seed: 1")
+    with pytest.raises(ConfigError, match=r"pip install 'outlast\[yaml\]'"):
+        load_config(path)

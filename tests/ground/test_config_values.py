@@ -1,0 +1,85 @@
+"""Config values: every contradiction is refused in one line that says what to change."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
+from outlast.config.base import describe_fields, from_mapping
+from outlast.errors import ConfigError
+
+BAD = [
+    (FaultToleranceConfig, {"rank_heartbeat_timeout": -1.0}, "rank_heartbeat_timeout=-1.0 must be above 0"),
+    (FaultToleranceConfig, {"rank_heartbeat_timeout": math.nan}, "must be finite"),
+    (FaultToleranceConfig, {"rank_section_timeouts": {"step": 0.0}}, "rank_section_timeouts['step']=0.0"),
+    (FaultToleranceConfig, {"rank_section_timeouts": {"step": math.inf}}, "must be finite"),
+    (FaultToleranceConfig, {"rank_section_timeouts": {"s" * 40: 1.0}}, "1 to 39 bytes; shorten it"),
+    (FaultToleranceConfig, {"rank_out_of_section_timeout": 0.0}, "rank_out_of_section_timeout=0.0"),
+    (FaultToleranceConfig, {"safety_factor": 0.5}, "safety_factor=0.5 must be at least 1"),
+    (FaultToleranceConfig, {"num_warmup_iterations": -1}, "num_warmup_iterations=-1"),
+    (FaultToleranceConfig, {"max_no_progress_cycles": 0}, "max_no_progress_cycles=0 must be at least 1"),
+    (FaultToleranceConfig, {"max_node_faults": -1}, "max_node_faults=-1"),
+    (FaultToleranceConfig, {"min_nodes": 0}, "min_nodes=0 must be at least 1"),
+    (FaultToleranceConfig, {"shutdown_grace": -1.0}, "shutdown_grace=-1.0"),
+    (FaultToleranceConfig, {"node_heartbeat_timeout": 0.0}, "node_heartbeat_timeout=0.0"),
+    (FaultToleranceConfig, {"rank_termination_signal": "SIGWHAT"}, "is no signal; write SIGKILL"),
+    (FaultToleranceConfig, {"simulated_fault_type": "rank_lost"}, "rank_hung, rank_killed or random"),
+    (FaultToleranceConfig, {"simulated_fault_rank": -1}, "simulated_fault_rank=-1"),
+    (FaultToleranceConfig, {"simulated_fault_base_delay": -1.0}, "simulated_fault_base_delay=-1.0"),
+    (
+        FaultToleranceConfig,
+        {"initial_rank_heartbeat_timeout": 5.0, "rank_heartbeat_timeout": 10.0},
+        "initial_rank_heartbeat_timeout=5.0 must be at least rank_heartbeat_timeout=10.0",
+    ),
+    (CheckpointConfig, {"directory": ""}, "directory must not be empty"),
+    (CheckpointConfig, {"directory": "x", "save_interval": -1}, "save_interval=-1"),
+    (CheckpointConfig, {"directory": "x", "most_recent_k": 1}, "must be at least 2, or -1 to keep all"),
+    (CheckpointConfig, {"directory": "x", "most_recent_k": 0}, "most_recent_k=0"),
+    (CheckpointConfig, {"directory": "x", "save_timeout": 0.0}, "save_timeout=0.0"),
+    (CheckpointConfig, {"directory": "x", "max_consecutive_save_failures": -1}, "must not be negative"),
+    (Config, {"seed": -1}, "seed=-1"),
+    (Config, {"fault_tolerance": FaultToleranceConfig(enable_ft_package=True)}, "no checkpoint.directory"),
+]
+
+
+@pytest.mark.parametrize(("cls", "values", "message"), BAD)
+def test_bad_value_is_refused_when_made(cls: type, values: dict[str, Any], message: str) -> None:
+    """A value out of range or a contradiction is a ConfigError at once, in one line that names it."""
+    with pytest.raises(ConfigError) as caught:
+        cls(**values)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("cls", [Config, CheckpointConfig, FaultToleranceConfig])
+def test_every_field_is_documented(cls: type) -> None:
+    """Each setting has a text under it, from which help and docs are made."""
+    for field in describe_fields(cls):
+        assert field.text, f"{cls.__name__}.{field.name} has no text under it"
+
+
+def test_settings_survive_the_environment() -> None:
+    """A worker reads the same settings from its environment that its agent wrote there."""
+    config = FaultToleranceConfig(
+        rank_section_timeouts={"step": 1.5, "setup": None}, rank_heartbeat_timeout=3.0, simulate_fault=True
+    )
+    assert FaultToleranceConfig.from_json(config.to_json()) == config
+
+
+def test_unknown_key_names_its_source_and_the_nearest() -> None:
+    """A mapping's unknown key is refused with its source and the closest valid name."""
+    with pytest.raises(
+        ConfigError, match=r"mine: unknown key 'safty_factor'; did you mean 'safety_factor'\?"
+    ):
+        from_mapping(FaultToleranceConfig, {"safty_factor": 2}, where="mine")
+
+
+def test_settings_cannot_change_after_their_check() -> None:
+    """A config is frozen, so what was checked is what is used."""
+    config = FaultToleranceConfig()
+    with pytest.raises(AttributeError):
+        config.safety_factor = 0.0  # type: ignore[misc]
