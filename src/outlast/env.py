@@ -25,6 +25,8 @@ __all__ = [
     "WorkerEnv",
     "clean_name",
     "environ",
+    "replace_environ",
+    "set_default",
     "hostname",
     "read_worker",
 ]
@@ -139,3 +141,14 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         launcher=launcher,
         fault_tolerance=env.get(CONFIG) or None,
     )
+
+
+def replace_environ(values: Mapping[str, str]) -> None:
+    """Replace the whole environment of this process; for a forked worker before its script runs."""
+    os.environ.clear()
+    os.environ.update(values)
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable of this process (and its children) unless it is set."""
+    os.environ.setdefault(name, value)

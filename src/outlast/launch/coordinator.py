@@ -1,0 +1,473 @@
+"""The coordinator: one per job, decides who starts when, and what follows when a cycle ends.
+
+No I/O happens here: messages and time go in, messages come out. :mod:`outlast.launch.control` feeds it from the
+control store. It costs O(nodes) store operations a cycle: one message from each node, one to each.
+
+A cycle's life::
+
+    FORMING    nodes join; once every slot has a ready node -> Prepare to the first slot's node
+    PREPARING  that node opened the cycle's own store -> Start to every slot's node
+    RUNNING    until a node fails, hangs, is lost, or all have finished
+    FORMING    again: CycleOver went to all; each joins with what it knows of the ended cycle. When all slots'
+               nodes have joined or are lost, the ladder decides once, on the cause among all incidents
+    OVER       Stop went to all
+
+Nodes are judged by their beats advancing, on this process's monotonic clock; no wall clocks are compared. Spares
+wait in FORMING and RUNNING alike and cannot disturb either: only a slot's holder counts.
+
+Rejected: a shared blob changed by compare-and-swap (O(nodes^2) retries), and leaderless arrival counters (a joiner
+that dies between two operations leaves a hole that nobody can close).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.launch import messages as m
+from outlast.policy import ladder
+from outlast.policy.culprit import Position, find_culprit
+from outlast.policy.ladder import CycleEnd, LadderState, Limits
+from outlast.policy.slots import Candidate, Slot, fill_slots, root_cause, shrink
+
+__all__ = ["Coordinator", "JobSettings", "Node", "Outbox"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """What the coordinator is told about the job."""
+
+    job: str
+    num_slots: int
+    """Nodes that train at a time; more than these wait as spares."""
+    min_nodes: int | None = None
+    """Smallest world to shrink to when no spare is left; ``None`` = never shrink."""
+    limits: Limits = field(default_factory=Limits)
+    join_timeout_s: float = 600.0
+    """How long an incomplete cycle may wait for nodes before the job stops."""
+    node_timeout_s: float = 5.0
+    """How long a node may give no sign of life."""
+    goodbye_timeout_s: float = 5.0
+    """How long the coordinator waits for nodes to hear that the job is over."""
+
+
+class Phase(StrEnum):
+    """Where the job is; see the module's head."""
+
+    FORMING = "forming"
+    PREPARING = "preparing"
+    RUNNING = "running"
+    OVER = "over"
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """What the coordinator knows of one life of one node's agent."""
+
+    name: str
+    epoch: str
+    candidate: Candidate
+    addr: str
+    ready: bool = True
+    """It waits for a cycle; otherwise it is in one."""
+    finished: bool = False
+    beat: int = -1
+    beat_at_s: float = 0.0
+
+
+Outbox = list[tuple[str, str, m.ToNode]]
+"""(node, epoch, message) to be sent."""
+
+
+@dataclass(slots=True)
+class _Ended:
+    """What was gathered about the cycle that is ending."""
+
+    incidents: list[Incident] = field(default_factory=list)
+    positions: list[Position] = field(default_factory=list)
+    facts: list[m.CycleFacts] = field(default_factory=list)
+
+
+class Coordinator:
+    """Form cycles and end them.
+
+    Args:
+        settings: The job's settings.
+        state: What the ladder remembers of the run.
+        record: Called with every event for the journal: kind, cycle, data.
+        remember: Called with the ladder's new state whenever it changed, before anyone hears of the verdict.
+        learn: Called with all nodes' facts of an ended cycle and its cause (``None``: it finished).
+
+    Thread: one.
+    """
+
+    def __init__(
+        self,
+        settings: JobSettings,
+        state: LadderState,
+        *,
+        record: Callable[[EventKind, int, dict[str, object]], None],
+        remember: Callable[[LadderState], None],
+        learn: Callable[[list[m.CycleFacts], Incident | None], None] = lambda facts, cause: None,
+    ) -> None:
+        self.settings = settings
+        self.state = state
+        self.cycle = 0
+        """The cycle that forms or runs."""
+        self.phase = Phase.FORMING
+        self.nodes: dict[str, Node] = {}
+        self.stop: m.Stop | None = None
+        self._record, self._remember, self._learn = record, remember, learn
+        self._slots: tuple[Slot, ...] = tuple(Slot() for _ in range(settings.num_slots))
+        self._ended: _Ended | None = None
+        self._finished_facts: list[m.CycleFacts] = []
+        self._num_joins = 0
+        self._waiting_since_s: float | None = None
+        self._claims: dict[str, m.Join] = {}
+        """Joins under a name whose former life is not yet known to be over."""
+        self._out: Outbox = []
+        self._over_at_s = 0.0
+
+    # -- what comes in -----------------------------------------------------------------------------------------
+
+    def handle(self, message: m.ToCoordinator, now_s: float) -> Outbox:
+        """Take one message and return what is to be sent."""
+        match message:
+            case m.Join():
+                self._on_join(message, now_s)
+            case m.Tick() | m.Quit():
+                pass
+            case _:
+                node = self.nodes.get(message.node)
+                if node is None or node.epoch != message.epoch:
+                    log.debug("message of an unknown life of node %s passed over", message.node)
+                else:
+                    self._on_known(message, node, now_s)
+        self._advance(now_s)
+        return self._take_out()
+
+    def judge_beats(self, beats: Mapping[str, int], now_s: float, *, since_last_s: float) -> Outbox:
+        """Find nodes that gave no sign of life.
+
+        Args:
+            beats: Node name to its counter.
+            now_s: Monotonic seconds.
+            since_last_s: Seconds since the last call; after a long pause of our own nobody is judged.
+        """
+        paused = since_last_s > self.settings.node_timeout_s / 2
+        for node in list(self.nodes.values()):
+            beat = beats.get(node.name, node.beat)
+            if beat != node.beat or paused:
+                node.beat, node.beat_at_s = beat, now_s
+                if (claim := self._claims.get(node.name)) is not None and not paused:
+                    self._refuse(claim, node)
+            elif now_s - node.beat_at_s > self.settings.node_timeout_s:
+                self._lose(node, f"no sign of life for {now_s - node.beat_at_s:.1f} s", now_s)
+        self._advance(now_s)
+        return self._take_out()
+
+    def lose(self, name: str, epoch: str, reason: str, now_s: float) -> Outbox:
+        """Take a node as lost, on evidence other than its beats."""
+        node = self.nodes.get(name)
+        if node is not None and node.epoch == epoch:
+            self._lose(node, reason, now_s)
+            self._advance(now_s)
+        return self._take_out()
+
+    @property
+    def may_close(self) -> bool:
+        """Whether the job is over and every node that lives has heard so."""
+        return self.phase == Phase.OVER and not self.nodes
+
+    def should_give_up_on_goodbyes(self, now_s: float) -> bool:
+        """Return whether nodes had long enough to hear that the job is over."""
+        return self.phase == Phase.OVER and now_s - self._over_at_s > self.settings.goodbye_timeout_s
+
+    # -- joining and leaving -----------------------------------------------------------------------------------
+
+    def _on_join(self, join: m.Join, now_s: float) -> None:
+        node = self.nodes.get(join.node)
+        if node is not None and node.epoch != join.epoch:
+            # Two agents of one name, or one that came back before it was missed: its beats will tell.
+            self._claims[join.node] = join
+            return
+        if node is None:
+            self._num_joins += 1
+            candidate = Candidate(order=self._num_joins, nproc=join.nproc, wish=join.wish)
+            node = Node(name=join.node, epoch=join.epoch, candidate=candidate, addr=join.addr, beat_at_s=now_s)
+            self.nodes[node.name] = node
+            spare = self._num_joins > len(self._slots)
+            self._record(EventKind.NODE_JOINED, self.cycle, {"name": node.name, "spare": spare})
+        if self.stop is not None:
+            self._send(node, self.stop)
+            return
+        node.ready, node.finished = True, False
+        if join.ended is not None:
+            self._take_facts(join.ended, node)
+        if node.name in self.state.quarantined:
+            self._send(node, m.Wait(reason="the node is quarantined for this job"))
+        elif self.phase == Phase.RUNNING and not self._holds_slot(node):
+            self._send(node, m.Wait(reason="every slot is held: the node is a spare"))
+
+    def _refuse(self, claim: m.Join, holder: Node) -> None:
+        del self._claims[claim.node]
+        log.warning("a second agent calls itself node %s while the first one lives; it was turned away", claim.node)
+        reason = f"another agent of the name {holder.name!r} is alive in this job; give each its own --node-name"
+        self._out.append((claim.node, claim.epoch, m.Stop(exit_code=ExitReason.BAD_INPUT, reason=reason)))
+
+    def _on_known(self, message: m.ToCoordinator, node: Node, now_s: float) -> None:
+        match message:
+            case m.Master() if self.phase == Phase.PREPARING and message.cycle == self.cycle:
+                self._start(message.addr, message.port)
+            case m.Hung() if self.phase == Phase.RUNNING and message.cycle == self.cycle:
+                self._end_cycle(message.incident.describe(), examine=True, but=None)
+                assert self._ended is not None
+                self._ended.incidents.append(message.incident)
+            case m.Finished() if message.facts.cycle == self.cycle and self.phase == Phase.RUNNING:
+                node.finished = True
+                self._finish_if_all(message.facts, now_s)
+            case m.Leave():
+                self._on_leave(message, node, now_s)
+            case m.Bye():
+                self.nodes.pop(node.name, None)
+            case _:
+                pass
+
+    def _on_leave(self, leave: m.Leave, node: Node, now_s: float) -> None:
+        if self.stop is not None:
+            self.nodes.pop(node.name, None)
+            return
+        if not leave.whole_job or not self._holds_slot(node):
+            self._lose(node, "its agent left", now_s)
+            return
+        self.nodes.pop(node.name)
+        facts = leave.facts
+        end = CycleEnd(
+            cycle=self.cycle,
+            incident=None,
+            preempted=True,
+            preempted_saved=leave.saved,
+            durable_iteration=facts.durable_iteration if facts else None,
+            progress_known=facts.progress_known if facts else False,
+        )
+        self.state, verdict = ladder.decide(self.state, end, self.settings.limits)
+        self._remember(self.state)
+        code = ExitReason.PREEMPTED if leave.saved else 128 + leave.signal
+        self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
+        self._stop_job(code, f"node {node.name} was told to leave; {verdict.reason}", now_s)
+
+    def _lose(self, node: Node, why: str, now_s: float) -> None:
+        self.nodes.pop(node.name, None)
+        log.warning("node %s is lost: %s", node.name, why)
+        # Should it only have been away, it hears this first: its ranks must not go on in a cycle that is over.
+        self._send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was taken for lost: {why}"))
+        if self._holds_slot(node) and self.phase != Phase.OVER:
+            incident = Incident(
+                kind=IncidentKind.NODE_LOST,
+                job=self.settings.job,
+                cycle=self.cycle,
+                node=node.name,
+                detected_after_s=round(now_s - node.beat_at_s, 3),
+                evidence={"summary": why},
+            )
+            self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
+            if self.phase in (Phase.RUNNING, Phase.PREPARING):
+                self._end_cycle(incident.describe(), examine=False, but=None)
+            if self._ended is not None:
+                self._ended.incidents.append(incident)
+            # else: nothing had started; the slot is simply free again
+        if (claim := self._claims.pop(node.name, None)) is not None:
+            self._on_join(claim, now_s)
+
+    # -- a cycle's end -----------------------------------------------------------------------------------------
+
+    def _take_facts(self, facts: m.CycleFacts, node: Node) -> None:
+        if facts.cycle != self.cycle or self.phase == Phase.OVER:
+            return
+        if self.phase in (Phase.RUNNING, Phase.PREPARING):
+            reason = facts.incident.describe() if facts.incident else f"node {node.name} left the cycle"
+            self._end_cycle(reason, examine=False, but=node)
+        if self._ended is not None:
+            self._ended.facts.append(facts)
+            self._ended.positions.extend(facts.positions)
+            if facts.incident is not None:
+                self._ended.incidents.append(facts.incident)
+
+    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None) -> None:
+        self.phase = Phase.FORMING
+        self._ended = _Ended()
+        for node in self.nodes.values():
+            if node is not but and self._holds_slot(node) and not node.ready:
+                self._send(node, m.CycleOver(cycle=self.cycle, reason=reason, examine=examine))
+
+    def _finish_if_all(self, facts: m.CycleFacts, now_s: float) -> None:
+        holders = [self.nodes.get(slot.holder or "") for slot in self._slots]
+        self._finished_facts.append(facts)
+        if all(node is not None and node.finished for node in holders):
+            known = [f.durable_iteration for f in self._finished_facts if f.durable_iteration is not None]
+            durable = max(known, default=None)
+            end = CycleEnd(cycle=self.cycle, incident=None, finished=True, durable_iteration=durable)
+            self.state, verdict = ladder.decide(self.state, end, self.settings.limits)
+            self._learn(self._finished_facts, None)
+            self._remember(self.state)
+            self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
+            self._stop_job(ExitReason.FINISHED, verdict.reason, now_s)
+
+    def _judge(self, ended: _Ended, now_s: float) -> None:
+        """Let the ladder decide, now that every slot's node has told what it knows."""
+        cause = root_cause(ended.incidents)
+        if cause is not None and cause.kind == IncidentKind.WORKER_HUNG and ended.positions:
+            cause = _with_culprit(cause, ended.positions)
+        if cause is None:
+            cause = Incident(
+                kind=IncidentKind.WORKER_FAILED,
+                job=self.settings.job,
+                cycle=self.cycle,
+                evidence={"summary": "the cycle ended without a report of why"},
+            )
+        known = [facts.durable_iteration for facts in ended.facts if facts.durable_iteration is not None]
+        end = CycleEnd(
+            cycle=self.cycle,
+            incident=cause,
+            durable_iteration=max(known, default=None),
+            progress_known=any(facts.progress_known for facts in ended.facts),
+            num_spares=len(self._spares()),
+        )
+        self._learn(ended.facts, cause)
+        self.state, verdict = ladder.decide(self.state, end, self.settings.limits)
+        self._remember(self.state)
+        self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict, "incident": cause})
+        log_line = log.error if verdict.rung == Rung.STOP else log.warning
+        log_line("[outlast] cycle %d ended: %s", self.cycle, verdict.reason)
+        self._carry_out(verdict, now_s)
+
+    def _carry_out(self, verdict: Verdict, now_s: float) -> None:
+        if verdict.rung >= Rung.REQUEUE_JOB:
+            assert verdict.exit_code is not None
+            self._stop_job(verdict.exit_code, verdict.reason, now_s)
+            return
+        for name in verdict.quarantine:
+            if (node := self.nodes.get(name)) is not None:
+                self._send(node, m.Wait(reason="the node is quarantined for this job"))
+        self.cycle += 1
+        self._waiting_since_s = None
+
+    def _stop_job(self, exit_code: int, reason: str, now_s: float) -> None:
+        self.phase, self._over_at_s = Phase.OVER, now_s
+        self.stop = m.Stop(exit_code=exit_code, reason=reason)
+        for node in self.nodes.values():
+            self._send(node, self.stop)
+
+    # -- forming -----------------------------------------------------------------------------------------------
+
+    def _advance(self, now_s: float) -> None:
+        """Go on to the next phase, when what it needs is there."""
+        if self.phase != Phase.FORMING:
+            return
+        if self._ended is not None:
+            if not all(node is None or node.ready for node in map(self._holder, self._slots)):
+                return
+            ended, self._ended = self._ended, None
+            self._judge(ended, now_s)
+            if self.phase == Phase.OVER:
+                return
+        ready = {node.name: node.candidate for node in self.nodes.values() if node.ready}
+        slots = fill_slots(self._slots, ready, barred=self.state.quarantined)
+        if any(slot.holder is None for slot in slots):
+            smaller = shrink(slots, min_nodes=self.settings.min_nodes) if self.cycle else None
+            if smaller is None or any(slot.holder is None for slot in smaller):
+                self._wait_for_nodes(slots, now_s)
+                return
+            log.warning("no spare is left: the world shrinks from %d to %d nodes", len(slots), len(smaller))
+            slots = smaller
+        self._slots, self._waiting_since_s = slots, None
+        self._finished_facts = []
+        self.phase = Phase.PREPARING
+        first = self._holder(slots[0])
+        assert first is not None
+        self._send(first, m.Prepare(cycle=self.cycle))
+
+    def _wait_for_nodes(self, slots: tuple[Slot, ...], now_s: float) -> None:
+        missing = sum(slot.holder is None for slot in slots)
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+            if self.cycle:
+                log.warning("waiting for %d of %d nodes, up to %.0f s", missing, len(slots), self.settings.join_timeout_s)
+        elif now_s - self._waiting_since_s > self.settings.join_timeout_s and self.nodes:
+            reason = (
+                f"{missing} of {len(slots)} slots stayed empty for {self.settings.join_timeout_s:.0f} s "
+                "(--rdzv-conf join_timeout=...): no spare is left"
+            )
+            self._record(EventKind.VERDICT, self.cycle, {"verdict": Verdict(rung=Rung.STOP, reason=reason, exit_code=1)})
+            self._stop_job(ExitReason.FAILED, reason, now_s)
+
+    def _start(self, addr: str, port: int) -> None:
+        self.phase = Phase.RUNNING
+        world_size = sum(slot.nproc or 0 for slot in self._slots)
+        base_rank = 0
+        for index, slot in enumerate(self._slots):
+            node = self._holder(slot)
+            assert node is not None
+            node.ready = node.finished = False
+            self._send(
+                node,
+                m.Start(
+                    cycle=self.cycle,
+                    node_rank=index,
+                    num_nodes=len(self._slots),
+                    base_rank=base_rank,
+                    world_size=world_size,
+                    master_addr=addr,
+                    master_port=port,
+                ),
+            )
+            base_rank += slot.nproc or 0
+        for node in self._spares():
+            self._send(node, m.Wait(reason="every slot is held: the node is a spare"))
+
+    # -- small things ------------------------------------------------------------------------------------------
+
+    def _holder(self, slot: Slot) -> Node | None:
+        return self.nodes.get(slot.holder) if slot.holder is not None else None
+
+    def _holds_slot(self, node: Node) -> bool:
+        return any(slot.holder == node.name for slot in self._slots)
+
+    def _spares(self) -> list[Node]:
+        barred = self.state.quarantined
+        return [n for n in self.nodes.values() if n.ready and not self._holds_slot(n) and n.name not in barred]
+
+    def _send(self, node: Node, message: m.ToNode) -> None:
+        self._out.append((node.name, node.epoch, message))
+
+    def _take_out(self) -> Outbox:
+        out, self._out = self._out, []
+        return out
+
+
+def _with_culprit(incident: Incident, positions: list[Position]) -> Incident:
+    """Return the incident of a hang with the one rank that all others waited for."""
+    culprit = find_culprit(positions)
+    position = culprit.position
+    evidence = {**incident.evidence, "summary": culprit.reason, "first_reported_rank": incident.rank}
+    if position.stack_line:
+        evidence["stack_line"] = position.stack_line
+    evidence["process_state"] = position.process_state
+    return Incident(
+        kind=incident.kind,
+        job=incident.job,
+        cycle=incident.cycle,
+        node=position.node,
+        rank=position.global_rank,
+        pid=position.pid,
+        section="/".join(position.sections) or incident.section,
+        iteration=position.iteration,
+        detected_after_s=incident.detected_after_s,
+        evidence=evidence,
+    )

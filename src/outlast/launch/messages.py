@@ -1,0 +1,194 @@
+"""What agents and the coordinator tell each other; JSON through the control store, never pickle."""
+
+from __future__ import annotations
+
+import msgspec
+
+from outlast.errors import RendezvousError
+from outlast.incidents import Incident
+from outlast.monitor.learned import Observation
+from outlast.policy.culprit import Position
+
+__all__ = [
+    "Bye",
+    "CycleFacts",
+    "CycleOver",
+    "Finished",
+    "Hung",
+    "Join",
+    "Leave",
+    "Master",
+    "Prepare",
+    "Quit",
+    "Start",
+    "Stop",
+    "Tick",
+    "ToCoordinator",
+    "ToNode",
+    "Wait",
+    "decode_to_coordinator",
+    "decode_to_node",
+    "encode",
+]
+
+
+class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one node knows of a cycle that ended for it."""
+
+    cycle: int
+    incident: Incident | None = None
+    """What went wrong here; ``None`` when the node only followed the others."""
+    durable_iteration: int | None = None
+    progress_known: bool = False
+    positions: tuple[Position, ...] = ()
+    """Where the node's ranks were when a hang was examined."""
+    observations: tuple[Observation, ...] = ()
+    """Longest durations seen, for learned timeouts."""
+
+
+class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """A node wants to take part in the next cycle."""
+
+    node: str
+    epoch: str
+    """Names this life of the node's agent."""
+    addr: str
+    nproc: int
+    """Workers per node; 0 = not known (an agent that is not ours)."""
+    wish: int | None = None
+    ended: CycleFacts | None = None
+    """The cycle that ended for this node, if it took part in one."""
+
+
+class Hung(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A rank of this node exceeded a timeout: all nodes shall look at their ranks and end the cycle."""
+
+    node: str
+    epoch: str
+    cycle: int
+    incident: Incident
+
+
+class Master(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first node opened the cycle's store."""
+
+    node: str
+    epoch: str
+    cycle: int
+    addr: str
+    port: int
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Every worker of this node ended with exit code 0."""
+
+    node: str
+    epoch: str
+    facts: CycleFacts
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This node's agent was told to leave, and its workers are gone."""
+
+    node: str
+    epoch: str
+    saved: bool = False
+    signal: int = 0
+    facts: CycleFacts | None = None
+    whole_job: bool = True
+    """The notice is for the job; otherwise only this node goes."""
+
+
+class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This node got its :class:`Stop` and needs the control store no more."""
+
+    node: str
+    epoch: str
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Time to look at the nodes' signs of life."""
+
+
+class Quit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator's own agent ends it."""
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node is a spare (or quarantined) and waits."""
+
+    reason: str
+
+
+class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node carries the first slot of a new cycle: open its store and say where."""
+
+    cycle: int
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start the workers of a cycle."""
+
+    cycle: int
+    node_rank: int
+    num_nodes: int
+    base_rank: int
+    """Global rank of the node's first worker."""
+    world_size: int
+    master_addr: str
+    master_port: int
+
+
+class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The cycle failed somewhere: end your workers and join the next one."""
+
+    cycle: int
+    reason: str
+    examine: bool = False
+    """Look where your ranks are before you end them: a hang's culprit is searched."""
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job is over."""
+
+    exit_code: int
+    reason: str
+
+
+ToCoordinator = Join | Hung | Master | Finished | Leave | Bye | Tick | Quit
+ToNode = Wait | Prepare | Start | CycleOver | Stop
+
+_encoder = msgspec.json.Encoder()
+_to_coordinator: msgspec.json.Decoder[ToCoordinator] = msgspec.json.Decoder(ToCoordinator)
+_to_node: msgspec.json.Decoder[ToNode] = msgspec.json.Decoder(ToNode)
+
+
+def encode(message: ToCoordinator | ToNode) -> bytes:
+    """Return a message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_coordinator(data: bytes) -> ToCoordinator:
+    """Return the message that an agent sent.
+
+    Raises:
+        RendezvousError: It is none of ours.
+    """
+    try:
+        return _to_coordinator.decode(data)
+    except msgspec.DecodeError as error:
+        raise RendezvousError(f"unreadable message from an agent: {error}; do all nodes run the same outlast?") from error
+
+
+def decode_to_node(data: bytes) -> ToNode:
+    """Return the message that the coordinator sent.
+
+    Raises:
+        RendezvousError: It is none of ours.
+    """
+    try:
+        return _to_node.decode(data)
+    except msgspec.DecodeError as error:
+        raise RendezvousError(
+            f"unreadable message from the coordinator: {error}; do all nodes run the same outlast?"
+        ) from error
