@@ -1,7 +1,7 @@
 """The accelerator: the one module that names CUDA.
 
-Everything here also works where there is none, and says so with ``None`` or ``cpu``. Importing the module does not
-import torch, and nothing here creates a CUDA context in a process that has none.
+Everything here also works where there is none, and says so with ``None`` or ``cpu``. Importing the module
+does not import torch, and asking creates no CUDA context in a process that has none.
 """
 
 from __future__ import annotations

@@ -1,0 +1,207 @@
+"""Process groups that can be left at any time.
+
+Gloo waits for the peers of an unfinished collective when its group is destroyed, as the interpreter does in
+the end; a rank that crashed would stay alive as long as a hung peer does (torch 2.13, measured; ``abort()``
+and ``shutdown()`` do not help). What helps is to shut down the connections that the group opened: every wait
+on them ends within milliseconds. A :class:`Group` notes its connections when it is made, so that it can
+:meth:`~Group.cut` them. Listening sockets stay untouched (gloo ends the process when its listener fails), and
+a descriptor that meanwhile belongs to something else is recognised by its inode.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from outlast import env
+from outlast.errors import ConfigError, OutlastError, RendezvousError
+from outlast.runtime import device
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed
+
+__all__ = ["Group", "connect_world"]
+
+log = logging.getLogger(__name__)
+
+
+class Group:
+    """A process group with the connections that it opened.
+
+    Args:
+        process_group: The group; ``None`` for the default one.
+        connections: Descriptor and inode of each connected socket.
+    """
+
+    def __init__(
+        self, process_group: torch.distributed.ProcessGroup | None, connections: tuple[tuple[int, int], ...]
+    ) -> None:
+        self.process_group = process_group
+        self._connections = connections
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, *, timeout_s: float) -> Group:
+        """Make a gloo group of all ranks, beside the default group.
+
+        Raises:
+            RendezvousError: The ranks did not find each other.
+
+        Collective: all ranks of the default group.
+        Blocks: up to ``timeout_s``.
+        """
+        import torch.distributed as dist
+
+        before = _connected_sockets()
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"the ranks could not connect ({error}); see the log of the rank that left"
+            ) from error
+        return cls(group, _opened_since(before))
+
+    def start_max(self, values: torch.Tensor) -> torch.distributed.Work:
+        """Start to replace ``values`` by the largest of all ranks; read them after the returned work's
+        ``wait()``.
+
+        Collective: all ranks of the group.
+        Blocks: never.
+        """
+        import torch.distributed as dist
+
+        work: dist.Work = dist.all_reduce(
+            values, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True
+        )
+        return work
+
+    def cut(self) -> None:
+        """Shut down the group's connections: whatever waits on them, here or at a peer, fails at once.
+
+        Idempotent. The group is of no use afterwards.
+
+        Blocks: never.
+        Thread: any.
+        """
+        with self._lock:
+            connections, self._connections = self._connections, ()
+        for fd, inode in connections:
+            try:
+                copy = os.dup(fd)
+            except OSError:
+                continue  # closed by its owner
+            with socket.socket(fileno=copy) as connection:
+                if os.fstat(copy).st_ino == inode:
+                    try:
+                        connection.shutdown(socket.SHUT_RDWR)
+                    except OSError as error:
+                        log.debug("connection %d was closed already: %s", fd, error)
+
+    def close(self) -> None:
+        """Cut the group and destroy it.
+
+        Blocks: never; peers that still wait in the group fail.
+        """
+        import torch.distributed as dist
+
+        self.cut()
+        group, self.process_group = self.process_group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
+    """Initialise ``torch.distributed``: NCCL where there are GPUs, gloo for everything on the CPU.
+
+    Args:
+        place: This worker's place.
+        timeout_s: Seconds until a collective, or this call, fails because a peer does not take part.
+
+    Raises:
+        ConfigError: It is not known where the ranks meet.
+        RendezvousError: The ranks did not find each other.
+
+    Collective: all ranks of the world.
+    Blocks: up to ``timeout_s``, until all ranks have come.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    device.use_device(place.local_rank)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, _, _ = next(
+            rendezvous(_meeting_point(place), place.global_rank, place.world_size, timeout=timeout)
+        )
+        store.set_timeout(timeout)
+        before = _connected_sockets()
+        dist.init_process_group(
+            device.training_backend(),
+            store=PrefixStore("default_pg", store),
+            rank=place.global_rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"it is not known where the ranks meet ({error}); set MASTER_ADDR and MASTER_PORT"
+        ) from error
+    except (RuntimeError, OutlastError) as error:
+        raise RendezvousError(
+            f"the ranks could not connect ({error}); see the log of the rank that left"
+        ) from error
+    return Group(None, _opened_since(before))
+
+
+def _meeting_point(place: env.WorkerEnv) -> str:
+    if place.launcher != "srun":
+        return "env://"
+    variables = env.environ()
+    address = variables.get("MASTER_ADDR") or _first_node(
+        variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "localhost"
+    )
+    # Jobs and steps that run side by side on a node must not meet each other.
+    number = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables.get("SLURM_STEP_ID", "0"))
+    port = variables.get("MASTER_PORT") or str(20000 + number % 12000)
+    return f"tcp://{address}:{port}"
+
+
+def _first_node(nodes: str) -> str:
+    """Return the first name of a Slurm node list such as ``gpu[07-09,12],login1``."""
+    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", nodes)
+    assert match is not None
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _connected_sockets() -> frozenset[tuple[int, int]]:
+    """Return descriptor and inode of every TCP connection of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            copy = os.dup(int(name))
+        except OSError:
+            continue  # the listing's own descriptor, or one that closed meanwhile
+        with socket.socket(fileno=copy) as connection:
+            try:
+                if (
+                    connection.family in (socket.AF_INET, socket.AF_INET6)
+                    and connection.type == socket.SOCK_STREAM
+                ):
+                    connection.getpeername()
+                    found.add((int(name), os.fstat(copy).st_ino))
+            except OSError:
+                continue  # not connected: a listener
+    return frozenset(found)
+
+
+def _opened_since(before: frozenset[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted(_connected_sockets() - before))
