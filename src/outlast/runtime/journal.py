@@ -1,8 +1,9 @@
 """The journal: append-only JSON lines, one file per process, under ``<run_dir>/journal/``.
 
 Everything that is reported later is derived from here and from nothing else. A line is written with one
-``write`` to a descriptor opened for appending, so that a reader sees whole lines and a SIGKILL loses at most the
-line being written. A full or vanished disk must not end training: a failed write is logged once and counted.
+``write`` to a descriptor opened for appending, so that a reader sees whole lines and a SIGKILL loses at most
+the line being written. A full or vanished disk must not end training: a failed write is logged once and
+counted, and a line torn by it, or by a kill, does not swallow the one after it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Journal:
     Thread: any; lines of several threads do not mix.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str] | None, *, run_id: str, job: str, node: str, proc: str) -> None:
+    def __init__(
+        self, run_dir: str | os.PathLike[str] | None, *, run_id: str, job: str, node: str, proc: str
+    ) -> None:
         self.run_id, self.job, self.node, self.proc = run_id, job, node, proc
         self.cycle: int | None = None
         """Written into every event that does not name another."""
@@ -48,12 +51,14 @@ class Journal:
         """Lines that could not be written."""
         self.path: Path | None = None
         self._fd = -1
+        self._torn = False
         self._lock = threading.Lock()
         if run_dir is not None:
             folder = Path(run_dir) / "journal"
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / f"{clean_name(job)}-{clean_name(node)}-{clean_name(proc)}.jsonl"
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._torn = _ends_torn(self._fd)
 
     def write(
         self,
@@ -78,15 +83,27 @@ class Journal:
             iteration=iteration,
             data=data,
         )
+        line = _encoder.encode(event) + b"\n"
         with self._lock:
             if self._fd >= 0:
-                try:
-                    os.write(self._fd, _encoder.encode(event) + b"\n")
-                except OSError as error:
-                    if not self.num_lost:
-                        log.warning("journal %s cannot be written (%s); events are lost until it can", self.path, error)
-                    self.num_lost += 1
+                self._append(line)
         return event
+
+    def _append(self, line: bytes) -> None:
+        data = b"\n" + line if self._torn else line  # a torn line must not swallow the next one
+        try:
+            written = os.write(self._fd, data)
+            problem = None if written == len(data) else "the disk is full"
+        except OSError as error:
+            written, problem = 0, str(error)
+        if written:
+            self._torn = problem is not None
+        if problem is not None:
+            if not self.num_lost:
+                log.warning(
+                    "journal %s cannot be written (%s); events are lost until it can", self.path, problem
+                )
+            self.num_lost += 1
 
     def close(self) -> None:
         """Close the file; later writes are no-ops."""
@@ -94,6 +111,11 @@ class Journal:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
+
+
+def _ends_torn(fd: int) -> bool:
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 def read_journal(run_dir: str | os.PathLike[str]) -> Iterator[Event]:

@@ -1,0 +1,70 @@
+# Everything sets itself up: `make demo` and `make test` need only python3 (3.11 or newer) and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CODE := src tests examples docs
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help setup test lint types unit docs demo bench format clean
+
+help:
+	@echo "make demo    train through a killed rank, a hung rank and a lost node, and prove the result"
+	@echo "make test    lint, types, docs, tests"
+	@echo "make setup   only make $(VENV), with pinned packages"
+	@echo "make lint | types | unit | docs    one part of make test"
+	@echo "make bench   measure against the stock launcher"
+	@echo "make format  put the code into its form"
+	@echo "make clean   remove what was made here"
+
+setup: $(STAMP)
+
+# torch goes first and alone, so that its large wheel is chosen by its own pin and nothing can replace it later.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "python 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "python cannot make virtual environments; install its venv module (Debian: python3-venv)" >&2; exit 1; }
+	@echo "installing pinned packages into $(VENV) (the first time takes minutes)"
+	$(PIP) torch==2.13.0
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable '.[dev,docs,stacks,yaml]'
+	@touch $(STAMP)
+
+test: lint types docs unit
+
+lint: setup
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+types: setup
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/python -m pytest
+
+docs: setup
+	$(BIN)/python docs/generate.py --check
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+
+demo: setup
+	$(BIN)/outlast demo
+
+bench: setup
+	$(BIN)/outlast bench heartbeat
+	$(BIN)/outlast bench restart
+	$(BIN)/outlast bench rendezvous
+
+format: setup
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .hypothesis outlast-runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
+
+# `make test` runs its parts one after another, tests last, so that their summary is what ends the output.
+.NOTPARALLEL:

@@ -1,0 +1,154 @@
+"""The journal: whole lines, from any thread, through kills and full disks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from outlast.incidents import EventKind
+from outlast.runtime.journal import Journal, read_journal
+
+
+def open_journal(run_dir: Path | None, proc: str = "agent", node: str = "a") -> Journal:
+    return Journal(run_dir, run_id="r", job="j", node=node, proc=proc)
+
+
+def test_events_come_back_as_written(tmp_path: Path) -> None:
+    """What was written is read back with its envelope and its facts."""
+    journal = open_journal(tmp_path)
+    journal.cycle = 3
+    written = journal.write(EventKind.PROGRESS, rank=1, iteration=57, note="text with\nnewline and é")
+    journal.close()
+    assert list(read_journal(tmp_path)) == [written]
+    assert (written.cycle, written.rank, written.iteration) == (3, 1, 57)
+    assert written.data == {"note": "text with\nnewline and é"}
+
+
+def test_events_of_all_processes_are_lined_up(tmp_path: Path) -> None:
+    """Events of several processes come in the order in which they happened."""
+    first, second = open_journal(tmp_path), open_journal(tmp_path, proc="rank-0", node="b/../x")
+    for number in range(10):
+        (first if number % 2 else second).write(EventKind.PROGRESS, iteration=number)
+    first.close()
+    second.close()
+    assert [event.iteration for event in read_journal(tmp_path)] == list(range(10))
+    assert len(list((tmp_path / "journal").iterdir())) == 2
+
+
+def test_torn_line_costs_only_itself(tmp_path: Path) -> None:
+    """A line torn by a kill is passed over, also when the next process appends to the same file."""
+    journal = open_journal(tmp_path)
+    journal.write(EventKind.PROGRESS, iteration=1)
+    journal.close()
+    assert journal.path is not None
+    whole = journal.path.read_bytes()
+    journal.path.write_bytes(whole + whole[:-10])
+    assert [event.iteration for event in read_journal(tmp_path)] == [1]
+    journal = open_journal(tmp_path)
+    journal.write(EventKind.PROGRESS, iteration=2)
+    journal.close()
+    assert [event.iteration for event in read_journal(tmp_path)] == [1, 2]
+
+
+def test_lines_of_threads_do_not_mix(tmp_path: Path) -> None:
+    """Many threads may write to one journal; every event stays whole."""
+    journal = open_journal(tmp_path)
+
+    def write(rank: int) -> None:
+        for number in range(100):
+            journal.write(EventKind.PROGRESS, rank=rank, iteration=number, filler="x" * 500)
+
+    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    journal.close()
+    events = list(read_journal(tmp_path))
+    assert sorted((event.rank, event.iteration) for event in events) == [
+        (rank, number) for rank in range(8) for number in range(100)
+    ]
+    assert journal.num_lost == 0
+
+
+def test_full_disk_is_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk ends nothing: each lost event is counted, and one warning says so."""
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "j-a-agent.jsonl").symlink_to("/dev/full")
+    journal = open_journal(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            journal.write(EventKind.PROGRESS)
+    journal.close()
+    assert journal.num_lost == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "No space left" in caplog.text
+
+
+def test_disk_that_fills_within_a_line_loses_only_that_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line cut short by a full disk is counted, and the next one is whole again."""
+    journal = open_journal(tmp_path)
+    journal.write(EventKind.PROGRESS, iteration=1)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:20]))
+    journal.write(EventKind.PROGRESS, iteration=2)
+    monkeypatch.undo()
+    journal.write(EventKind.PROGRESS, iteration=3)
+    journal.close()
+    assert [event.iteration for event in read_journal(tmp_path)] == [1, 3]
+    assert journal.num_lost == 1
+
+
+def test_no_run_dir_means_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a run directory events are made but written nowhere."""
+    monkeypatch.chdir(tmp_path)
+    journal = open_journal(None)
+    assert journal.write(EventKind.PROGRESS).kind == EventKind.PROGRESS
+    journal.close()
+    assert list(tmp_path.iterdir()) == []
+    assert list(read_journal(tmp_path)) == []
+
+
+def test_closed_journal_takes_no_more(tmp_path: Path) -> None:
+    """Closing twice, or writing afterwards, harms nothing and writes nothing."""
+    journal = open_journal(tmp_path)
+    journal.close()
+    journal.close()
+    journal.write(EventKind.PROGRESS)
+    assert list(read_journal(tmp_path)) == []
+
+
+WRITER = """
+import itertools, sys
+from outlast.incidents import EventKind
+from outlast.runtime.journal import Journal
+journal = Journal(sys.argv[1], run_id="r", job="j", node="a", proc="rank-0")
+for number in itertools.count():
+    journal.write(EventKind.PROGRESS, iteration=number)
+    if number == 50:
+        print("ready", flush=True)
+"""
+
+
+@pytest.mark.process
+def test_killed_writer_leaves_every_earlier_event(tmp_path: Path) -> None:
+    """A SIGKILLed process has lost none of the events that it had written before."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        writer.send_signal(signal.SIGKILL)
+        assert writer.wait(timeout=10) == -signal.SIGKILL
+    iterations = [event.iteration for event in read_journal(tmp_path)]
+    assert iterations == list(range(len(iterations)))
+    assert len(iterations) > 50
