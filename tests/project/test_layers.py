@@ -1,0 +1,271 @@
+"""The architecture, read from the source: who may import whom, and who alone may touch what."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import outlast
+
+ROOT = Path(outlast.__file__).parent
+
+LAYERS = {
+    "errors": 0,
+    "config": 0,
+    "env": 0,
+    "clock": 0,
+    "incidents": 0,
+    "policy": 1,
+    "runtime": 2,
+    "monitor": 3,
+    "checkpoint": 3,
+    "numerics": 3,
+    "straggler": 3,
+    "preemption": 3,
+    "health": 3,
+    "chaos": 3,
+    "goodput": 3,
+    "launch": 4,
+    "inprocess": 4,
+    "session": 4,
+    "integrations": 5,
+    "ray": 5,
+    "cli": 6,
+    "demo": 6,
+    "bench": 6,
+    "report": 6,
+    "top": 6,
+    "simulate": 6,
+    "testing": 6,
+}
+"""Top-level module or package to its layer; imports go to the same or a lower one."""
+
+MAX_LINES = 600
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Return every module of the package, by dotted name below ``outlast``."""
+    trees = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return trees
+
+
+def is_package(name: str) -> bool:
+    return (ROOT / Path(*name.split("."))).is_dir() if name else True
+
+
+def imports_of(name: str, tree: ast.Module, *, at_import: bool = False) -> Iterator[tuple[str, int]]:
+    """Yield the modules below ``outlast`` (and foreign ones with their full name) that a module imports.
+
+    With ``at_import`` only what runs when the module is imported: not in functions, not for type checkers.
+    """
+    package = name if is_package(name) else name.rpartition(".")[0]
+    for node in _statements(tree) if at_import else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield _own(alias.name), node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".") if package else []
+                above = above[: len(above) - (node.level - 1)]
+                base = ".".join(["outlast", *above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = _own(f"{base}.{alias.name}")
+                known = inner.startswith("outlast:") and inner.removeprefix("outlast:") in sources()
+                yield (inner if known else _own(base)), node.lineno
+
+
+def _own(dotted: str) -> str:
+    """Mark a module of the package by the prefix ``outlast:``."""
+    if dotted == "outlast" or dotted.startswith("outlast."):
+        return "outlast:" + dotted.removeprefix("outlast").lstrip(".")
+    return dotted
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield other
+                yield from _statements(other)
+            continue
+        yield child
+        yield from _statements(child)
+
+
+def own_imports(name: str, *, at_import: bool = False) -> Iterator[tuple[str, int]]:
+    for target, line in imports_of(name, sources()[name], at_import=at_import):
+        if target.startswith("outlast:"):
+            yield target.removeprefix("outlast:"), line
+
+
+def top(name: str) -> str:
+    return name.split(".")[0]
+
+
+MODULES = [name for name in sources() if name]  # the root re-exports lazily and belongs to no layer
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_has_a_layer(name: str) -> None:
+    """A new top-level module or package is given its layer here before anything imports it."""
+    assert top(name) in LAYERS, f"put {top(name)!r} into LAYERS, in the layer where ARCHITECTURE.md has it"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_downward(name: str) -> None:
+    """No module imports from a layer above its own, not even inside a function."""
+    for target, line in own_imports(name):
+        if target:
+            assert LAYERS[top(target)] <= LAYERS[top(name)], (
+                f"{name}:{line} (layer {LAYERS[top(name)]}) imports {target} (layer {LAYERS[top(target)]})"
+            )
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if LAYERS.get(top(name)) == 3])
+def test_capabilities_do_not_know_each_other(name: str) -> None:
+    """A capability (layer 3) imports no other capability: where two meet is orchestration."""
+    for target, line in own_imports(name):
+        if target and LAYERS[top(target)] == 3:
+            assert top(target) == top(name), f"{name}:{line} imports its sibling {target}"
+
+
+def test_imports_make_no_circle() -> None:
+    """What runs at import never comes back to itself."""
+    graph = {name: {target for target, _ in own_imports(name, at_import=True)} - {name} for name in sources()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"circle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        if name not in done:
+            for target in sorted(graph.get(name, ())):
+                if not name.startswith(f"{target}.") and target:  # a parent package is imported first anyway
+                    visit(target, (*trail, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if LAYERS.get(top(name)) == 1])
+def test_policy_is_pure(name: str) -> None:
+    """Decisions use no I/O, no torch, no clock and no randomness."""
+    libraries = (
+        "asyncio datetime io multiprocessing numpy os pathlib psutil random secrets select signal socket"
+    )
+    forbidden = {
+        *libraries.split(),
+        "subprocess",
+        "threading",
+        "time",
+        "torch",
+        "outlast:env",
+        "outlast:clock",
+    }
+    for target, line in imports_of(name, sources()[name]):
+        whole = target if target.startswith("outlast:") else target.split(".")[0]
+        assert whole not in forbidden, f"{name}:{line} imports {target}"
+    for node in ast.walk(sources()[name]):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("open", "print", "input"), f"{name}:{node.lineno} does I/O"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_env_reads_the_environment(name: str) -> None:
+    """os.environ and os.getenv appear in env.py alone."""
+    if name == "env":
+        return
+    for node in ast.walk(sources()[name]):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            assert node.attr not in ("environ", "getenv", "putenv", "environb"), f"{name}:{node.lineno}"
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            assert not {alias.name for alias in node.names} & {"environ", "getenv"}, f"{name}:{node.lineno}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_device_names_cuda(name: str) -> None:
+    """CUDA is named in runtime/device.py alone, so that other devices need one change."""
+    if name == "runtime.device":
+        return
+    for node in ast.walk(sources()[name]):
+        if isinstance(node, ast.Attribute | ast.Name):
+            word = node.attr if isinstance(node, ast.Attribute) else node.id
+            assert word != "cuda", f"{name}:{node.lineno} names CUDA"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert node.value.split(":")[0] not in ("cuda", "nccl"), (
+                f"{name}:{node.lineno} names {node.value!r}"
+            )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_wall_clock_is_for_the_journal_alone(name: str) -> None:
+    """time.time() is nowhere, and the clock's wall time is read by the journal only."""
+    for node in ast.walk(sources()[name]):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            whole = f"{node.value.id}.{node.attr}"
+            assert whole not in ("time.time", "datetime.now", "datetime.utcnow"), f"{name}:{node.lineno}"
+            if name != "clock":
+                assert whole != "time.time_ns", f"{name}:{node.lineno}"
+    if name not in ("clock", "runtime.journal") and LAYERS[top(name)] < 6:
+        text = ast.unparse(sources()[name])
+        assert "wall_ns()" not in text, f"{name} reads the wall clock"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_stay_small(name: str) -> None:
+    """No module is longer than 600 lines; one that nears 400 wants to be two."""
+    path = Path(ROOT, *name.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("name", [*MODULES, ""])
+def test_every_module_says_what_it_is(name: str) -> None:
+    """Each module opens with a text that says what it is for."""
+    assert ast.get_docstring(sources()[name]), f"{name or 'outlast'} has no docstring"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_grab_bags(name: str) -> None:
+    """One module, one noun: no utils, helpers, common, misc."""
+    assert not set(name.split(".")) & {"utils", "util", "helpers", "common", "misc"}
+
+
+@pytest.mark.parametrize("name", [*MODULES, ""])
+def test_no_error_is_swallowed_whole(name: str) -> None:
+    """No handler catches everything and passes."""
+    for node in ast.walk(sources()[name]):
+        if isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            silent = all(isinstance(statement, ast.Pass) for statement in node.body)
+            assert not (broad and silent), f"{name}:{node.lineno} swallows every error"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "module",
+    ["outlast", "outlast.config.files", "outlast.config.flags", "outlast.policy.ladder", "outlast.cli.main"],
+)
+def test_import_is_light(module: str) -> None:
+    """The root, the settings, the policy and the command line are imported without torch or numpy."""
+    code = (
+        f"import sys, {module}; heavy = {{'torch', 'numpy'}} & set(sys.modules); "
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
