@@ -1,0 +1,8 @@
+"""Test doubles and a real cluster on one machine, for outlast's tests and for those of its users."""
+
+from __future__ import annotations
+
+from outlast.testing.cluster import Agent, Cluster
+from outlast.testing.fake_clock import FakeClock
+
+__all__ = ["Agent", "Cluster", "FakeClock"]

@@ -1,0 +1,336 @@
+"""A real cluster on one machine: several ``outlast run`` agents, each one a node with processes of its own.
+
+Nothing here is simulated. Agents and workers are real processes that can be killed and stopped with real
+signals; what they did is read from the run's journal and from their output. Whatever happens in the test, no
+process of the cluster outlives its ``with`` block: every one carries a token in its environment by which it is
+found, even when its agent is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from outlast import clock
+from outlast.env import environ
+from outlast.errors import DeadlineExceeded
+from outlast.incidents import Event, EventKind
+from outlast.runtime.journal import read_journal
+
+__all__ = ["Agent", "Cluster"]
+
+_TOKEN = "OUTLAST_TEST_CLUSTER"
+_COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "run")
+_POLL_S = 0.02
+_TAIL_LINES = 40
+
+
+class Agent:
+    """One ``outlast run`` process; made by a :class:`Cluster`.
+
+    Args:
+        name: The node's name.
+        command: What to start.
+        environment: The process's whole environment.
+        log_path: File that takes the output of the agent and of its workers.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the agent."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the agent still runs (or is stopped)."""
+        return self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the agent alone, not to its workers."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL the agent, as when a node is lost, and reap it.
+
+        Blocks: until the process is gone, 10 s at most.
+        """
+        self._process.kill()
+        self._process.wait(timeout=10)
+
+    def wait(self, timeout_s: float) -> int:
+        """Return the agent's exit code; negative: the signal that ended it.
+
+        Blocks: up to ``timeout_s``.
+
+        Raises:
+            DeadlineExceeded: It still runs; the message holds the end of its output.
+        """
+        try:
+            return self._process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            message = f"agent {self.name} still runs after {timeout_s} s\n{self.tail()}"
+            raise DeadlineExceeded(message, node=self.name) from None
+
+    def output(self) -> str:
+        """Return all that the agent and its workers have printed so far."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def tail(self, num_lines: int = _TAIL_LINES) -> str:
+        """Return the last lines of the output, under a heading with the agent's name and state."""
+        code = self._process.poll()
+        state = "running" if code is None else f"ended with {code}"
+        return "\n".join([f"--- {self.name} ({state}) ---", *self.output().splitlines()[-num_lines:]])
+
+
+class Cluster:
+    """Run a script on several nodes of this machine.
+
+    Use as a context manager; entering starts the agents, leaving ends every process of the cluster::
+
+        with Cluster("train.py", run_dir=tmp_path, num_nodes=2, num_spares=1) as cluster:
+            cluster.wait_for(lambda event: event.iteration == 20, timeout_s=60)
+            os.kill(cluster.worker_pid(3), signal.SIGKILL)
+            assert cluster.wait(timeout_s=60) == [0, 0, 0]
+
+    Args:
+        script: The training script.
+        args: The script's own arguments.
+        run_dir: The run directory; the agents' output goes to ``agents/`` below it.
+        num_nodes: Nodes that carry ranks.
+        num_spares: Nodes more, which wait for a slot.
+        nproc_per_node: Workers on each node.
+        options: More options of ``outlast run``, such as ``--max-restarts=3``.
+        environment: Variables to add to this process's own.
+
+    Thread: one.
+    """
+
+    def __init__(
+        self,
+        script: str | os.PathLike[str],
+        *args: str,
+        run_dir: str | os.PathLike[str],
+        num_nodes: int = 2,
+        num_spares: int = 0,
+        nproc_per_node: int = 2,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.endpoint = f"127.0.0.1:{_free_port()}"
+        self.run_id = f"test-{uuid.uuid4().hex[:8]}"
+        self.agents: list[Agent] = []
+        self._num_agents = num_nodes + num_spares
+        self._token = uuid.uuid4().hex
+        self._environment = {
+            **environ(),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            **(environment or {}),
+            _TOKEN: self._token,
+        }
+        self._options = [
+            f"--nnodes={num_nodes}:{num_nodes + num_spares}",
+            f"--nproc-per-node={nproc_per_node}",
+            f"--rdzv-endpoint={self.endpoint}",
+            f"--rdzv-id={self.run_id}",
+            f"--run-dir={self.run_dir}",
+            *options,
+        ]
+        self._script = [os.fspath(script), *args]
+
+    def __enter__(self) -> Cluster:
+        (self.run_dir / "agents").mkdir(parents=True, exist_ok=True)
+        try:
+            for _ in range(self._num_agents):
+                self.add_node()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def add_node(self, name: str | None = None, *, options: Sequence[str] = ()) -> Agent:
+        """Start one more agent, as another node or as one that comes back.
+
+        Args:
+            name: The node's name; a new one when not given.
+            options: More options of ``outlast run`` for this agent alone.
+        """
+        name = name or f"node-{len(self.agents)}"
+        command = [*_COMMAND, *self._options, f"--node-name={name}", *options, *self._script]
+        agent = Agent(name, command, self._environment, self.run_dir / "agents" / f"{name}.log")
+        self.agents.append(agent)
+        return agent
+
+    def agent(self, which: int | str) -> Agent:
+        """Return an agent by the order of its start, or the newest one of a node by its name."""
+        if isinstance(which, int):
+            return self.agents[which]
+        return next(agent for agent in reversed(self.agents) if agent.name == which)
+
+    def events(self) -> list[Event]:
+        """Return what the journal holds so far, by wall time."""
+        return list(read_journal(self.run_dir))
+
+    def worker_pid(self, global_rank: int) -> int:
+        """Return the process id of a rank in the newest cycle that started it.
+
+        Raises:
+            LookupError: No cycle started that rank.
+        """
+        for event in reversed(self.events()):
+            if event.kind == EventKind.CYCLE_STARTED and global_rank in event.data["ranks"]:
+                pid: int = event.data["pids"][event.data["ranks"].index(global_rank)]
+                return pid
+        raise LookupError(f"no cycle has started rank {global_rank}\n{self.tails()}")
+
+    def wait_for(self, what: str | Callable[[Event], bool], timeout_s: float) -> Event | None:
+        """Wait until a text is printed by any node, or an event fulfils a condition; earlier ones count too.
+
+        Args:
+            what: The text, or a function that says whether an event is the one.
+            timeout_s: Seconds to wait at most.
+
+        Returns:
+            The first such event; ``None`` when a text was waited for.
+
+        Raises:
+            DeadlineExceeded: It did not happen in time, or every agent has ended without it; the message holds
+                the end of every agent's output.
+        """
+        deadline = clock.now_s() + timeout_s
+        while True:
+            over = not any(agent.running for agent in self.agents)  # asked before the look: none is missed
+            if isinstance(what, str):
+                if any(what in agent.output() for agent in self.agents):
+                    return None
+            elif (event := next(filter(what, self.events()), None)) is not None:
+                return event
+            if over or clock.now_s() >= deadline:
+                said = repr(what) if isinstance(what, str) else "the event"
+                why = "all agents ended" if over else f"{timeout_s} s passed"
+                raise DeadlineExceeded(f"{why} without {said}\n{self.tails()}")
+            time.sleep(_POLL_S)
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Return all agents' exit codes, in the order of their start.
+
+        Blocks: up to ``timeout_s`` for all together.
+
+        Raises:
+            DeadlineExceeded: Some agent still runs; the message holds the end of every agent's output.
+        """
+        deadline = clock.now_s() + timeout_s
+        try:
+            return [agent.wait(max(0.0, deadline - clock.now_s())) for agent in self.agents]
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{str(error).splitlines()[0]}\n{self.tails()}", node=error.node) from None
+
+    def tails(self) -> str:
+        """Return the end of every agent's output."""
+        return "\n".join(agent.tail() for agent in self.agents)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return every living process of the cluster, orphans too."""
+        return [process for process in psutil.process_iter() if _carries(process.pid, self._token)]
+
+    def orphans(self) -> list[psutil.Process]:
+        """Return the processes of the cluster that no living agent is responsible for."""
+        owners = {agent.pid for agent in self.agents if agent.running}
+        return [process for process in self.processes() if owners.isdisjoint(_lineage(process))]
+
+    def assert_no_orphans(self, within_s: float) -> None:
+        """Check that what belonged to ended agents ends too.
+
+        Blocks: up to ``within_s``.
+
+        Raises:
+            AssertionError: Some process is left; the message names each.
+        """
+        deadline = clock.now_s() + within_s
+        while orphans := self.orphans():
+            if clock.now_s() >= deadline:
+                named = "; ".join(_describe(process) for process in orphans)
+                raise AssertionError(f"still running {within_s} s after their agent ended: {named}")
+            psutil.wait_procs(orphans, timeout=max(0.0, min(0.1, deadline - clock.now_s())))
+
+    def close(self) -> None:
+        """End every process of the cluster and reap the agents; may be called twice.
+
+        Blocks: about 10 s at most.
+
+        Raises:
+            DeadlineExceeded: A process could not be ended.
+        """
+        for agent in self.agents:
+            if agent.running:
+                agent.kill()
+        deadline = clock.now_s() + 10
+        while left := self.processes():
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+            psutil.wait_procs(left, timeout=0.5)
+            if clock.now_s() >= deadline:
+                named = "; ".join(_describe(process) for process in left)
+                raise DeadlineExceeded(f"these processes of the test cluster cannot be ended: {named}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _carries(pid: int, token: str) -> bool:
+    """Say whether a living process was started with the token in its environment."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # gone, or of another user
+        return False
+    return f"{_TOKEN}={token}".encode() in environment.split(b"\0")  # a zombie's is empty
+
+
+def _lineage(process: psutil.Process) -> Iterator[int]:
+    yield process.pid
+    with contextlib.suppress(psutil.NoSuchProcess):
+        yield from (parent.pid for parent in process.parents())
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} ({process.status()}) {' '.join(process.cmdline())[:120]}"
+    except psutil.NoSuchProcess:
+        return f"{process.pid} (gone)"
