@@ -1,9 +1,9 @@
 """A real cluster on one machine: several ``outlast run`` agents, each one a node with processes of its own.
 
 Nothing here is simulated. Agents and workers are real processes that can be killed and stopped with real
-signals; what they did is read from the run's journal and from their output. Whatever happens in the test, no
-process of the cluster outlives its ``with`` block: every one carries a token in its environment by which it is
-found, even when its agent is gone.
+signals; what they did is read from the run's journal and from their output. Whatever happens in the test,
+no process of the cluster outlives its ``with`` block: every one carries a token in its environment by which
+it is found, even when its agent is gone.
 """
 
 from __future__ import annotations
