@@ -15,7 +15,8 @@ The whole tree::
     +-- BudgetExhausted                      the ladder has no remedy left; exit code 93
     +-- SparesExhausted                      no node is left to take a slot
 
-Every error carries the rank, node and iteration where they are known, and its message ends with what to do next.
+Every error carries the rank, node and iteration where they are known, and its message ends with what to do
+next.
 """
 
 from __future__ import annotations

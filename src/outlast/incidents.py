@@ -1,7 +1,7 @@
 """Incidents, verdicts, and the journal's events: one schema for everything that happened.
 
-An *incident* is one observed trouble; a *verdict* is what the policy decided about it; an *event* is one line of
-the journal. All are plain msgspec structs, written as JSON, and carry facts, never live objects.
+An *incident* is one observed trouble; a *verdict* is what the policy decided about it; an *event* is one line
+of the journal. All are plain msgspec structs, written as JSON, and carry facts, never live objects.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str
     """One line for people."""
     exit_code: int | None = None
-    """The job's exit code when ``rung`` is ``STOP`` (0 for a finished run) or ``REQUEUE_JOB``; else ``None``."""
+    """The job's exit code when ``rung`` is ``STOP`` (0: finished) or ``REQUEUE_JOB``; else ``None``."""
     quarantine: tuple[str, ...] = ()
     """Nodes that get no slot any more in this job."""
 
@@ -126,7 +126,8 @@ class EventKind(StrEnum):
     SESSION_STARTED = "session_started"
     """Worker: ``world_size``, ``launcher``."""
     RESTORED = "restored"
-    """Worker: ``generation``, ``tier``, ``rejected`` (list of texts), ``load_s``; ``iteration`` is in the envelope."""
+    """Worker: ``generation``, ``tier``, ``rejected`` (list of texts), ``load_s``; the envelope has
+    ``iteration``."""
     PROGRESS = "progress"
     """Worker: written for the first finished iteration of a cycle, then at most every few seconds."""
     SAVE_SCHEDULED = "save_scheduled"

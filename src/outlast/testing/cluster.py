@@ -226,8 +226,8 @@ class Cluster:
             The first such event; ``None`` when a text was waited for.
 
         Raises:
-            DeadlineExceeded: It did not happen in time, or every agent has ended without it; the message holds
-                the end of every agent's output.
+            DeadlineExceeded: It did not happen in time, or every agent has ended without it; the message
+                holds the end of every agent's output.
         """
         deadline = clock.now_s() + timeout_s
         while True:
