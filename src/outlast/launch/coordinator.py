@@ -31,8 +31,10 @@ from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import messages as m
 from outlast.policy import ladder
 from outlast.policy.culprit import Position, find_culprit
+from outlast.policy.deadlines import Expired
 from outlast.policy.ladder import CycleEnd, LadderState, Limits
 from outlast.policy.slots import Candidate, Slot, fill_slots, root_cause, shrink
+from outlast.policy.timeouts import Observation
 
 __all__ = ["Coordinator", "JobSettings", "Node", "Outbox"]
 
@@ -76,7 +78,6 @@ class Node:
     addr: str
     ready: bool = True
     """It waits for a cycle; otherwise it is in one."""
-    finished: bool = False
     beat: int = -1
     beat_at_s: float = 0.0
 
@@ -92,6 +93,7 @@ class _Ended:
     incidents: list[Incident] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
     facts: list[m.CycleFacts] = field(default_factory=list)
+    expired: list[Expired] = field(default_factory=list)
 
 
 class Coordinator:
@@ -102,7 +104,8 @@ class Coordinator:
         state: What the ladder remembers of the run.
         record: Called with every event for the journal: kind, cycle, data.
         remember: Called with the ladder's new state whenever it changed, before anyone hears of the verdict.
-        learn: Called with all nodes' facts of an ended cycle and its cause (``None``: it finished).
+        learn: Called with a cycle's number, what its nodes observed, and the timeouts exceeded in it (``None``: it
+            finished).
 
     Thread: one.
     """
@@ -114,7 +117,7 @@ class Coordinator:
         *,
         record: Callable[[EventKind, int, dict[str, object]], None],
         remember: Callable[[LadderState], None],
-        learn: Callable[[list[m.CycleFacts], Incident | None], None] = lambda facts, cause: None,
+        learn: Callable[[int, list[Observation], list[Expired] | None], None],
     ) -> None:
         self.settings = settings
         self.state = state
@@ -126,7 +129,8 @@ class Coordinator:
         self._record, self._remember, self._learn = record, remember, learn
         self._slots: tuple[Slot, ...] = tuple(Slot() for _ in range(settings.num_slots))
         self._ended: _Ended | None = None
-        self._finished_facts: list[m.CycleFacts] = []
+        self._finished: dict[str, m.CycleFacts] = {}
+        """Nodes whose workers all finished the running cycle; a finished one may say goodbye before the others."""
         self._num_joins = 0
         self._waiting_since_s: float | None = None
         self._claims: dict[str, m.Join] = {}
@@ -207,7 +211,8 @@ class Coordinator:
         if self.stop is not None:
             self._send(node, self.stop)
             return
-        node.ready, node.finished = True, False
+        node.ready = True
+        self._finished.pop(node.name, None)
         if join.ended is not None:
             self._take_facts(join.ended, node)
         if node.name in self.state.quarantined:
@@ -229,13 +234,16 @@ class Coordinator:
                 self._end_cycle(message.incident.describe(), examine=True, but=None)
                 assert self._ended is not None
                 self._ended.incidents.append(message.incident)
+                self._ended.expired.extend(message.expired)
             case m.Finished() if message.facts.cycle == self.cycle and self.phase == Phase.RUNNING:
-                node.finished = True
-                self._finish_if_all(message.facts, now_s)
+                self._finished[node.name] = message.facts
+                self._finish_if_all(now_s)
             case m.Leave():
                 self._on_leave(message, node, now_s)
-            case m.Bye():
+            case m.Bye() if self.phase == Phase.OVER or node.name in self._finished or node.ready:
                 self.nodes.pop(node.name, None)
+            case m.Bye():
+                self._lose(node, "its agent left", now_s)
             case _:
                 pass
 
@@ -306,15 +314,14 @@ class Coordinator:
             if node is not but and self._holds_slot(node) and not node.ready:
                 self._send(node, m.CycleOver(cycle=self.cycle, reason=reason, examine=examine))
 
-    def _finish_if_all(self, facts: m.CycleFacts, now_s: float) -> None:
-        holders = [self.nodes.get(slot.holder or "") for slot in self._slots]
-        self._finished_facts.append(facts)
-        if all(node is not None and node.finished for node in holders):
-            known = [f.durable_iteration for f in self._finished_facts if f.durable_iteration is not None]
+    def _finish_if_all(self, now_s: float) -> None:
+        if all(slot.holder in self._finished for slot in self._slots):
+            facts = list(self._finished.values())
+            known = [f.durable_iteration for f in facts if f.durable_iteration is not None]
             durable = max(known, default=None)
             end = CycleEnd(cycle=self.cycle, incident=None, finished=True, durable_iteration=durable)
             self.state, verdict = ladder.decide(self.state, end, self.settings.limits)
-            self._learn(self._finished_facts, None)
+            self._learn(self.cycle, _observations(facts), None)
             self._remember(self.state)
             self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
             self._stop_job(ExitReason.FINISHED, verdict.reason, now_s)
@@ -339,7 +346,7 @@ class Coordinator:
             progress_known=any(facts.progress_known for facts in ended.facts),
             num_spares=len(self._spares()),
         )
-        self._learn(ended.facts, cause)
+        self._learn(self.cycle, _observations(ended.facts), ended.expired)
         self.state, verdict = ladder.decide(self.state, end, self.settings.limits)
         self._remember(self.state)
         self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict, "incident": cause})
@@ -387,7 +394,7 @@ class Coordinator:
             log.warning("no spare is left: the world shrinks from %d to %d nodes", len(slots), len(smaller))
             slots = smaller
         self._slots, self._waiting_since_s = slots, None
-        self._finished_facts = []
+        self._finished = {}
         self.phase = Phase.PREPARING
         first = self._holder(slots[0])
         assert first is not None
@@ -414,7 +421,7 @@ class Coordinator:
         for index, slot in enumerate(self._slots):
             node = self._holder(slot)
             assert node is not None
-            node.ready = node.finished = False
+            node.ready = False
             self._send(
                 node,
                 m.Start(
@@ -449,6 +456,10 @@ class Coordinator:
     def _take_out(self) -> Outbox:
         out, self._out = self._out, []
         return out
+
+
+def _observations(facts: list[m.CycleFacts]) -> list[Observation]:
+    return [one.observation for one in facts if one.observation is not None]
 
 
 def _with_culprit(incident: Incident, positions: list[Position]) -> Incident:

@@ -6,8 +6,9 @@ import msgspec
 
 from outlast.errors import RendezvousError
 from outlast.incidents import Incident
-from outlast.monitor.learned import Observation
 from outlast.policy.culprit import Position
+from outlast.policy.deadlines import Expired
+from outlast.policy.timeouts import Observation
 
 __all__ = [
     "Bye",
@@ -42,8 +43,8 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     progress_known: bool = False
     positions: tuple[Position, ...] = ()
     """Where the node's ranks were when a hang was examined."""
-    observations: tuple[Observation, ...] = ()
-    """Longest durations seen, for learned timeouts."""
+    observation: Observation | None = None
+    """Longest durations seen by the node's ranks, for learned timeouts."""
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -67,6 +68,7 @@ class Hung(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     epoch: str
     cycle: int
     incident: Incident
+    expired: tuple[Expired, ...] = ()
 
 
 class Master(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -40,15 +40,16 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """File to append to; empty: the zygote's own."""
     stderr: str = ""
     on_start: str = ""
-    """``module:function`` to call in a forked worker before its script, with ``on_start_argument``; empty: none."""
-    on_start_argument: str = ""
+    """``module:function`` to call in a forked worker before its script; empty: none."""
 
 
 class SendSignal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Send a signal to a worker's process group, or to all workers' groups."""
+    """Send a signal to one worker, or to all (``key`` is ``None``)."""
 
     signal: int
     key: int | None = None
+    group: bool = True
+    """To the whole process group; otherwise to the worker alone."""
 
 
 class Clear(msgspec.Struct, frozen=True, kw_only=True, tag=True):

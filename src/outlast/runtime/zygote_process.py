@@ -64,10 +64,14 @@ class _Children:
                 news.append(Exited(key=key, pid=pid, exit_code=code, mono_ns=clock.now_ns()))
         return news
 
-    def signal(self, sig: int, key: int | None = None) -> None:
+    def signal(self, sig: int, key: int | None = None, *, group: bool = True) -> None:
         for child, pid in self.pids.items():
-            if key is None or child == key:
+            if key is not None and child != key:
+                continue
+            if group:
                 processes.kill_group(pid, sig)
+            else:
+                os.kill(pid, sig)  # it is our child and not reaped: the pid is its
 
     def reap(self) -> bool:
         """Reap those that ended; return whether none is left."""
@@ -151,7 +155,7 @@ def _serve(channel: socket.socket, wake_read: int, children: _Children) -> Spawn
             children.pids[request.key] = pid
             channel.send(_encoder.encode(Started(key=request.key, pid=pid)))
         elif isinstance(request, SendSignal):
-            children.signal(request.signal, request.key)
+            children.signal(request.signal, request.key, group=request.group)
         elif isinstance(request, Clear):
             children.signal(signal.SIGKILL)
             clearing = request.token
@@ -207,7 +211,7 @@ def _become_worker(request: Spawn) -> NoReturn:
         numpy_random.seed()  # python's own generator reseeds itself after a fork; numpy's would be a copy
     if request.on_start:
         module, _, function = request.on_start.partition(":")
-        getattr(importlib.import_module(module), function)(request.on_start_argument)
+        getattr(importlib.import_module(module), function)()
     sys.exit(_run_main(list(request.argv), is_module=request.kind == "module"))
 
 

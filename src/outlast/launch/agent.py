@@ -1,0 +1,571 @@
+"""The agent: one per node, starts, watches and stops the workers, and carries out what the coordinator says.
+
+Everything comes in through one ``select``: the zygote's socket (starts and deaths), and a mailbox into which the
+link's threads, the watchdog and the signal handlers put their news. Nothing is polled, and nothing that can block on
+the network runs in this thread.
+
+States::
+
+    JOINING   asked for a place in the next cycle (a spare stays here)
+    RUNNING   the cycle's workers run
+    FINISHED  they all ended with 0; the others may still fail
+    LEAVING   told to leave by a signal; the workers may save
+    STOPPING  the job is over; what still runs is ended in order
+
+From RUNNING a failure here or elsewhere leads to JOINING at once: the request for the next cycle goes out while the
+zygote still kills what is left of this one, and the next workers start when both the answer and the zygote's word
+that all are gone are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from outlast import clock
+from outlast.errors import ExitReason, OutlastError
+from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.launch import messages as m
+from outlast.launch.cycle import Cycle, prepare, torch_workers
+from outlast.launch.link import Link, LinkDown, LinkFailed, LinkUp
+from outlast.launch.options import RunOptions
+from outlast.launch.rendezvous import open_cycle_store
+from outlast.monitor.watchdog import HangReport
+from outlast.runtime.journal import Journal
+from outlast.runtime.mailbox import Mailbox
+from outlast.runtime.zygote import Clear, Cleared, Exited, FailedToStart, Ready, SendSignal, Started, Zygote
+
+__all__ = ["Agent", "Notice"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A signal that tells the agent to leave."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Hang:
+    cycle: int
+    report: HangReport
+
+
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    what: str
+    error: BaseException
+
+
+class State(StrEnum):
+    """What the agent is doing; see the module's head."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    FINISHED = "finished"
+    LEAVING = "leaving"
+    STOPPING = "stopping"
+
+
+class Agent(SimpleElasticAgent):
+    """Run workers under the coordinator's word.
+
+    Args:
+        spec: torch's description of the workers.
+        options: The launcher's options.
+        command: Kind and argv of a worker.
+        base_env: Environment that every worker gets.
+        logs_specs: Where output goes.
+        zygote: Started before this; the agent ends it.
+        new_zygote: Makes another one, should it die.
+        link: The link to the coordinator, not yet started.
+        mailbox: Where the link and the signal handlers deliver.
+        addr: Address of this node for its peers.
+
+    Thread: the main thread.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        options: RunOptions,
+        command: tuple[str, tuple[str, ...]],
+        base_env: dict[str, str],
+        logs_specs: LogsSpecs,
+        zygote: Zygote,
+        new_zygote: Callable[[], Zygote],
+        link: Link,
+        mailbox: Mailbox[object],
+        addr: str,
+    ) -> None:
+        super().__init__(spec)
+        self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
+        self.num_cycles = 0
+        """Cycles that this node took part in."""
+        self._command, self._base_env, self._logs_specs = command, base_env, logs_specs
+        self._zygote, self._new_zygote = zygote, new_zygote
+        self._link, self._mailbox, self._addr = link, mailbox, addr
+        self._state = State.JOINING
+        self._cycle: Cycle | None = None
+        self._start: m.Start | None = None
+        """A cycle to start once the zygote has cleared away the last one."""
+        self._cycle_store: TCPStore | None = None
+        self._clearing = 0
+        """Clear requests under way."""
+        self._deadline: tuple[float, Callable[[], None]] | None = None
+        self._signal = 0
+        self._job = ""
+        self._journal: Journal | None = None
+        self._final = False
+        self._failures: dict[int, ProcessFailure] = {}
+
+    # -- torch's interface -------------------------------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        self._link.start()
+        while not self._final:
+            self._wait_and_handle()
+        state = WorkerState.FAILED if self._failures and self.stop.exit_code else WorkerState.SUCCEEDED
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        returned = {} if state == WorkerState.FAILED else dict.fromkeys(ranks)
+        return RunResult(state=state, return_values=returned, failures=self._failures)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        raise AssertionError("the agent starts workers by itself")
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        raise AssertionError("the agent watches workers by itself")
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Free everything; whatever worker is left is killed."""
+        if self._cycle is not None:
+            self._cycle.close(wait_for_logs=True)
+            self._cycle = None
+        self._zygote.close()
+        self._link.close()
+        self._cycle_store = None
+        if self._journal is not None:
+            self._journal.close()
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def _wait_and_handle(self) -> None:
+        timeout_s = None if self._deadline is None else max(0.0, self._deadline[0] - clock.now_s())
+        readable, _, _ = select.select([self._zygote, self._mailbox], [], [], timeout_s)
+        if self._zygote in readable:
+            self._on_zygote()
+        if self._mailbox in readable:
+            for news in self._mailbox.take_all():
+                self._on_news(news)
+        if self._deadline is not None and clock.now_s() >= self._deadline[0]:
+            action, self._deadline = self._deadline[1], None
+            action()
+
+    def _on_zygote(self) -> None:
+        match self._zygote.receive():
+            case None:
+                self._on_zygote_lost()
+            case Ready() as news:
+                for module, error in news.failed.items():
+                    log.warning("module %s could not be preloaded: %s", module, error)
+            case Started() as news:
+                self._on_started(news)
+            case FailedToStart() as news:
+                self._fail(self._plain_incident(IncidentKind.CANNOT_START, news.error))
+            case Exited() as news:
+                self._on_exited(news)
+            case Cleared():
+                self._clearing -= 1
+                self._start_if_ready()
+
+    def _on_news(self, news: object) -> None:
+        match news:
+            case m.Prepare():
+                self._on_prepare(news)
+            case m.Start():
+                self._start = news
+                self._start_if_ready()
+            case m.CycleOver():
+                self._on_cycle_over(news)
+            case m.Stop():
+                self._on_stop(news)
+            case m.Wait():
+                log.info("[outlast] node %s waits: %s", self._link.node, news.reason)
+            case _Hang():
+                self._on_hang(news)
+            case Notice():
+                self._on_notice(news)
+            case LinkUp():
+                self._on_link_up(news)
+            case LinkDown():
+                log.warning("[outlast] the control store is out of reach (%s); training goes on without it", news.error)
+                if self._state in (State.JOINING, State.FINISHED):
+                    self._set_deadline(self.options.join_timeout_s, self._give_up_on_link)
+            case LinkFailed():
+                self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=news.error))
+            case _Broken():
+                log.error("[outlast] %s ended on an error: %r", news.what, news.error)
+                self._fail(self._plain_incident(IncidentKind.CANNOT_START, f"{news.what} ended: {news.error!r}"))
+            case _:
+                raise AssertionError(f"unexpected news {news!r}")
+
+    def _set_deadline(self, seconds: float, action: Callable[[], None]) -> None:
+        self._deadline = (clock.now_s() + seconds, action)
+
+    # -- joining and starting ----------------------------------------------------------------------------------
+
+    def _on_link_up(self, news: LinkUp) -> None:
+        self._deadline = None
+        if not news.is_first:
+            log.info("[outlast] the control store is back")
+            return
+        self._job = news.job
+        node = self._link.node
+        self._journal = Journal(
+            self.options.run_dir, run_id=self.options.run_id, job=self._job, node=node, proc="agent"
+        )
+        spec = self._worker_group.spec
+        self._journal.write(
+            EventKind.JOB_STARTED,
+            command=list(self._command[1]),
+            num_nodes=self.options.num_slots,
+            nproc_per_node=spec.local_world_size,
+        )
+        if news.is_host:
+            log.info("[outlast] node %s hosts the control store at %s", node, self._link.endpoint)
+        self._join(None)
+
+    def _join(self, ended: m.CycleFacts | None) -> None:
+        if self._state != State.LEAVING:
+            self._state = State.JOINING
+        self._link.send(
+            m.Join(
+                node=self._link.node,
+                epoch=self._link.epoch,
+                addr=self._addr,
+                nproc=self._worker_group.spec.local_world_size,
+                wish=self.options.wish,
+                ended=ended,
+            )
+        )
+
+    def _on_prepare(self, prepare_: m.Prepare) -> None:
+        self._cycle_store = open_cycle_store(self._addr)
+        self._link.send(
+            m.Master(
+                node=self._link.node,
+                epoch=self._link.epoch,
+                cycle=prepare_.cycle,
+                addr=self._addr,
+                port=self._cycle_store.port,
+            )
+        )
+
+    def _start_if_ready(self) -> None:
+        start = self._start
+        if start is None or self._clearing or self._state != State.JOINING:
+            return
+        self._start = None
+        if start.node_rank != 0:
+            self._cycle_store = None
+        spec = self._worker_group.spec
+        try:
+            cycle = prepare(
+                start,
+                spec=spec,
+                options=self.options,
+                job=self._job,
+                node=self._link.node,
+                base_env=self._base_env,
+                logs_specs=self._logs_specs,
+                command=self._command,
+            )
+        except (OSError, OutlastError) as error:
+            self._join(m.CycleFacts(cycle=start.cycle, incident=self._plain_incident(IncidentKind.CANNOT_START, str(error), start.cycle)))
+            return
+        self._cycle, self._state = cycle, State.RUNNING
+        self._failures = {}
+        self._worker_group.workers = torch_workers(start, spec)
+        self._worker_group.group_rank, self._worker_group.group_world_size = start.node_rank, start.num_nodes
+        number, put = start.cycle, self._mailbox.put
+        try:
+            cycle.spawn(
+                self._zygote,
+                on_hang=lambda report: put(_Hang(number, report)),
+                on_error=lambda error: put(_Broken("the watchdog", error)),
+            )
+        except OutlastError as error:
+            self._fail(self._plain_incident(IncidentKind.CANNOT_START, str(error)))
+            return
+        self._worker_group.state = WorkerState.HEALTHY
+        self.num_cycles += 1
+
+    def _on_started(self, news: Started) -> None:
+        cycle = self._cycle
+        if cycle is None or news.key not in cycle.workers:
+            return
+        worker = cycle.workers[news.key]
+        worker.pid = news.pid
+        cycle.board.assign(worker.local_rank, pid=news.pid, global_rank=worker.global_rank, cycle=cycle.number)
+        if all(w.pid for w in cycle.workers.values()):
+            start = cycle.start
+            self._write(
+                EventKind.CYCLE_STARTED,
+                node_rank=start.node_rank,
+                ranks=[w.global_rank for w in cycle.workers.values()],
+                pids=[w.pid for w in cycle.workers.values()],
+                world_size=start.world_size,
+                master=f"{start.master_addr}:{start.master_port}",
+            )
+            log.info(
+                "[outlast] cycle %d: node %s runs ranks %d-%d of %d (node rank %d)",
+                start.cycle,
+                self._link.node,
+                start.base_rank,
+                start.base_rank + len(cycle.workers) - 1,
+                start.world_size,
+                start.node_rank,
+            )
+
+    # -- a worker's end ----------------------------------------------------------------------------------------
+
+    def _on_exited(self, news: Exited) -> None:
+        cycle = self._cycle
+        worker = cycle.note_exit(news) if cycle is not None else None
+        if cycle is None or worker is None:
+            return
+        killed_by_us = cycle.over or self._state == State.STOPPING
+        self._write(
+            EventKind.WORKER_EXITED,
+            rank=worker.global_rank,
+            pid=news.pid,
+            exit_code=news.exit_code,
+            killed_by_us=killed_by_us,
+        )
+        if killed_by_us:
+            if self._state == State.STOPPING and cycle.all_ended:
+                self._finish(self.stop)
+        elif self._state == State.LEAVING:
+            if cycle.all_ended:
+                self._leave(saved=cycle.is_saved)
+        elif news.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
+            if cycle.all_ended:
+                self._on_all_ended(cycle)
+        else:
+            incident = cycle.describe_death(worker)
+            self._failures[worker.global_rank] = ProcessFailure(
+                local_rank=worker.local_rank,
+                pid=news.pid,
+                exitcode=news.exit_code,
+                error_file=cycle.logs.destinations.error_files.get(worker.local_rank) or "",
+            )
+            self._fail(incident)
+
+    def _on_all_ended(self, cycle: Cycle) -> None:
+        if ExitReason.PREEMPTED in cycle.exit_codes:
+            # The notice reached the workers past this agent: from a peer's, or straight from the scheduler.
+            self._leave(saved=cycle.is_saved)
+            return
+        self._state = State.FINISHED
+        facts = cycle.facts(None)
+        self._write(EventKind.CYCLE_ENDED, reason="finished", iterations=cycle.iterations())
+        self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=facts))
+
+    def _fail(self, incident: Incident) -> None:
+        """End the running cycle because of what happened here."""
+        if self._cycle is None or self._cycle.over or self._state not in (State.RUNNING, State.FINISHED):
+            return
+        self._write(EventKind.INCIDENT, rank=incident.rank, iteration=incident.iteration, incident=incident)
+        log.warning("[outlast] %s", incident.describe())
+        self._end_cycle(self._cycle.facts(incident), incident.describe())
+
+    def _on_hang(self, hang: _Hang) -> None:
+        cycle = self._cycle
+        if cycle is None or cycle.number != hang.cycle or cycle.over or self._state != State.RUNNING:
+            return
+        incident = cycle.describe_hang(hang.report)
+        self._write(EventKind.INCIDENT, rank=incident.rank, iteration=incident.iteration, incident=incident)
+        # The other nodes look at their ranks while this one does.
+        self._link.send(m.Hung(node=self._link.node, epoch=self._link.epoch, cycle=cycle.number, incident=incident, expired=tuple(hang.report.expired)))
+        positions = cycle.examine(hang.report)
+        self._end_cycle(cycle.facts(None, positions), incident.describe())
+
+    def _on_cycle_over(self, over: m.CycleOver) -> None:
+        cycle = self._cycle
+        if cycle is None or cycle.number != over.cycle or cycle.over:
+            return
+        if self._state not in (State.RUNNING, State.FINISHED):
+            return
+        log.warning("[outlast] cycle %d is over: %s", over.cycle, over.reason)
+        positions = cycle.examine(None) if over.examine and self._state == State.RUNNING else ()
+        self._end_cycle(cycle.facts(None, positions), over.reason)
+
+    def _end_cycle(self, facts: m.CycleFacts, reason: str) -> None:
+        cycle = self._cycle
+        assert cycle is not None
+        cycle.over = True
+        self._write(EventKind.CYCLE_ENDED, reason=reason, iterations=cycle.iterations())
+        self._join(facts)
+        self._clearing += 1
+        if self.options.restart_grace_s > 0 and not cycle.all_ended:
+            self._zygote_send(SendSignal(signal=signal.SIGTERM))
+            self._set_deadline(self.options.restart_grace_s, lambda: self._zygote_send(Clear()))
+        else:
+            self._zygote_send(Clear())
+        cycle.close()
+
+    def _on_zygote_lost(self) -> None:
+        """Go on after the process that starts workers died; the kernel has killed the workers with it."""
+        log.error("[outlast] the process that starts workers died (pid %d); starting another", self._zygote.pid)
+        self._zygote.close()
+        self._zygote = self._new_zygote()
+        self._clearing = 0
+        if self._state == State.STOPPING:
+            self._finish(self.stop)
+        elif self._state == State.LEAVING:
+            self._leave(saved=False)
+        elif self._state == State.RUNNING and self._cycle is not None and not self._cycle.over:
+            cycle = self._cycle
+            incident = self._plain_incident(IncidentKind.WORKER_DIED, "the process that starts workers died", exit_code=-9)
+            facts = cycle.facts(incident)
+            cycle.over = True
+            self._write(EventKind.INCIDENT, incident=incident)
+            self._write(EventKind.CYCLE_ENDED, reason=incident.describe(), iterations=cycle.iterations())
+            cycle.close()
+            self._join(facts)
+        else:
+            self._start_if_ready()
+
+    # -- leaving -----------------------------------------------------------------------------------------------
+
+    def _on_notice(self, notice: Notice) -> None:
+        name = signal.Signals(notice.signal).name
+        if self._state in (State.LEAVING, State.STOPPING):
+            log.warning("[outlast] received %s again: ending the workers now", name)
+            self._deadline = None
+            self._kill_rest()
+            return
+        self._signal = notice.signal
+        self._write(EventKind.NOTICE, signal=notice.signal)
+        cycle = self._cycle
+        if self._state != State.RUNNING or cycle is None or cycle.over:
+            log.info("[outlast] received %s: leaving", name)
+            self._leave(saved=False, whole_job=self._state != State.FINISHED and cycle is not None)
+            return
+        grace_s = self.options.fault_tolerance.shutdown_grace
+        log.info("[outlast] received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
+        self._state = State.LEAVING
+        self._notify_workers()
+        self._set_deadline(grace_s, self._on_grace_over)
+
+    def _notify_workers(self) -> None:
+        cycle = self._cycle
+        assert cycle is not None
+        for key, worker in cycle.workers.items():
+            if worker.exit_code is None:
+                # The worker alone, not its group: its data loaders must live on while it saves.
+                self._zygote_send(SendSignal(signal=signal.SIGTERM, key=key, group=False))
+
+    def _on_grace_over(self) -> None:
+        log.warning("[outlast] the workers did not end in time; killing them")
+        self._kill_rest()
+
+    def _kill_rest(self) -> None:
+        self._zygote_send(SendSignal(signal=signal.SIGKILL))
+
+    def _leave(self, *, saved: bool, whole_job: bool = True) -> None:
+        cycle = self._cycle
+        facts = cycle.facts(None) if cycle is not None and not cycle.over else None
+        if cycle is not None and not cycle.over:
+            self._write(EventKind.CYCLE_ENDED, reason="left", iterations=cycle.iterations())
+        self._link.send(
+            m.Leave(
+                node=self._link.node,
+                epoch=self._link.epoch,
+                saved=saved,
+                signal=self._signal or signal.SIGTERM,
+                facts=facts,
+                whole_job=whole_job,
+            )
+        )
+        code = ExitReason.PREEMPTED if saved else 128 + (self._signal or signal.SIGTERM)
+        what = "state saved" if saved else "nothing was saved on the way out"
+        self._failures = {}
+        self._finish(m.Stop(exit_code=code, reason=f"told to leave; {what}"))
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _on_stop(self, stop: m.Stop) -> None:
+        if self._state == State.LEAVING:
+            return  # its own end is under way
+        self.stop = stop
+        cycle = self._cycle
+        if cycle is None or cycle.over or cycle.all_ended:
+            self._finish(stop)
+            return
+        self._state = State.STOPPING
+        self._notify_workers()
+        preempted = stop.exit_code == ExitReason.PREEMPTED
+        grace_s = self.options.fault_tolerance.shutdown_grace if preempted else self.options.workers_stop_timeout_s
+        self._set_deadline(grace_s, self._on_grace_over)
+
+    def _finish(self, stop: m.Stop) -> None:
+        self.stop = stop
+        self._final = True
+        self._write(EventKind.JOB_ENDED, exit_code=stop.exit_code, reason=stop.reason)
+
+    def _give_up_on_link(self) -> None:
+        seconds = self.options.join_timeout_s
+        reason = f"the control store stayed out of reach for {seconds:.0f} s (--rdzv-conf join_timeout=...)"
+        self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=reason))
+
+    # -- small things ------------------------------------------------------------------------------------------
+
+    def _zygote_send(self, request: Clear | SendSignal) -> None:
+        try:
+            self._zygote.send(request)
+        except OutlastError as error:
+            log.debug("%s", error)  # its end is seen by the loop, which then goes on without it
+
+    def _plain_incident(
+        self, kind: IncidentKind, summary: str, cycle: int | None = None, exit_code: int | None = None
+    ) -> Incident:
+        number = cycle if cycle is not None else self._cycle.number if self._cycle is not None else 0
+        return Incident(
+            kind=kind,
+            job=self._job,
+            cycle=number,
+            node=self._link.node,
+            exit_code=exit_code,
+            evidence={"summary": summary},
+        )
+
+    def _write(
+        self, kind: EventKind, *, rank: int | None = None, iteration: int | None = None, **data: object
+    ) -> None:
+        if self._journal is not None:
+            cycle = self._cycle.number if self._cycle is not None else None
+            self._journal.write(kind, cycle=cycle, rank=rank, iteration=iteration, **data)
+
+

@@ -1,0 +1,190 @@
+"""The control store's host: feeds the coordinator from the store, in a thread of the agent that hosts it.
+
+The store is soft state: it holds messages under way and beats, nothing that could not be sent again.
+
+Keys: ``job`` (names the job), ``inbox`` (queue: agents -> coordinator), ``to/<node>/<epoch>`` (queue: coordinator ->
+agent), ``beat/<node>/<epoch>`` (counter).
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from torch.distributed import DistError, TCPStore
+
+from outlast import clock
+from outlast.config import FaultToleranceConfig
+from outlast.errors import ConfigError, RendezvousError
+from outlast.incidents import EventKind
+from outlast.launch import messages as m
+from outlast.launch.coordinator import Coordinator, JobSettings
+from outlast.monitor.learned import LearnedTimeouts
+from outlast.policy.deadlines import Expired, Timeouts
+from outlast.policy.ladder import LadderState, begin_job
+from outlast.policy.timeouts import Observation
+from outlast.runtime.files import write_atomically
+from outlast.runtime.journal import Journal
+
+__all__ = ["ControlServer", "beat_key", "channel_key", "load_ladder"]
+
+log = logging.getLogger(__name__)
+_FOREVER = datetime.timedelta(days=365)
+
+
+def channel_key(node: str, epoch: str) -> str:
+    """Return the key of the queue from the coordinator to one life of a node's agent."""
+    return f"to/{node}/{epoch}"
+
+
+def beat_key(node: str, epoch: str) -> str:
+    """Return the key of the counter that one life of a node's agent advances."""
+    return f"beat/{node}/{epoch}"
+
+
+def load_ladder(run_dir: Path | None) -> LadderState:
+    """Return what earlier jobs of the run left in ``ladder.json``.
+
+    Raises:
+        ConfigError: The file is there and is no ladder state.
+    """
+    if run_dir is None or not (path := run_dir / "ladder.json").exists():
+        return LadderState()
+    try:
+        return begin_job(msgspec.json.decode(path.read_bytes(), type=LadderState))
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} cannot be used ({error}); move it away to begin with fresh budgets") from error
+
+
+class ControlServer:
+    """Run the coordinator of a job.
+
+    Args:
+        store: The store that this process hosts.
+        settings: The job's settings.
+        run_dir: Where ``ladder.json`` and ``ft_state.json`` are kept; ``None``: nowhere.
+        run_id: Name of the run.
+        node: Name of this node, for the journal.
+        config: Says whether and how timeouts are learned.
+        on_error: Called in the server's thread with what ended it before its time.
+
+    Thread: owns one; :meth:`start` and :meth:`close` are called by the agent's main thread.
+    """
+
+    def __init__(
+        self,
+        store: TCPStore,
+        settings: JobSettings,
+        *,
+        run_dir: Path | None,
+        run_id: str,
+        node: str,
+        config: FaultToleranceConfig,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._run_dir = run_dir
+        self._config = config
+        self._on_error = on_error
+        self._journal = Journal(run_dir, run_id=run_id, job=settings.job, node=node, proc="coordinator")
+        self._coordinator = Coordinator(
+            settings, load_ladder(run_dir), record=self._record, remember=self._remember, learn=self._learn
+        )
+        self._inbox = store.clone()
+        self._inbox.set_timeout(_FOREVER)
+        self._judged_at_s = clock.now_s()
+        self._thread = threading.Thread(target=self._run, name="outlast-coordinator", daemon=True)
+        self.closed = threading.Event()
+        """Set once every node has heard that the job is over, or had long enough to."""
+        store.set("job", settings.job)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether an earlier job finished the run."""
+        return self._coordinator.state.finished
+
+    def start(self) -> None:
+        """Start serving."""
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End the thread."""
+        if self._thread.is_alive():
+            try:
+                self._store.queue_push("inbox", m.encode(m.Quit()))
+            except (DistError, RuntimeError) as error:
+                log.debug("the coordinator could not be told to quit: %s", error)
+            self._thread.join(timeout_s)
+        self._journal.close()
+
+    def _run(self) -> None:
+        try:
+            while self._serve_one():
+                pass
+        except BaseException as error:
+            log.exception("the coordinator ended on an error")
+            self._on_error(error)
+        finally:
+            self.closed.set()
+
+    def _serve_one(self) -> bool:
+        data = self._inbox.queue_pop("inbox", block=True)
+        try:
+            message = m.decode_to_coordinator(bytes(data))
+        except RendezvousError as error:
+            log.warning("%s", error)
+            return True
+        now_s = clock.now_s()
+        outbox = self._coordinator.handle(message, now_s)
+        if isinstance(message, m.Tick):
+            outbox += self._judge_beats(now_s)
+        for node, epoch, reply in outbox:
+            self._store.queue_push(channel_key(node, epoch), m.encode(reply))
+        if self._coordinator.may_close or self._coordinator.should_give_up_on_goodbyes(now_s):
+            self.closed.set()
+        return not isinstance(message, m.Quit)
+
+    def _judge_beats(self, now_s: float) -> list[tuple[str, str, m.ToNode]]:
+        nodes = list(self._coordinator.nodes.values())
+        if not nodes:
+            return []
+        counters = self._store.multi_get([beat_key(node.name, node.epoch) for node in nodes])
+        beats = {node.name: int(counter) for node, counter in zip(nodes, counters, strict=True)}
+        since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
+        return self._coordinator.judge_beats(beats, now_s, since_last_s=since_s)
+
+    # -- what the coordinator has others do --------------------------------------------------------------------
+
+    def _record(self, kind: EventKind, cycle: int, data: dict[str, object]) -> None:
+        self._journal.write(kind, cycle=cycle, **data)
+
+    def _remember(self, state: LadderState) -> None:
+        if self._run_dir is None:
+            return
+        path = self._run_dir / "ladder.json"
+        try:
+            write_atomically(path, msgspec.json.format(msgspec.json.encode(state), indent=1))
+        except OSError as error:
+            log.warning("%s cannot be written (%s): a later job will not know what was tried", path, error)
+
+    def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
+        if not self._config.calc_ft_timeouts or self._run_dir is None:
+            return
+        learned = LearnedTimeouts.load(self._run_dir)
+        learned.merge(
+            observations,
+            cycle=f"{self._settings.job}/{cycle}",
+            configured=Timeouts.from_config(self._config),
+            safety_factor=self._config.safety_factor,
+            finished=expired is None,
+            faulted=expired or (),
+        )
+        try:
+            learned.save()
+        except OSError as error:
+            log.warning("%s cannot be written (%s): timeouts learned in cycle %d are lost", learned.path, error, cycle)

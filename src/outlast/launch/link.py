@@ -1,0 +1,220 @@
+"""The link: an agent's connection to the coordinator, in threads that a stuck store cannot take the agent with.
+
+Two threads with a connection each: one sends messages and beats (and ticks the coordinator, where this process hosts
+the store), one waits for what the coordinator says and puts it into the agent's mailbox. The control store is soft
+state: when it is lost, training goes on, and the link tries the endpoints in turn until one answers or can be
+hosted by this machine.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch.distributed import DistError, TCPStore
+
+from outlast import clock
+from outlast.errors import RendezvousError
+from outlast.launch import messages as m
+from outlast.launch.control import ControlServer, beat_key, channel_key
+from outlast.runtime import store as stores
+from outlast.runtime.endpoints import Endpoint
+
+__all__ = ["Link", "LinkDown", "LinkFailed", "LinkUp"]
+
+log = logging.getLogger(__name__)
+_FOREVER = datetime.timedelta(days=365)
+_CALL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """The control store is out of reach; the link goes on trying."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """The control store is there (again); ``job`` names the job that it serves."""
+
+    job: str
+    is_host: bool
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFailed:
+    """The link gave up."""
+
+    error: str
+
+
+News = m.Wait | m.Prepare | m.Start | m.CycleOver | m.Stop | LinkDown | LinkUp | LinkFailed
+
+
+class Link:
+    """Connect an agent to the coordinator, hosting it where nobody does.
+
+    Args:
+        endpoints: Where the control store may be, in the order of trying.
+        node: Name of this node.
+        deliver: Called in a thread of the link with everything that the agent must know.
+        serve: Makes the coordinator's server on a store that this process hosts.
+        beat_interval_s: Seconds between two signs of life.
+        connect_timeout_s: How long the first connection may take.
+
+    Thread: owns two; its methods may be called by any and never block on the store.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        *,
+        node: str,
+        deliver: Callable[[News], None],
+        serve: Callable[[TCPStore], ControlServer],
+        beat_interval_s: float,
+        connect_timeout_s: float,
+    ) -> None:
+        self.node = node
+        self.epoch = f"{os.getpid()}-{secrets.token_hex(4)}"
+        """Names this life of the agent."""
+        self.endpoint: Endpoint | None = None
+        """Where the control store was found."""
+        self._endpoints = list(endpoints)
+        self._deliver, self._serve = deliver, serve
+        self._beat_interval_s, self._connect_timeout_s = beat_interval_s, connect_timeout_s
+        self._outgoing: queue.SimpleQueue[m.ToCoordinator | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._server: ControlServer | None = None
+        self._hosted: TCPStore | None = None
+        self._sender = threading.Thread(target=self._run, name="outlast-link-send", daemon=True)
+        self._broken = threading.Event()
+
+    def start(self) -> None:
+        """Start connecting."""
+        self._sender.start()
+
+    def send(self, message: m.ToCoordinator) -> None:
+        """Send a message as soon as the control store is there."""
+        self._outgoing.put(message)
+
+    def close(self, *, goodbye_timeout_s: float = 5.0) -> None:
+        """End the link; a host first lets every node hear that the job is over.
+
+        Blocks: a host up to ``goodbye_timeout_s``; others hardly.
+        """
+        self.send(m.Bye(node=self.node, epoch=self.epoch))
+        server = self._server
+        if server is not None:
+            server.closed.wait(goodbye_timeout_s)
+        self._closing.set()
+        self._outgoing.put(None)
+        self._sender.join(1.0)
+        if server is not None:
+            server.close()
+
+    # -- threads -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        is_first = True
+        try:
+            while not self._closing.is_set():
+                store = self._reach(is_first=is_first)
+                if store is None:
+                    return
+                job = bytes(store.get("job")).decode()
+                self._broken = threading.Event()
+                listener_store = store.clone()
+                store.add(beat_key(self.node, self.epoch), 1)
+                threading.Thread(
+                    target=self._listen, args=(listener_store, self._broken), name="outlast-link-listen", daemon=True
+                ).start()
+                self._deliver(LinkUp(job=job, is_host=self._server is not None, is_first=is_first))
+                is_first = False
+                self._pump(store)
+        except (DistError, RuntimeError, RendezvousError) as error:
+            if not self._closing.is_set():
+                self._deliver(LinkFailed(str(error)))
+        except BaseException as error:
+            log.exception("the link to the control store ended on an error")
+            self._deliver(LinkFailed(f"{type(error).__name__}: {error}"))
+
+    def _pump(self, store: TCPStore) -> None:
+        """Send messages and beats until the store is lost or the link is closed."""
+        next_beat_s = clock.now_s()
+        pending: m.ToCoordinator | None = None
+        try:
+            while not self._broken.is_set():
+                now_s = clock.now_s()
+                if now_s >= next_beat_s:
+                    next_beat_s = now_s + self._beat_interval_s
+                    store.add(beat_key(self.node, self.epoch), 1)
+                    if self._server is not None:
+                        store.queue_push("inbox", m.encode(m.Tick()))
+                try:
+                    pending = self._outgoing.get(timeout=max(0.0, next_beat_s - clock.now_s()))
+                except queue.Empty:
+                    continue
+                if pending is None:
+                    return
+                store.queue_push("inbox", m.encode(pending))
+                store.check(["job"])  # a push is fire-and-forget; an answer to this says that it arrived
+                pending = None
+        except (DistError, RuntimeError) as error:
+            if pending is not None:
+                self._outgoing.put(pending)
+            self._deliver(LinkDown(_first_line(error)))
+            return
+        if not self._closing.is_set():
+            self._deliver(LinkDown("the connection to the control store broke"))
+
+    def _listen(self, store: TCPStore, broken: threading.Event) -> None:
+        store.set_timeout(_FOREVER)
+        key = channel_key(self.node, self.epoch)
+        try:
+            while True:
+                self._deliver(m.decode_to_node(bytes(store.queue_pop(key, block=True))))
+        except (DistError, RuntimeError, RendezvousError) as error:
+            if not self._closing.is_set():
+                log.debug("waiting for the coordinator failed: %s", _first_line(error))
+        finally:
+            broken.set()
+
+    def _reach(self, *, is_first: bool) -> TCPStore | None:
+        """Connect to the control store or host it; ``None`` when the link is closed meanwhile."""
+        deadline_s = clock.now_s() + self._connect_timeout_s
+        error = "no endpoint was tried"
+        while not self._closing.is_set():
+            for endpoint in self._endpoints:
+                try:
+                    return self._reach_at(endpoint)
+                except RendezvousError as failure:
+                    error = str(failure)
+            if is_first and clock.now_s() > deadline_s:
+                raise RendezvousError(error)
+            self._closing.wait(0.2)
+        return None
+
+    def _reach_at(self, endpoint: Endpoint) -> TCPStore:
+        if endpoint.is_local and (hosted := stores.host(endpoint, timeout_s=_CALL_TIMEOUT_S)) is not None:
+            self.endpoint = Endpoint(endpoint.host, hosted.port)
+            self._endpoints = [self.endpoint if e == endpoint else e for e in self._endpoints]
+            self._hosted = hosted
+            self._server = self._serve(hosted)
+            self._server.start()
+            return hosted.clone()
+        store = stores.connect(endpoint, timeout_s=2.0, call_timeout_s=_CALL_TIMEOUT_S)
+        self.endpoint = endpoint
+        return store
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,240 @@
+"""The options of ``outlast run``: torchrun's, and ours."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from outlast import clock, env
+from outlast.config import FaultToleranceConfig
+from outlast.config.base import from_mapping
+from outlast.config.flags import add_ft_arguments, ft_config_from, unknown_flag_message
+from outlast.errors import ConfigError
+from outlast.launch.torchrun_parser import make_torchrun_parser
+
+__all__ = ["RunOptions", "make_parser", "parse_options"]
+
+DEFAULT_MAX_RESTARTS = 3
+_BACKENDS = ("static", "c10d", "outlast")
+_EPILOG = """examples:
+  outlast run --nproc-per-node=8 train.py --lr 3e-4
+  outlast run --nnodes=4:5 --nproc-per-node=8 --rdzv-endpoint=$HEAD:29400 --rdzv-id=$RUN \\
+      --ft-rank_section_timeouts=setup:600,step:180,checkpointing:420 train.py
+
+--nnodes=MIN:MAX trains on MIN nodes; the others, up to MAX, wait as warm spares and take the slots of lost nodes.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What ``outlast run`` was told, checked."""
+
+    torchrun: argparse.Namespace
+    """torchrun's own options."""
+    num_slots: int
+    max_nodes: int
+    endpoints: str
+    run_id: str
+    run_dir: Path
+    node_name: str
+    node_name_given: bool
+    wish: int | None
+    fault_tolerance: FaultToleranceConfig
+    max_restarts_total: int | None
+    preload: tuple[str, ...]
+    warm_start: bool
+    restart_grace_s: float
+    workers_stop_timeout_s: float
+    join_timeout_s: float
+
+
+class _Parser:
+    """torchrun's parser with our options; its errors are :class:`ConfigError`."""
+
+    def __init__(self) -> None:
+        self.parser = make_torchrun_parser()
+        self.parser.prog = "outlast run"
+        self.parser.description = (
+            "Launch a training script on this node and keep it alive: torchrun's options, and outlast's own."
+        )
+        self.parser.epilog = _EPILOG
+        self.parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.parser.error = self._refuse  # type: ignore[method-assign]
+        for action in self.parser._actions:
+            if action.dest == "max_restarts" and action.default == 0:
+                action.default = DEFAULT_MAX_RESTARTS
+                action.help = "Restarts in a row without progress in between (torchrun: in all); default 3."
+        self._add_ours()
+        add_ft_arguments(self.parser)
+
+    def _refuse(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments:"):
+            flag = message.removeprefix("unrecognized arguments:").split()[0]
+            if flag.startswith("--ft"):
+                raise ConfigError(unknown_flag_message(flag))
+            known = [option for action in self.parser._actions for option in action.option_strings]
+            from outlast.config.base import nearest
+
+            hint = nearest(flag.split("=")[0], known)
+            hint = hint if hint.startswith("did you mean") else "see outlast run --help"
+            raise ConfigError(f"unknown option {flag}; {hint}")
+        raise ConfigError(f"{message}; see outlast run --help")
+
+    def _add_ours(self) -> None:
+        group = self.parser.add_argument_group("outlast")
+
+        def add(name: str, **kwargs: Any) -> None:
+            group.add_argument(f"--{name}", *(f"--{name.replace('-', '_')}",) if "-" in name else (), **kwargs)
+
+        add("run-dir", default=None, metavar="DIR", help="Run directory (journal, stacks, ladder.json); default outlast-runs/ID.")
+        add("node-name", default=None, metavar="NAME", help="Name of this node, unique in the job; default the host's name.")
+        add("max-restarts-total", type=int, default=None, metavar="N", help="Restarts in the whole run, with or without progress; default no limit.")
+        add("preload", default="", metavar="MODULE,...", help="Modules that are imported before the workers are forked, beside torch.")
+        add("no-warm-start", action="store_true", help="Start workers as fresh interpreters instead of forking them from a process that has imported torch.")
+        add("restart-grace", type=float, default=0.0, metavar="SECONDS", help="Seconds between SIGTERM and SIGKILL for the survivors of a failed cycle; default 0: SIGKILL at once.")
+        add("workers-stop-timeout", type=float, default=15.0, metavar="SECONDS", help="Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15.")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``outlast run``; its ``error`` raises :class:`ConfigError`."""
+    return _Parser().parser
+
+
+def parse_options(argv: Sequence[str]) -> RunOptions:
+    """Parse and check the command line, before anything is started.
+
+    Raises:
+        ConfigError: Something is unknown, out of range, contradictory, or cannot be used; one line with the remedy.
+    """
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    num_slots, max_nodes = _parse_nnodes(args.nnodes)
+    fault_tolerance = from_mapping(
+        FaultToleranceConfig, {"enable_ft_package": True, **ft_config_from(args)}, where="--ft"
+    )
+    _require(args.max_restarts >= 0, f"--max-restarts={args.max_restarts} must not be negative")
+    total = args.max_restarts_total
+    _require(total is None or total >= 0, f"--max-restarts-total={total} must not be negative")
+    _require(args.restart_grace >= 0, f"--restart-grace={args.restart_grace} must not be negative")
+    _require(args.workers_stop_timeout >= 0, f"--workers-stop-timeout={args.workers_stop_timeout} must not be negative")
+    _require(
+        args.rdzv_backend in _BACKENDS,
+        f"--rdzv-backend={args.rdzv_backend}: outlast run brings a rendezvous of its own; leave the option out",
+    )
+    if fault_tolerance.min_nodes is not None:
+        _require(
+            fault_tolerance.min_nodes <= num_slots,
+            f"--ft-min_nodes={fault_tolerance.min_nodes} is more than the {num_slots} nodes of --nnodes; lower it",
+        )
+    _check_nproc(args.nproc_per_node)
+    _check_script(args)
+    alone = args.standalone or (max_nodes == 1 and not args.rdzv_endpoint and args.master_port is None)
+    endpoints = "localhost:0" if alone else args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+    from outlast.runtime.endpoints import parse_endpoints
+
+    parse_endpoints(endpoints)
+    run_id = args.rdzv_id
+    if run_id == "none" or args.standalone:
+        run_id = _fresh_run_id() if alone else "none"
+    conf = _parse_conf(args.rdzv_conf)
+    return RunOptions(
+        torchrun=args,
+        num_slots=num_slots,
+        max_nodes=max_nodes,
+        endpoints=endpoints,
+        run_id=run_id,
+        run_dir=_make_run_dir(args.run_dir, run_id),
+        node_name=env.clean_name(args.node_name or env.hostname()),
+        node_name_given=args.node_name is not None,
+        wish=args.node_rank if not alone and any(a.startswith(("--node-rank", "--node_rank")) for a in argv) else None,
+        fault_tolerance=fault_tolerance,
+        max_restarts_total=total,
+        preload=tuple(name for name in args.preload.split(",") if name),
+        warm_start=not args.no_warm_start,
+        restart_grace_s=args.restart_grace,
+        workers_stop_timeout_s=args.workers_stop_timeout if args.shutdown_timeout is None else args.shutdown_timeout,
+        join_timeout_s=conf.get("join_timeout", 600.0),
+    )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _parse_nnodes(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        bounds = int(low), int(high or low)
+    except ValueError:
+        bounds = 0, 0
+    _require(0 < bounds[0] <= bounds[1], f"--nnodes={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5")
+    return bounds
+
+
+def _check_nproc(text: str) -> None:
+    if text.lstrip("-").isdigit():
+        _require(int(text) > 0, f"--nproc-per-node={text} must be at least 1")
+    else:
+        _require(
+            text in ("auto", "cpu", "gpu", "xpu"),
+            f"--nproc-per-node={text!r} is neither a number nor auto, cpu, gpu or xpu",
+        )
+
+
+def _check_script(args: argparse.Namespace) -> None:
+    script = args.training_script
+    _require(not (args.no_python and args.module), "--no-python and --module contradict each other; leave one out")
+    if args.no_python:
+        _require(shutil.which(script) is not None, f"{script!r} is no program that can be run; check its path and mode")
+    elif not args.module:
+        _require(os.path.exists(script), f"the script {script!r} does not exist; check its path")
+        _require(os.access(script, os.R_OK), f"the script {script!r} cannot be read; check its mode")
+
+
+def _parse_conf(text: str) -> dict[str, float]:
+    known, values = ("join_timeout", "timeout", "read_timeout"), {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        _require(bool(equals), f"--rdzv-conf: {part!r} is not in the form name=value")
+        if name not in known:
+            continue
+        try:
+            values[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"--rdzv-conf: {name}={value!r} is no number of seconds") from None
+        _require(values[name] > 0, f"--rdzv-conf: {name}={value} must be above 0 seconds")
+    if "timeout" in values:
+        values.setdefault("join_timeout", values["timeout"])
+    return values
+
+
+def _fresh_run_id() -> str:
+    now = datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9)
+    return f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"
+
+
+def _make_run_dir(given: str | None, run_id: str) -> Path:
+    path = Path(given) if given else Path("outlast-runs") / env.clean_name(run_id)
+    path = path.absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"--run-dir={path} is not a folder; name another") from None
+    except OSError as error:
+        raise ConfigError(f"--run-dir={path} cannot be made ({error.strerror}); name one that is writable") from None
+    try:
+        probe = path / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--run-dir={path} is not writable ({error.strerror}); name one that is") from None
+    return path

@@ -1,0 +1,195 @@
+"""``outlast run``: from options to an exit code."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast import clock, env
+from outlast.errors import ExitReason
+from outlast.launch.options import RunOptions
+from outlast.runtime.mailbox import Mailbox
+from outlast.runtime.zygote import Zygote
+
+if TYPE_CHECKING:
+    from outlast.launch.agent import Agent
+
+__all__ = ["launch"]
+
+log = logging.getLogger(__name__)
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch._dynamo",
+    "outlast.monitor",
+)
+"""What a first DDP construction and a session import; a second and more without it."""
+
+
+def launch(options: RunOptions) -> int:
+    """Run a job's part on this node; return the exit code.
+
+    Blocks: until the job is over.
+    """
+    started_s = clock.now_s()
+    worker_env = _worker_base_env(options)
+    env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
+    kind, argv = _command(options)
+    preload = (*PRELOAD, *options.preload) if options.warm_start and kind != "exec" else ()
+
+    def new_zygote() -> Zygote:
+        return Zygote(preload=preload, env=worker_env)
+
+    # Both import torch, at the same time: the zygote for the workers, this process for the agent.
+    zygote = new_zygote()
+    try:
+        agent = _make_agent(options, zygote, new_zygote, (kind, argv), worker_env)
+        agent.run()
+    finally:
+        zygote.close()
+    stop = agent.stop
+    duration_s = clock.now_s() - started_s
+    level = logging.INFO if stop.exit_code == ExitReason.FINISHED else logging.ERROR
+    log.log(
+        level,
+        "[outlast] job over after %.1f s and %d cycle%s here, exit code %d: %s; journal in %s",
+        duration_s,
+        agent.num_cycles,
+        "" if agent.num_cycles == 1 else "s",
+        stop.exit_code,
+        stop.reason,
+        options.run_dir,
+    )
+    return stop.exit_code
+
+
+def _worker_base_env(options: RunOptions) -> dict[str, str]:
+    values = env.environ()
+    nproc = options.torchrun.nproc_per_node
+    if "OMP_NUM_THREADS" not in values and nproc != "1":
+        log.info("OMP_NUM_THREADS is not set: each worker gets 1 thread, as with torchrun; set it to what is best")
+        values["OMP_NUM_THREADS"] = "1"
+    return values
+
+
+def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
+    """Return how a worker is started: kind and argv, as in :class:`outlast.runtime.zygote.Spawn`."""
+    args = options.torchrun
+    rest = tuple(args.training_script_args)
+    if args.no_python and not args.run_path:
+        return "exec", (args.training_script, *rest)
+    if not options.warm_start or args.numa_binding is not None:
+        python = env.environ().get("PYTHON_EXEC", sys.executable)
+        module = ("-m",) if args.module else ()
+        return "exec", (python, "-u", *module, args.training_script, *rest)
+    return ("module" if args.module else "script"), (args.training_script, *rest)
+
+
+def _make_agent(
+    options: RunOptions,
+    zygote: Zygote,
+    new_zygote: Callable[[], Zygote],
+    command: tuple[str, tuple[str, ...]],
+    base_env: dict[str, str],
+) -> Agent:
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.run import determine_local_world_size
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    from outlast.launch.agent import Agent, Notice
+    from outlast.launch.control import ControlServer
+    from outlast.launch.coordinator import JobSettings
+    from outlast.launch.link import Link, LinkFailed
+    from outlast.launch.logs import make_logs_specs
+    from outlast.launch.rendezvous import NamedRendezvous
+    from outlast.policy.ladder import Limits
+    from outlast.runtime.endpoints import parse_endpoints
+
+    args, ft = options.torchrun, options.fault_tolerance
+    mailbox: Mailbox[object] = Mailbox()
+    endpoints = parse_endpoints(options.endpoints)
+    job = env.environ().get("SLURM_JOB_ID") or f"job-{secrets.token_hex(4)}"
+
+    def serve(store: TCPStore) -> ControlServer:
+        return ControlServer(
+            store,
+            JobSettings(
+                job=job,
+                num_slots=options.num_slots,
+                min_nodes=ft.min_nodes,
+                limits=Limits(
+                    max_restarts=args.max_restarts,
+                    max_restarts_total=options.max_restarts_total,
+                    max_no_progress_cycles=ft.max_no_progress_cycles,
+                    max_node_faults=ft.max_node_faults,
+                ),
+                join_timeout_s=options.join_timeout_s,
+                node_timeout_s=ft.node_heartbeat_timeout,
+            ),
+            run_dir=options.run_dir,
+            run_id=options.run_id,
+            node=options.node_name,
+            config=ft,
+            on_error=lambda error: mailbox.put(LinkFailed(f"the coordinator ended: {error!r}")),
+        )
+
+    link = Link(
+        endpoints,
+        node=options.node_name,
+        deliver=mailbox.put,
+        serve=serve,
+        beat_interval_s=min(1.0, ft.node_heartbeat_timeout / 5),
+        connect_timeout_s=options.join_timeout_s,
+    )
+    spec = WorkerSpec(
+        role=args.role,
+        local_world_size=determine_local_world_size(args.nproc_per_node),
+        entrypoint=args.training_script,
+        args=tuple(args.training_script_args),
+        rdzv_handler=NamedRendezvous(options.run_id),
+        max_restarts=args.max_restarts,
+        monitor_interval=args.monitor_interval,
+        local_addr=args.local_addr,
+        event_log_handler=args.event_log_handler,
+        numa_options=None if args.numa_binding is None else NumaOptions(affinity_mode=AffinityMode(args.numa_binding)),
+        virtual_local_rank=args.virtual_local_rank,
+    )
+    agent = Agent(
+        spec,
+        options=options,
+        command=command,
+        base_env=base_env,
+        logs_specs=make_logs_specs(args, Path(options.run_dir)),
+        zygote=zygote,
+        new_zygote=new_zygote,
+        link=link,
+        mailbox=mailbox,
+        addr=args.local_addr or _own_address(endpoints[0].host),
+    )
+    _install_handlers(args.signals_to_handle, lambda number: mailbox.put(Notice(number)))
+    return agent
+
+
+def _own_address(endpoint_host: str) -> str:
+    """Return the name under which this node's peers reach it."""
+    loopback = ("localhost", "127.0.0.1", "::1")
+    return endpoint_host.replace("localhost", "127.0.0.1") if endpoint_host in loopback else socket.getfqdn()
+
+
+def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        number = signal.Signals.__members__.get(name)
+        if number is None:
+            log.warning("--signals-to-handle: %s is no signal; passed over", name)
+        else:
+            signal.signal(number, lambda received, _frame: deliver(received))

@@ -1,0 +1,77 @@
+"""torchrun's own argument parser, without importing torch.
+
+``outlast run`` takes every option of the installed torch's ``torchrun``. Importing ``torch.distributed.run`` for its
+parser would cost a second before ``--help`` or a mistyped option could be answered, so the one function that makes
+the parser is compiled from torch's source; where that fails (torch moved it), torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+__all__ = ["make_torchrun_parser"]
+
+log = logging.getLogger(__name__)
+
+
+def make_torchrun_parser() -> argparse.ArgumentParser:
+    """Return a parser with every option of the installed ``torchrun``."""
+    try:
+        return _make_from_source()
+    except (OSError, ImportError, SyntaxError, LookupError, NameError, AttributeError, TypeError) as error:
+        log.debug("torchrun's parser could not be made from its source (%s); importing torch", error)
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+def _make_from_source() -> argparse.ArgumentParser:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("torch is not installed")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    actions = _load(root / "distributed" / "argparse_util.py", "outlast_torchrun_actions")
+    path = root / "distributed" / "run.py"
+    function = _find(path, ast.FunctionDef, "get_args_parser")
+    namespace: dict[str, Any] = {
+        "ArgumentParser": argparse.ArgumentParser,
+        "REMAINDER": argparse.REMAINDER,
+        "env": actions.env,
+        "check_env": actions.check_env,
+        "_AffinityMode": _read_affinity_modes(root / "numa" / "binding.py"),
+    }
+    exec(compile(ast.Module([function], []), str(path), "exec"), namespace)  # a function of the installed torch
+    return cast(argparse.ArgumentParser, namespace["get_args_parser"]())
+
+
+def _read_affinity_modes(path: Path) -> list[SimpleNamespace]:
+    body = cast(ast.ClassDef, _find(path, ast.ClassDef, "AffinityMode")).body
+    return [
+        SimpleNamespace(value=statement.value.value)
+        for statement in body
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+    ]
+
+
+def _find(path: Path, kind: type[ast.stmt], name: str) -> ast.stmt:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, kind) and getattr(node, "name", None) == name:
+            return node
+    raise LookupError(f"{path} has no {name}")
+
+
+def _load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,53 @@
+"""Where a control store may be hosted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outlast.errors import ConfigError
+
+__all__ = ["Endpoint", "parse_endpoints"]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a store may be hosted."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the host's name means this machine."""
+        from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+        return bool(_matches_machine_hostname(self.host))
+
+
+def parse_endpoints(text: str, *, default_port: int = 29400) -> tuple[Endpoint, ...]:
+    """Return the endpoints in ``host[:port][,host[:port]...]``.
+
+    Raises:
+        ConfigError: A port is no number between 0 and 65535, or there is no host.
+    """
+    endpoints = []
+    for part in text.split(","):
+        name, _, port_text = part.strip().rpartition(":") if _has_port(part.strip()) else (part.strip(), "", "")
+        name = name.strip("[]")
+        if not name:
+            raise ConfigError(f"--rdzv-endpoint={text!r} names no host; write host:port[,host:port...]")
+        try:
+            port = int(port_text) if port_text else default_port
+        except ValueError:
+            port = -1
+        if not 0 <= port < 65536:
+            raise ConfigError(f"--rdzv-endpoint={text!r}: {port_text!r} is no port; write host:port[,host:port...]")
+        endpoints.append(Endpoint(name, port))
+    return tuple(endpoints)
+
+
+def _has_port(text: str) -> bool:
+    return "]:" in text if text.startswith("[") else text.count(":") == 1
