@@ -1,0 +1,106 @@
+"""The test cluster with the real launcher: what a fault costs, and what is kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import ExitReason
+from outlast.incidents import Event, EventKind
+from outlast.testing import Cluster
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+WAITS_FOR_LEAVE = """
+import os, pathlib, sys, time
+print("start of rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+deadline = time.monotonic() + 90
+while not pathlib.Path(sys.argv[1]).exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+"""
+
+
+def write(folder: Path, code: str) -> Path:
+    script = folder / "train.py"
+    script.write_text(code)
+    return script
+
+
+def starts(cluster: Cluster, cycle: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return which ranks, of how many, each node started in a cycle."""
+    return {
+        event.node: (tuple(event.data["ranks"]), event.data["world_size"])
+        for event in cluster.events()
+        if event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle
+    }
+
+
+def wait_for_cycle(cluster: Cluster, cycle: int, num_nodes: int) -> None:
+    """Wait until every node that carries ranks has started its workers."""
+
+    def is_last_start(event: Event) -> bool:
+        is_start = event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle
+        return is_start and len(starts(cluster, cycle)) == num_nodes
+
+    cluster.wait_for(is_last_start, timeout_s=60)
+
+
+def test_killed_rank_comes_back_in_its_place(tmp_path: Path) -> None:
+    """After a SIGKILL of one rank all ranks start again on the nodes they were on, and the run finishes."""
+    leave = tmp_path / "leave"
+    script = write(tmp_path, WAITS_FOR_LEAVE)
+    with Cluster(script, str(leave), run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2) as cluster:
+        wait_for_cycle(cluster, 0, 2)
+        before = starts(cluster, 0)
+        os.kill(cluster.worker_pid(3), signal.SIGKILL)
+        wait_for_cycle(cluster, 1, 2)
+        leave.touch()
+        assert cluster.wait(timeout_s=60) == [0, 0]
+        assert starts(cluster, 1) == before
+        incidents = [event.data["incident"] for event in cluster.events() if event.kind == EventKind.INCIDENT]
+        assert [(found["kind"], found["rank"]) for found in incidents] == [("worker_died", 3)]
+
+
+def test_lost_node_leaves_no_orphan_and_its_ranks_to_the_spare(tmp_path: Path) -> None:
+    """A SIGKILLed agent's workers end within 2 s; the spare takes its ranks; the world stays as it was."""
+    leave = tmp_path / "leave"
+    script = write(tmp_path, WAITS_FOR_LEAVE)
+    with Cluster(
+        script, str(leave), run_dir=tmp_path / "run", num_nodes=2, num_spares=1, nproc_per_node=1,
+        options=["--ft-node_heartbeat_timeout=2"],
+    ) as cluster:  # fmt: skip
+        wait_for_cycle(cluster, 0, 2)
+        before = starts(cluster, 0)
+        host = next(agent.name for agent in cluster.agents if "hosts the control store" in agent.output())
+        lost = next(name for name in before if name != host)
+        cluster.agent(lost).kill()
+        cluster.assert_no_orphans(within_s=2)
+        wait_for_cycle(cluster, 1, 2)
+        after = starts(cluster, 1)
+        leave.touch()
+        codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(timeout_s=60), strict=True))
+        assert codes.pop(lost) == -signal.SIGKILL
+        assert set(codes.values()) == {0}
+        assert lost not in after
+        assert sorted(after.values()) == sorted(before.values())
+        if host in before:
+            assert after[host] == before[host]
+
+
+def test_plain_script_that_always_crashes_has_torchruns_budget(tmp_path: Path) -> None:
+    """A script without a session that crashes in every cycle gets exactly 4 starts and torchrun's exit code."""
+    script = write(tmp_path, "print('one more start', flush=True); raise SystemExit(5)")
+    options = ["--max-restarts=3"]
+    with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
+        assert cluster.wait(timeout_s=90) == [ExitReason.FAILED]
+        assert cluster.agent(0).output().count("one more start") == 4
+        assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {
+            0,
+            1,
+            2,
+            3,
+        }
