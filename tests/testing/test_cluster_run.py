@@ -92,7 +92,7 @@ def test_lost_node_leaves_no_orphan_and_its_ranks_to_the_spare(tmp_path: Path) -
 
 
 def test_plain_script_that_always_crashes_has_torchruns_budget(tmp_path: Path) -> None:
-    """A script without a session that crashes in every cycle gets exactly 4 starts and torchrun's exit code."""
+    """A script without a session that crashes in every cycle gets 4 starts and torchrun's exit code."""
     script = write(tmp_path, "print('one more start', flush=True); raise SystemExit(5)")
     options = ["--max-restarts=3"]
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
