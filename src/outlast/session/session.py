@@ -1,0 +1,407 @@
+"""One worker's session: it restores, heartbeats, saves, stops in time, and stays out of the way.
+
+Leaving has two ways. An orderly end (``steps()`` is through, or a notice was agreed upon) waits until what
+was saved is committed. Anything else (an exception, ``sys.exit`` in the body) waits for nobody: the groups'
+connections are cut, so that a crashed rank is gone at once and its peers learn of it, even while one of them
+hangs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from outlast import clock
+from outlast.chaos.simulated import SimulatedFault
+from outlast.config import Config, FaultToleranceConfig
+from outlast.env import WorkerEnv
+from outlast.errors import ExitReason, OutlastError
+from outlast.incidents import EventKind
+from outlast.monitor.rank_monitor import RankMonitor, SectionTimer
+from outlast.policy.deadlines import Timeouts
+from outlast.runtime.consensus import Consensus
+from outlast.runtime.device import training_device
+from outlast.runtime.group import Group, connect_world
+from outlast.runtime.journal import Journal
+from outlast.runtime.signals import Notice, Notices
+from outlast.session.state import give_back, without_wrappers
+
+if TYPE_CHECKING:
+    import torch
+
+    from outlast.checkpoint import CheckpointManager, SaveHandle
+
+__all__ = ["Session"]
+
+log = logging.getLogger(__name__)
+PROGRESS_EVERY_NS = 5_000_000_000
+"""A rank writes a PROGRESS event at most this often."""
+SECOND_NOTICE_PATIENCE_S = 3.0
+"""After a second notice the process ends within this, even if the main thread is stuck."""
+
+
+class Session:
+    """What a training script needs of this package; made by :func:`outlast.init`.
+
+    Args:
+        config: The settings.
+        place: This worker's place.
+        fault_tolerance: The timeouts in use.
+
+    Collective: all ranks of the world make it.
+    Thread: that of the training loop; :meth:`section` from any thread that trains.
+    """
+
+    def __init__(self, config: Config, place: WorkerEnv, fault_tolerance: FaultToleranceConfig) -> None:
+        self.config = config
+        self.fault_tolerance = fault_tolerance
+        self.run_dir = place.run_dir or config.run_dir
+        """Where this run keeps its journal and stacks; ``None`` = nowhere."""
+        self._place = place = dataclasses.replace(_as_initialised(place), run_dir=self.run_dir)
+        self._iteration = 0
+        self._saved_iteration: int | None = None
+        self._wrote_progress_ns: int | None = None
+        self._in_steps = False
+        self._stepped = False
+        self._closed = False
+        self._world: Group | None = None
+        self._journal = Journal(
+            self.run_dir,
+            run_id=place.run_id,
+            job=place.job,
+            node=place.node,
+            proc=f"rank-{place.global_rank}",
+        )
+        self._journal.cycle = place.cycle
+        self._notices = self._watch_notices()
+        self._monitor = RankMonitor(place, fault_tolerance, self.run_dir)
+        self._manager: CheckpointManager | None = None
+        self._consensus: Consensus | None = None
+        atexit.register(self._at_exit)
+        with self.section("setup"):
+            if place.world_size > 1 and not _is_initialised():
+                self._world = connect_world(place)
+            self._consensus = Consensus(["stop"], world_size=place.world_size)
+            if config.checkpoint is not None:
+                from outlast.checkpoint import CheckpointManager
+
+                self._manager = CheckpointManager(config.checkpoint, env=place, journal=self._journal)
+        self._fault = (
+            SimulatedFault(fault_tolerance, place, run_dir=self.run_dir, journal=self._journal)
+            if fault_tolerance.simulate_fault
+            else None
+        )
+        if self._manager is not None:
+            self._manager.on_commit = self._monitor.set_durable_iteration
+        if config.checkpoint is not None and config.checkpoint.save_interval > 0:
+            self._monitor.report_progress()
+        self._journal.write(
+            EventKind.SESSION_STARTED,
+            rank=place.global_rank,
+            world_size=place.world_size,
+            launcher=place.launcher,
+        )
+        self._say_what_is_off()
+
+    @property
+    def iteration(self) -> int:
+        """Number of optimizer steps done, over all cycles and jobs of the run."""
+        return self._iteration
+
+    @property
+    def global_rank(self) -> int:
+        """This worker's rank in the world."""
+        return self._place.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's rank on its node."""
+        return self._place.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self._place.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this worker trains on: its GPU, else the CPU."""
+        return training_device(self._place.local_rank)
+
+    def section(self, name: str) -> SectionTimer:
+        """Return a context manager, also usable as a decorator, that names what the code within does.
+
+        A section has a timeout of its own (``rank_section_timeouts``); sections nest.
+        """
+        return self._monitor.section(name)
+
+    def steps(self, state: Mapping[str, Any], *, total: int) -> Iterator[int]:
+        """Yield the numbers of the iterations that are still to do; the loop's body does one.
+
+        Before the first, the newest valid generation is loaded into ``state`` (section ``setup``). Around
+        each body the section ``step`` is open. After it the iteration counts as done, and every
+        ``save_interval`` iterations the state is saved (section ``checkpointing``). After the last one the
+        state is saved, unless that was just done, and the call waits until everything is committed.
+
+        When any rank was told to leave (SIGTERM, or its agent asked it to), all ranks stop after the same
+        iteration, commit one generation, and ``SystemExit(75)`` (``ExitReason.PREEMPTED``) is raised here. A
+        second signal gives up that save and leaves with 75 at once. Without a checkpoint directory nothing
+        can be saved, and the exit code is 128 plus the signal's number.
+
+        ``break`` leaves the loop without a save; an exception in the body passes through untouched.
+
+        Args:
+            state: Name to what is saved: anything with ``state_dict()`` and ``load_state_dict()`` (a module
+                wrapped in DDP counts as the module within), tensors, and plain values, which are replaced in
+                the mapping.
+            total: Number of iterations at which the run is complete.
+
+        Yields:
+            The iteration's number from 0: how many optimizer steps were done before it.
+
+        Raises:
+            CheckpointError: Saving failed too often in a row.
+            PeerLost: A peer left or did not reach the step's end in time.
+            SystemExit: The run was told to leave.
+
+        Collective: all ranks, with the same ``total``.
+        Blocks: at the end of each step until all ranks have begun it.
+        """
+        if self._stepped:
+            raise OutlastError("steps() was called before; call it once for each outlast.init()")
+        self._stepped = self._in_steps = True
+        with self.section("setup"):
+            self._restore(state)
+        try:
+            while self._iteration < total:
+                self._begin_step()
+                yield self._iteration
+                number = self._end_step()
+                if number and self._iteration < total:
+                    self._leave(state, number)
+                self._between_steps(state)
+        except GeneratorExit:
+            self._monitor.end_all_sections()
+            self._in_steps = False
+            raise
+        self._finish(state)
+        self._in_steps = False
+
+    def save(self, state: Mapping[str, Any]) -> SaveHandle:
+        """Save ``state`` now as that of :attr:`iteration`, and return once it is copied.
+
+        Call it before the body's optimizer step, or after the loop: what is saved must be what that many
+        steps made.
+
+        Returns:
+            A handle to wait for the commit with.
+
+        Raises:
+            ConfigError: There is no checkpoint directory.
+            CheckpointError: Saving failed too often in a row.
+
+        Collective: all ranks, at the same iteration.
+        Blocks: while the state is copied; with ``async_save`` off, until it is committed.
+        """
+        if self._manager is None:
+            raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
+        with self.section("checkpointing"):
+            handle = self._manager.save(without_wrappers(state), self._iteration)
+        self._saved_iteration = self._iteration
+        return handle
+
+    def close(self) -> None:
+        """End the session in order: wait for what was saved, then let go of everything. Idempotent.
+
+        Collective: all ranks, if something was saved that is not committed.
+        Blocks: until what was saved is committed, up to ``checkpoint.save_timeout``.
+        Thread: the main thread.
+        """
+        if self._closed:
+            return
+        if self._manager is not None:
+            with self.section("checkpointing"):
+                self._manager.wait()
+                self._manager.close()
+        self._let_go()
+        if self._world is not None and _is_initialised():
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._let_go()
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        if self._manager is None:
+            return
+        given = without_wrappers(state)
+        loaded = dict(given)
+        restored = self._manager.load_latest(loaded)
+        if restored is None:
+            return
+        give_back(state, given, loaded)
+        self._iteration = self._saved_iteration = restored.iteration
+        self._monitor.set_restored()
+        self._monitor.set_iteration(restored.iteration)
+        self._monitor.set_durable_iteration(restored.iteration)
+
+    def _begin_step(self) -> None:
+        self._monitor.heartbeat()
+        self._monitor.start_section("step")
+        assert self._consensus is not None
+        self._consensus.begin({"stop": self._asks_to_stop()})
+
+    def _end_step(self) -> int:
+        """Count the step; return the number of the signal on which all ranks leave now, or 0."""
+        assert self._consensus is not None
+        agreed = self._consensus.finish()
+        self._iteration += 1
+        self._monitor.end_section("step")
+        self._monitor.set_iteration(self._iteration)
+        now_ns = clock.now_ns()
+        if self._wrote_progress_ns is None or now_ns - self._wrote_progress_ns >= PROGRESS_EVERY_NS:
+            self._wrote_progress_ns = now_ns
+            self._journal.write(EventKind.PROGRESS, rank=self.global_rank, iteration=self._iteration)
+        return agreed["stop"]
+
+    def _between_steps(self, state: Mapping[str, Any]) -> None:
+        interval = self.config.checkpoint.save_interval if self.config.checkpoint is not None else 0
+        if interval > 0 and self._iteration % interval == 0:
+            self.save(state)
+        if self._fault is not None:
+            has_durable = self._manager is None or self._manager.durable_iteration is not None
+            self._fault.strike_if_due(iteration=self._iteration, has_durable=has_durable)
+
+    def _finish(self, state: Mapping[str, Any]) -> None:
+        if self._manager is not None:
+            if self._saved_iteration != self._iteration:
+                self.save(state)
+            with self.section("checkpointing"):
+                self._manager.wait()
+        self._monitor.finish()
+        self._write_end(ExitReason.FINISHED)
+
+    def _asks_to_stop(self) -> int:
+        if self._notices is not None and (notice := self._notices.first) is not None:
+            return notice.signal
+        return int(signal.SIGTERM) if self._monitor.stop_requested() else 0
+
+    def _leave(self, state: Mapping[str, Any], number: int) -> None:
+        """Save if there is where to, and raise SystemExit; ``number`` is the signal that was agreed upon."""
+        log.info("stopping after iteration %d, on all ranks", self._iteration)
+        code = 128 + number
+        if self._manager is None:
+            log.warning("nothing is saved: there is no checkpoint.directory; exit code %d", code)
+        elif self._await(self.save(state)):
+            code = int(ExitReason.PREEMPTED)
+            log.info("iteration %d is saved; exit code %d", self._iteration, code)
+        else:
+            log.warning("told to leave again: the save of iteration %d is given up", self._iteration)
+        self._monitor.finish()
+        self._write_end(code)
+        self._let_go()
+        raise SystemExit(code)
+
+    def _await(self, handle: SaveHandle) -> bool:
+        """Wait for the commit; return ``False`` if a second notice came first."""
+        with self.section("checkpointing"):
+            while not handle.done:
+                if self._notices is not None and self._notices.wait(0.02, ordinal=2):
+                    return False
+            handle.wait()
+        return True
+
+    def _watch_notices(self) -> Notices | None:
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        return Notices([signal.SIGTERM], on_notice=self._on_notice)
+
+    def _on_notice(self, notice: Notice) -> None:
+        # In the watcher's thread: the main thread may be inside a collective.
+        self._journal.write(
+            EventKind.NOTICE, rank=self.global_rank, iteration=self._iteration, signal=notice.signal
+        )
+        if notice.ordinal == 1:
+            log.warning("Received signal %d, initiating graceful stop", notice.signal)
+        elif notice.ordinal == 2:
+            log.warning("Received signal %d again, leaving at once", notice.signal)
+            last_resort = threading.Timer(SECOND_NOTICE_PATIENCE_S, self._exit_hard, [128 + notice.signal])
+            last_resort.daemon = True
+            last_resort.start()
+
+    def _exit_hard(self, code: int) -> None:
+        self._write_end(code)
+        log.warning("the main thread does not come back; exit code %d", code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _write_end(self, code: int) -> None:
+        self._journal.write(
+            EventKind.SESSION_ENDED, rank=self.global_rank, iteration=self._iteration, exit_code=int(code)
+        )
+
+    def _at_exit(self) -> None:
+        if self._manager is not None and not self._closed and self._in_steps:
+            log.warning("left in the middle of a step; what was not committed by now is lost")
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close everything that closes without waiting for a peer."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._consensus is not None:
+            self._consensus.close()
+        if self._world is not None:
+            self._world.cut()
+        if self._notices is not None:
+            self._notices.close()
+        self._monitor.close()
+        self._journal.close()
+
+    def _say_what_is_off(self) -> None:
+        missing = []
+        if self._manager is None:
+            missing.append("nothing is saved or restored (set checkpoint.directory)")
+        if Timeouts.from_config(self._monitor.config).smallest_s() is None:
+            missing.append("a hung rank is not noticed (set fault_tolerance.rank_section_timeouts)")
+        if self._notices is None:
+            missing.append("SIGTERM ends this process at once (call outlast.init() in the main thread)")
+        if self._place.launcher == "python":
+            missing.append("nothing restarts the script (start it with outlast run)")
+        if missing and self.global_rank == 0:
+            log.warning("off: %s", "; ".join(missing))
+
+
+def _is_initialised() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def _as_initialised(place: WorkerEnv) -> WorkerEnv:
+    """Return the place that ``torch.distributed`` knows, if the script initialised it itself."""
+    if not _is_initialised():
+        return place
+    import torch.distributed as dist
+
+    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())

@@ -1,0 +1,84 @@
+"""How a session starts: settings from their sources, the worker's place, a voice, and random numbers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+
+from outlast import env
+from outlast.config import Config, FaultToleranceConfig
+from outlast.config.files import load_config
+from outlast.errors import ConfigError
+from outlast.session.session import Session
+
+__all__ = ["init"]
+
+
+def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
+    """Start the session of this worker.
+
+    Works the same under ``outlast run``, ``torchrun``, ``srun`` and plain ``python``. With more than one rank
+    it initialises ``torch.distributed`` (NCCL where there are GPUs, gloo otherwise) unless that was done
+    before; a rank whose script initialised it leaves it no faster than torch does when a peer hangs. The
+    timeouts of ``outlast run`` (``--ft-*``) come before those of ``config``, and so does its run directory.
+    Unless logging was configured, the package's own lines go to stderr: all warnings, the rest of rank 0.
+
+    Args:
+        config: The settings, or a ``.toml``, ``.yaml`` or ``.json`` file of them; ``None`` for the defaults,
+            which save nothing.
+
+    Returns:
+        The session; use it as a context manager, or call :meth:`Session.close`, to end it before the process
+        does.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        RendezvousError: The ranks did not find each other.
+
+    Collective: all ranks of the world.
+    Blocks: until all ranks have come.
+    Thread: the main thread, or notices (SIGTERM) are not handled.
+    """
+    place = env.read_worker()
+    _speak(place)
+    if config is None:
+        settings = Config()
+    elif isinstance(config, Config):
+        settings = config
+    elif isinstance(config, str | os.PathLike):
+        settings = load_config(config)
+    else:
+        raise ConfigError(
+            f"init() takes an outlast.Config or the path of a config file, not {type(config).__name__}"
+        )
+    fault_tolerance = settings.fault_tolerance or FaultToleranceConfig()
+    if place.fault_tolerance is not None:
+        fault_tolerance = FaultToleranceConfig.from_json(place.fault_tolerance)
+    if settings.seed is not None:
+        _seed(settings.seed + place.global_rank)
+    return Session(settings, place, fault_tolerance)
+
+
+def _speak(place: env.WorkerEnv) -> None:
+    logger = logging.getLogger("outlast")
+    if logging.getLogger().handlers or logger.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    who = f"[rank {place.global_rank}] " if place.world_size > 1 else ""
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", datefmt="%H:%M:%S"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    if logger.level == logging.NOTSET:
+        # What every rank would say alike is said by one.
+        logger.setLevel(logging.INFO if place.global_rank == 0 else logging.WARNING)
+
+
+def _seed(seed: int) -> None:
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
