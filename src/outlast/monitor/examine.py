@@ -1,0 +1,193 @@
+"""Where the ranks of this node are: what is looked at when a hang was reported, before anything is killed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from outlast.monitor import stacks
+from outlast.monitor.responder import ANSWER, QUESTION, address
+from outlast.policy.culprit import Position
+from outlast.policy.deadlines import Expired
+from outlast.runtime.board import Board, RankState
+
+__all__ = ["ANSWER_S", "DUMP_S", "examine"]
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 0.15
+"""Seconds that a rank has to answer."""
+DUMP_S = 0.3
+"""Seconds that a rank has to write its stacks."""
+_LOOK_S = 0.003
+
+
+@dataclass(slots=True)
+class _Rank:
+    state: RankState
+    process_state: str
+    dump: stacks.Dump | None = None
+    woken: bool = False
+    complete: bool = False
+    responsive: bool = True
+    collectives: int = -1
+
+
+def examine(
+    board: Board, *, node: str, stacks_dir: str | os.PathLike[str] | None, expired: Iterable[Expired] = ()
+) -> list[Position]:
+    """Look at every rank of a board: its process, its stacks, its collectives.
+
+    Nothing is ended. A stopped process is woken just long enough to write its stacks, and stopped again.
+
+    Args:
+        board: The node's board; ranks that nobody attached or assigned are left out.
+        node: Name of the node.
+        stacks_dir: Where each rank's stacks are written, as ``rank-<global rank>.txt``; ``None`` = nowhere.
+        expired: Timeouts that were exceeded.
+
+    Blocks: about 20 ms when every rank answers, at most about half a second when some do not; where py-spy is
+    installed, one second more for each rank that could not write its stacks.
+    """
+    # The state is read before a process is touched: afterwards it tells what was done here.
+    ranks = [_Rank(state, stacks.process_state(state.pid)) for state in board.read_all() if state.pid > 0]
+    living = [rank for rank in ranks if not rank.state.finished and rank.process_state not in ("Z", "X")]
+    started = time.monotonic()
+    for rank in living:
+        rank.responsive = rank.process_state not in ("T", "t")
+    answers = _Answers(board, [rank for rank in living if rank.state.attached and rank.responsive])
+    with answers:
+        for rank in living:
+            rank.dump = stacks.Dump(rank.state.pid)
+            # A process that a debugger holds (t) is left alone.
+            if rank.process_state != "t" and rank.dump.request() and rank.process_state == "T":
+                rank.woken = _send(rank.state.pid, signal.SIGCONT)
+        try:
+            _collect(living, answers, started)
+        finally:
+            for rank in living:
+                if rank.woken and not rank.complete:
+                    _send(rank.state.pid, signal.SIGSTOP)
+    late = {one.local_rank for one in expired}
+    return [_position(rank, node, late, stacks_dir) for rank in ranks]
+
+
+def _collect(ranks: list[_Rank], answers: _Answers, started: float) -> None:
+    while True:
+        for rank in ranks:
+            if (
+                rank.dump is not None
+                and rank.dump.requested
+                and not rank.complete
+                and rank.dump.is_complete()
+            ):
+                rank.complete = True
+                if rank.woken:
+                    _send(rank.state.pid, signal.SIGSTOP)
+        waited_s = time.monotonic() - started
+        dumping = any(rank.dump and rank.dump.requested and not rank.complete for rank in ranks)
+        dumping = dumping and waited_s < DUMP_S
+        asking = bool(answers.missing) and waited_s < ANSWER_S
+        if not dumping and not asking:
+            break
+        answers.receive(_LOOK_S if dumping else ANSWER_S - waited_s)
+    for rank in ranks:
+        if rank.state.local_rank in answers.missing:
+            rank.responsive = False
+        rank.collectives = answers.counts.get(rank.state.local_rank, -1)
+
+
+class _Answers:
+    """Questions to the ranks' responders, and their answers."""
+
+    def __init__(self, board: Board, ranks: list[_Rank]) -> None:
+        self.missing = {rank.state.local_rank for rank in ranks}
+        self.counts: dict[int, int] = {}
+        self._number = secrets.randbits(63)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(b"\0outlast-examiner-%016x" % self._number)
+        for local_rank in self.missing:
+            try:
+                self._socket.sendto(QUESTION.pack(self._number), address(board.token, local_rank))
+            except OSError as error:  # gone, or too busy to have read the last questions
+                log.debug("rank %d could not be asked: %s", local_rank, error)
+
+    def __enter__(self) -> _Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def receive(self, timeout_s: float) -> None:
+        """Take in what comes within a time."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(max(0.0, timeout_s) * 1e3):
+            return
+        while True:
+            try:
+                answer = self._socket.recv(ANSWER.size + 1)
+            except BlockingIOError:
+                return
+            if len(answer) == ANSWER.size:
+                number, local_rank, count = ANSWER.unpack(answer)
+                if number == self._number and local_rank in self.missing:
+                    self.missing.discard(local_rank)
+                    self.counts[local_rank] = count
+
+
+def _position(rank: _Rank, node: str, late: set[int], stacks_dir: str | os.PathLike[str] | None) -> Position:
+    state = rank.state
+    text = rank.dump.text() if rank.dump is not None else ""
+    stack = stacks.parse(text)
+    if rank.dump is not None and not stack.frames and (seen := stacks.py_spy(state.pid, timeout_s=1.0)):
+        text, stack = text + seen, stacks.parse(seen)
+    position = Position(
+        node=node,
+        global_rank=state.global_rank,
+        pid=state.pid,
+        iteration=state.iteration,
+        sections=tuple(section.name for section in state.sections),
+        num_entries=state.num_entries_in_iteration,
+        collectives=rank.collectives,
+        responsive=rank.responsive,
+        process_state=rank.process_state,
+        stack_line=stack.line,
+        waits_in_collective=stack.waits_in_collective,
+        expired=state.local_rank in late,
+        attached=state.attached,
+        finished=state.finished,
+    )
+    if text and stacks_dir is not None:
+        _write(Path(stacks_dir) / f"rank-{state.global_rank}.txt", position, text)
+    return position
+
+
+def _write(path: Path, position: Position, text: str) -> None:
+    where = "/".join(position.sections) or "no section"
+    head = (
+        f"rank {position.global_rank} (node {position.node}, pid {position.pid}), "
+        f"iteration {position.iteration}, in {where}, process state {position.process_state}"
+        f"{'' if position.responsive else ', its interpreter did not answer'}\n\n"
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(head + text)
+    except OSError as error:  # a full disk must not keep a hang from being acted upon
+        log.warning("[RankMonitor] stacks of rank %d could not be written: %s", position.global_rank, error)
+
+
+def _send(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,306 @@
+"""The worker's side of monitoring: heartbeats and sections, at well under a microsecond and two."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import logging
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.env import WorkerEnv, read_worker
+from outlast.errors import OutlastError
+from outlast.monitor import side_process, stacks
+from outlast.monitor.learned import LearnedTimeouts, observe
+from outlast.monitor.responder import Responder
+from outlast.policy.deadlines import STEP, Timeouts
+from outlast.runtime.board import Board, RankState
+
+__all__ = ["RankMonitor", "SectionTimer"]
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_open_monitor: RankMonitor | None = None
+
+
+class SectionTimer:
+    """Marks a section: a context manager that may be nested in itself, and a decorator.
+
+    One object serves every use of a section's name; what is open is on the board, not in here.
+    """
+
+    __slots__ = ("_index", "_open", "_shut")
+
+    def __init__(self, index: int, open_: Callable[[int], None], shut: Callable[[int], None]) -> None:
+        self._index = index
+        self._open = open_
+        self._shut = shut
+
+    def __enter__(self) -> None:
+        self._open(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        self._shut(self._index)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return the function with every call of it marked.
+
+        Raises:
+            TypeError: The function returns before its work is done (a coroutine or generator function).
+        """
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(
+                f"{function.__qualname__} returns before its work is done: use 'with monitor.section()' in it"
+            )
+
+        @functools.wraps(function)
+        def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return marked
+
+
+class RankMonitor:
+    """Tell the node's watchdog what this worker is doing.
+
+    It attaches to the board of the node's agent (``outlast run``). Without an agent, and with a timeout to
+    enforce, it starts a side process that ends this worker when it hangs.
+
+    Args:
+        env: This worker's place; ``None`` = as its environment says.
+        config: Timeouts and the like; an agent's settings go before it, so that both use the same.
+        run_dir: The run directory (stacks, learned timeouts); ``None`` = the agent's, if any.
+
+    Raises:
+        OutlastError: This process has a monitor already, or the agent's board is not usable.
+
+    Thread: make it on the thread that trains: sections belong to that thread, those of others are not
+    watched (said once). Heartbeats may come from any thread.
+    """
+
+    pid: int
+
+    def __init__(
+        self,
+        env: WorkerEnv | None = None,
+        config: FaultToleranceConfig | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        global _open_monitor
+        if _open_monitor is not None and _open_monitor.pid == os.getpid():
+            raise OutlastError("this process has a RankMonitor already; use that one, or close() it first")
+        self.env = env if env is not None else read_worker()
+        folder = run_dir if run_dir is not None else self.env.run_dir
+        self._run_dir = None if folder is None else Path(folder)
+        self._configured = self._settle(config)
+        self.config = self._configured
+        """The settings in force, learned timeouts included."""
+        self.pid = os.getpid()
+        self._sections: dict[str, SectionTimer] = {}
+        self._said: set[str] = set()
+        self._side: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._last_state: RankState
+        stacks.register()
+        if self.env.board is not None:
+            self._board = Board.open(self.env.board)
+            local_rank = self.env.local_rank
+        else:
+            self._board, local_rank = Board.create_anonymous(num_ranks=1), 0
+            if self._configured.calc_ft_timeouts and self._run_dir is not None:
+                self.config = LearnedTimeouts.load(self._run_dir).apply(self._configured)
+        self._page = self._board.rank(local_rank)
+        self._page.attach(
+            pid=self.pid,
+            global_rank=self.env.global_rank,
+            cycle=self.env.cycle,
+            warmup={STEP: self.config.num_warmup_iterations},
+        )
+        self._timeouts = Timeouts.from_config(self.config)
+        log.info("[FaultTolerance] %s uses %s", self._who(), self._timeouts.describe())
+        child = self._start_side_process() if self.env.board is None else -1
+        try:
+            self._responder = Responder(
+                self._board.token,
+                local_rank,
+                record=self._page.set_collectives,
+                child=child,
+                on_child_end=self._on_side_process_end,
+            )
+        except OSError as error:
+            raise OutlastError(
+                f"another process answers for local rank {local_rank} of this node already ({error}); "
+                "each worker needs a LOCAL_RANK of its own"
+            ) from error
+        self._responder.start()
+        self._child = child
+        _open_monitor = self
+        atexit.register(self.close)
+
+    # -- sections and heartbeats ---------------------------------------------------------------------------
+
+    def heartbeat(self) -> None:
+        """Say that this rank is alive. Thread: any."""
+        self._page.heartbeat()
+
+    def section(self, name: str) -> SectionTimer:
+        """Return the marker of a section, for ``with monitor.section("step"):`` or as a decorator.
+
+        Sections nest, also in themselves. One that has no timeout is measured, not enforced (said once).
+
+        Raises:
+            ConfigError: The name is empty or longer than 39 bytes.
+        """
+        timer = self._sections.get(name)
+        return timer if timer is not None else self._new_section(name)
+
+    def start_section(self, name: str) -> None:
+        """Enter a section, for code that no ``with`` fits around."""
+        self.section(name).__enter__()
+
+    def end_section(self, name: str) -> None:
+        """Leave the innermost open section of this name, also from beneath others; none: said once."""
+        if not self._page.leave(name) and name not in self._said:
+            self._said.add(name)
+            log.warning("[FaultTolerance] end_section(%r): %s is in no such section", name, self._who())
+
+    def end_all_sections(self) -> None:
+        """Leave every open section, for instance in an exception's handler."""
+        while self._page.leave():
+            pass
+
+    def _new_section(self, name: str) -> SectionTimer:
+        timer = SectionTimer(self._page.intern(name), self._page.open, self._page.shut)
+        self._sections[name] = timer
+        if self._timeouts.sections.get(name) is None:
+            log.info("[FaultTolerance] section %r has no timeout: it is measured, not enforced", name)
+        return timer
+
+    # -- facts ---------------------------------------------------------------------------------------------
+
+    def set_iteration(self, iteration: int) -> None:
+        """Record the number of optimizer steps done."""
+        self._page.set_iteration(iteration)
+
+    def set_durable_iteration(self, iteration: int) -> None:
+        """Record the highest iteration that is saved for good; restart budgets reset on it."""
+        self._page.set_durable_iteration(iteration)
+
+    def report_progress(self) -> None:
+        """Say that this worker will report what is durable: nothing yet is then no progress, not unknown."""
+        self._page.report_progress()
+
+    def set_restored(self) -> None:
+        """Say that a checkpoint was loaded: only then is the timeout of ``setup`` learned."""
+        self._page.set_restored()
+
+    def stop_requested(self) -> bool:
+        """Return whether the agent asked this rank to stop."""
+        return self._page.stop_requested()
+
+    @property
+    def board_state(self) -> RankState:
+        """What the watchdog sees of this rank."""
+        return self._last_state if self._closed else self._board.read(self._page.local_rank)
+
+    # -- end -----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Say that this rank is done: nothing is enforced on it any more; idempotent.
+
+        Without an agent, what the cycle taught about timeouts is saved (with an agent, that does it).
+        """
+        if self._closed or os.getpid() != self.pid or self.board_state.finished:
+            return
+        self._page.finish()
+        if self.env.board is None and self._configured.calc_ft_timeouts and self._run_dir is not None:
+            cycle = f"{self.env.job}-{self.env.cycle}"
+            try:
+                self._run_dir.mkdir(parents=True, exist_ok=True)
+                seen = observe([self.board_state])
+                LearnedTimeouts.update(self._run_dir, seen, cycle=cycle, config=self._configured)
+            except OSError as error:
+                log.warning("[FaultTolerance] learned timeouts could not be saved: %s", error)
+
+    def close(self) -> None:
+        """Stop being watched: end the responder and the side process; idempotent, and called at exit.
+
+        Later heartbeats and sections do no harm and have no effect. Blocks: a few milliseconds.
+        """
+        global _open_monitor
+        if self._closed or os.getpid() != self.pid:  # a forked child must not end its parent's
+            return
+        self._page.finish()
+        self._last_state = self.board_state
+        self._closed = True
+        atexit.unregister(self.close)
+        self._responder.stop()
+        if self._side is not None and self._side.returncode is None:
+            self._side.terminate()
+            self._side.wait(timeout=5.0)
+        if self._child >= 0:
+            os.close(self._child)
+        self._board.close()
+        _open_monitor = None
+
+    # -- without an agent ----------------------------------------------------------------------------------
+
+    def _settle(self, config: FaultToleranceConfig | None) -> FaultToleranceConfig:
+        if self.env.board is not None and self.env.fault_tolerance is not None:
+            return FaultToleranceConfig.from_json(self.env.fault_tolerance)
+        return config if config is not None else FaultToleranceConfig()
+
+    def _start_side_process(self) -> int:
+        """Start the side process, if there is something to enforce; return its pidfd, or -1."""
+        if self._timeouts.smallest_s() is None:
+            log.info("[FaultTolerance] %s is not watched: no timeout is set", self._who())
+            return -1
+        folder = None
+        if self._run_dir is not None:
+            folder = str(self._run_dir / "stacks" / f"cycle-{self.env.cycle}")
+        try:
+            self._side = side_process.start(
+                side_process.Task(
+                    pid=self.pid,
+                    board_fd=self._board.fd,
+                    node=self.env.node,
+                    config=self.config.to_json(),
+                    stacks_dir=folder,
+                )
+            )
+        except OSError as error:
+            log.warning("[FaultTolerance] %s is not watched: %s", self._who(), error)
+            return -1
+        log.info(
+            "[FaultTolerance] no agent of outlast runs here: side process %d watches %s and ends it with %s "
+            "when it hangs, for its launcher to start it again",
+            self._side.pid,
+            self._who(),
+            self.config.rank_termination_signal,
+        )
+        return os.pidfd_open(self._side.pid)
+
+    def _on_side_process_end(self) -> None:
+        """Reap the side process (from the responder's thread)."""
+        assert self._side is not None
+        code = self._side.wait(timeout=5.0)
+        if not self._closed:
+            log.warning(
+                "[FaultTolerance] side process %d ended (exit code %d): hangs of %s are not noticed any more",
+                self._side.pid,
+                code,
+                self._who(),
+            )
+
+    def _who(self) -> str:
+        return (
+            f"rank {self.env.global_rank} (node {self.env.node}, pid {os.getpid()}, cycle {self.env.cycle})"
+        )

@@ -1,0 +1,252 @@
+"""Python stacks of a process that hangs, taken from outside, also while it holds the GIL or is stopped.
+
+``faulthandler`` writes them inside the C handler of a real-time signal, so no bytecode needs to run. It
+writes into a memory file of the process, which leaves nothing behind in the run directory of a healthy
+run, cannot hang on a network file system, and goes with the process; whoever sent the signal reads it through
+``/proc/<pid>/fd`` before the process is killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["DUMP_SIGNAL", "Dump", "Frame", "Stack", "parse", "process_state", "py_spy", "register"]
+
+DUMP_SIGNAL = signal.SIGRTMIN + 10
+"""The real-time signal on which a registered process writes its stacks."""
+
+_MEMFD_NAME = "outlast-stacks"
+_OUTLAST = str(Path(__file__).resolve().parent.parent) + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")
+_MAIN = re.compile(r"^main thread 0x(?P<ident>[0-9a-f]+)$", re.MULTILINE)
+_registered_pid = 0
+_fd = -1
+
+
+def register() -> None:
+    """Make this process write its Python stacks on :data:`DUMP_SIGNAL`; idempotent, also after a fork.
+
+    Imports nothing but the standard library, so that it can be called first of all in a worker.
+    """
+    global _registered_pid, _fd
+    if _registered_pid == os.getpid():
+        return
+    if _fd >= 0:  # inherited through a fork: the parent's file is not ours to write
+        faulthandler.unregister(DUMP_SIGNAL)
+        os.close(_fd)
+    _fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
+    os.set_blocking(_fd, True)
+    os.write(_fd, f"main thread 0x{threading.main_thread().ident:016x}\n".encode())
+    faulthandler.register(DUMP_SIGNAL, file=_fd, all_threads=True, chain=False)
+    _registered_pid = os.getpid()
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: str
+    name: str
+
+    @property
+    def is_library(self) -> bool:
+        """Not the user's code: the standard library, an installed package, or outlast."""
+        return (
+            self.file.startswith(("<frozen", _STDLIB, _OUTLAST))
+            or "/site-packages/" in self.file
+            or "/dist-packages/" in self.file
+            or re.search(r"/lib/python3\.\d+/", self.file) is not None
+        )
+
+    def __str__(self) -> str:
+        return f'File "{self.file}", line {self.line} in {self.name}'
+
+
+_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/distributed.py")
+_MAY_WAIT = re.compile(r"\.(wait|backward|item|synchronize|result|join)\(|\b(barrier|all_reduce|recv)\(")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The main thread's stack, innermost frame first."""
+
+    frames: tuple[Frame, ...]
+
+    @property
+    def line(self) -> str | None:
+        """The innermost line of the user's code, else the innermost of all; ``None`` for an empty stack."""
+        return (
+            str(next((frame for frame in self.frames if not frame.is_library), self.frames[0]))
+            if self.frames
+            else None
+        )
+
+    @property
+    def waits_in_collective(self) -> bool | None:
+        """Whether the thread stands in a collective or in a backward pass.
+
+        ``None`` = not known: there is no stack, or the user's own line calls something in C that may wait for
+        other ranks (``work.wait()``, ``loss.item()``).
+        """
+        if not self.frames:
+            return None
+        for frame in self.frames:
+            if any(part in frame.file for part in _WAITS):
+                return True
+            if not frame.is_library:
+                break
+        innermost = self.frames[0]
+        if not innermost.is_library and _MAY_WAIT.search(_source_line(innermost)):
+            return None
+        return False
+
+
+class Dump:
+    """Stacks of another process: ask for them, and collect them later.
+
+    Args:
+        pid: A process on this machine, of this user.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.requested = False
+        self._path = _find_memory_file(pid)
+        self._before = self._size()
+        self._seen = self._before
+
+    def request(self) -> bool:
+        """Send the signal; return whether the process can answer it (it registered, and lives)."""
+        # Without a handler the signal would end the process.
+        if self._path is not None and _is_caught(self.pid, DUMP_SIGNAL):
+            try:
+                os.kill(self.pid, DUMP_SIGNAL)
+                self.requested = True
+            except ProcessLookupError:
+                pass
+        return self.requested
+
+    def is_complete(self) -> bool:
+        """Return whether the main thread is there and nothing was added since the last call.
+
+        The file tells nobody when it grows and has no end mark, so a caller looks again after a while.
+        """
+        size = self._size()
+        grew, self._seen = size != self._seen, size
+        return not grew and bool(parse(self.text()).frames)
+
+    def text(self) -> str:
+        """Return what the process wrote since this object was made, headed by the main thread's number."""
+        if self._path is None:
+            return ""
+        try:
+            content = self._path.read_bytes()
+        except OSError:
+            return ""  # gone, and its memory with it
+        head = content.split(b"\n", 1)[0] + b"\n"
+        body = content[max(self._before, len(head)) :]
+        return (head + body).decode(errors="replace") if body else ""
+
+    def _size(self) -> int:
+        try:
+            return self._path.stat().st_size if self._path is not None else 0
+        except OSError:
+            return 0
+
+
+def parse(text: str) -> Stack:
+    """Read the main thread's stack out of a dump; py-spy's form is understood too."""
+    main = _MAIN.search(text)
+    wanted = int(main["ident"], 16) if main else None
+    frames: list[Frame] = []
+    inside = False
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            inside = int(thread["ident"], 16) == wanted
+            if inside:
+                frames = []  # a later dump replaces an earlier one
+        elif inside and (match := _FRAME.match(line)):
+            frames.append(Frame(match["file"], match["line"], match["name"]))
+    return Stack(tuple(frames)) if frames else _parse_py_spy(text)
+
+
+def _parse_py_spy(text: str) -> Stack:
+    frames: list[Frame] = []
+    for line in text.partition('"MainThread"')[2].splitlines()[1:]:
+        match = re.match(r"^ {4}(?P<name>.+) \((?P<file>.+):(?P<line>\d+)\)$", line)
+        if match is None:
+            break
+        frames.append(Frame(match["file"], match["line"], match["name"]))
+    return Stack(tuple(frames))
+
+
+def py_spy(pid: int, *, timeout_s: float = 3.0) -> str:
+    """Return what py-spy, when installed, sees of a process; empty when it is not, or sees nothing.
+
+    Blocks: up to ``timeout_s``.
+    """
+    program = Path(sys.executable).with_name("py-spy")
+    if not program.exists():
+        return ""
+    try:
+        command = [str(program), "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state in ``/proc/<pid>/stat``; ``X`` when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "X"
+
+
+def _find_memory_file(pid: int) -> Path | None:
+    folder = Path(f"/proc/{pid}/fd")
+    try:
+        entries = [folder / number for number in os.listdir(folder)]
+    except OSError:
+        return None  # gone, or another user's
+    for entry in entries:
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue  # closed meanwhile
+        if target.startswith(f"/memfd:{_MEMFD_NAME}"):
+            return entry
+    return None
+
+
+def _is_caught(pid: int, number: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
+
+
+def _source_line(frame: Frame) -> str:
+    try:
+        with open(frame.file, encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, 1):
+                if str(number) == frame.line:
+                    return line
+    except OSError:
+        pass
+    return ""

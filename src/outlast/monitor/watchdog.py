@@ -1,0 +1,144 @@
+"""The watchdog: a thread of the agent that notices when a rank exceeds a timeout.
+
+It sleeps until the earliest deadline on the board and needs nobody to wake it (see
+:func:`outlast.policy.deadlines.wake_at_ns`); a healthy job costs it a few wake-ups per timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outlast.clock import MONOTONIC, Clock
+from outlast.policy.deadlines import Expired, Timeouts, expired, wake_at_ns
+from outlast.runtime.board import Board, RankState
+
+__all__ = ["HangReport", "Watchdog"]
+
+log = logging.getLogger(__name__)
+
+_SUSPENDED_NS = 1_000_000_000
+_LONGEST_SLEEP_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangReport:
+    """A hang: every timeout that was exceeded when it was noticed, and the whole board."""
+
+    expired: list[Expired]
+    """The longest overdue of each rank first."""
+    states: list[RankState]
+
+
+class Watchdog:
+    """Watch a board, and report each hang once.
+
+    A hang lasts from the first exceeded timeout until none is exceeded any more; further ranks that exceed
+    theirs meanwhile are part of it and not reported again.
+
+    Args:
+        board: The node's board.
+        timeouts: What is enforced.
+        node: Name of the node.
+        on_hang: Called from the watchdog's thread.
+        on_error: Called from the watchdog's thread with what ended it: nothing is watched any more.
+        clock: Monotonic time.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        timeouts: Timeouts,
+        *,
+        node: str,
+        on_hang: Callable[[HangReport], None],
+        on_error: Callable[[BaseException], None] | None = None,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        self._board = board
+        self._timeouts = timeouts
+        self._node = node
+        self._on_hang = on_hang
+        self._on_error = on_error
+        self._clock = clock
+        self._hanging = False
+        self._wake_ns: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outlast-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Say what is enforced, and start watching."""
+        log.info(
+            "[RankMonitorServer] node %s watches %d ranks: %s",
+            self._node,
+            self._board.num_ranks,
+            self._timeouts.describe(),
+        )
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """End the thread; return whether it ended in time. Idempotent, also from ``on_hang``."""
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    def check(self) -> int | None:
+        """Look at the board once, report a new hang, and return until when to sleep.
+
+        Returns:
+            Monotonic nanoseconds; ``None`` = for ever, nothing is enforced.
+        """
+        now = self._clock.now_ns()
+        states = self._board.read_all()
+        if self._wake_ns is not None and now - self._wake_ns > _SUSPENDED_NS:
+            # Not only this thread may have slept (a paused container, a suspended machine): let the ranks go
+            # on for a moment before they are judged.
+            log.warning(
+                "[RankMonitorServer] node %s was not running for %.1f s; its ranks are judged a second later",
+                self._node,
+                (now - self._wake_ns) / 1e9,
+            )
+            self._wake_ns = now + _SUSPENDED_NS
+            return self._wake_ns
+        late = self._late(states, now)
+        if late and not self._hanging:
+            # Read again: what is reported was seen twice.
+            states = self._board.read_all()
+            seen = {_key(one) for one in late}
+            late = [one for one in self._late(states, now) if _key(one) in seen]
+        self._wake_ns = wake_at_ns(states, self._timeouts, now)
+        if late and not self._hanging:
+            for one in late:
+                log.error("[RankMonitor] %s", one.describe(self._node))
+            self._hanging = True
+            self._on_hang(HangReport(expired=late, states=states))
+            self._wake_ns = max(self._wake_ns or 0, self._clock.now_ns())
+        elif not late:
+            self._hanging = False
+        return self._wake_ns
+
+    def _late(self, states: list[RankState], now_ns: int) -> list[Expired]:
+        return [one for state in states for one in expired(state, self._timeouts, now_ns)]
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                wake = self.check()
+                sleep_s = _LONGEST_SLEEP_S
+                if wake is not None:
+                    sleep_s = min(sleep_s, (wake - self._clock.now_ns()) / 1e9)
+                self._stop.wait(max(0.0, sleep_s))
+        except BaseException as error:  # the owner decides
+            log.exception(
+                "[RankMonitorServer] node %s: the watchdog failed; ranks are not watched", self._node
+            )
+            if self._on_error is not None:
+                self._on_error(error)
+
+
+def _key(one: Expired) -> tuple[int, str, str | None, int]:
+    return one.local_rank, one.subject, one.section, one.since_ns

@@ -1,0 +1,215 @@
+"""Deadlines: which timeouts apply to a rank, when they pass, and how long a watchdog may sleep.
+
+Two styles, usable together: *heartbeats* (from the attachment to the first one, then from one to the next)
+and *sections* (each open one, and the time outside all of them). Every open section of the stack is judged, so
+that an outer one that takes too long is found although an inner one is within its own timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from outlast.config.fault_tolerance import FaultToleranceConfig
+
+__all__ = ["STEP", "Expired", "Facts", "Section", "Subject", "Timeouts", "deadlines", "expired", "wake_at_ns"]
+
+STEP = "step"
+"""The section that is not enforced in a cycle's first iterations."""
+
+
+class Section(Protocol):
+    """An open section, as on the heartbeat board."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def start_ns(self) -> int: ...
+    @property
+    def ordinal(self) -> int: ...
+
+
+class Facts(Protocol):
+    """What must be known of a rank; times in monotonic nanoseconds of its node, 0 = never."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def attached(self) -> bool: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def attached_ns(self) -> int: ...
+    @property
+    def last_heartbeat_ns(self) -> int: ...
+    @property
+    def sections(self) -> Sequence[Section]: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def left_ns(self) -> int: ...
+
+
+class Subject(StrEnum):
+    """What a timeout is about."""
+
+    SECTION = "section"
+    OUT_OF_SECTION = "out_of_section"
+    HEARTBEAT = "heartbeat"
+    INITIAL_HEARTBEAT = "initial_heartbeat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Timeouts in force, in seconds; ``None`` = not enforced."""
+
+    initial_heartbeat_s: float | None = None
+    heartbeat_s: float | None = None
+    sections: Mapping[str, float | None] = field(default_factory=dict)
+    out_of_section_s: float | None = None
+    num_warmup_iterations: int = 0
+    """The first sections ``step`` of a cycle, this many, are not enforced."""
+
+    @classmethod
+    def from_config(cls, config: FaultToleranceConfig) -> Timeouts:
+        """Take the timeouts out of a config."""
+        return cls(
+            initial_heartbeat_s=config.initial_rank_heartbeat_timeout,
+            heartbeat_s=config.rank_heartbeat_timeout,
+            sections=dict(config.rank_section_timeouts),
+            out_of_section_s=config.rank_out_of_section_timeout,
+            num_warmup_iterations=config.num_warmup_iterations,
+        )
+
+    def smallest_s(self) -> float | None:
+        """Return the smallest timeout; ``None`` when nothing is enforced."""
+        every = (self.initial_heartbeat_s, self.heartbeat_s, self.out_of_section_s, *self.sections.values())
+        return min((seconds for seconds in every if seconds is not None), default=None)
+
+    def describe(self) -> str:
+        """Return one line for people: every timeout by name."""
+        parts = []
+        named = [f"{name} {_seconds(seconds)}" for name, seconds in sorted(self.sections.items())]
+        parts.append("section timeouts: " + (", ".join(named) or "none"))
+        parts.append(f"out of section: {_seconds(self.out_of_section_s)}")
+        parts.append(
+            f"heartbeats: first {_seconds(self.initial_heartbeat_s)}, later {_seconds(self.heartbeat_s)}"
+        )
+        return "; ".join(parts)
+
+
+class Expired(msgspec.Struct, frozen=True, kw_only=True):
+    """A timeout that a rank exceeded."""
+
+    subject: Subject
+    local_rank: int
+    global_rank: int
+    pid: int
+    section: str | None
+    """Name of the section; ``None`` unless the subject is one."""
+    timeout_s: float
+    elapsed_s: float
+    since_ns: int
+    iteration: int
+
+    def describe(self, node: str) -> str:
+        """Return the line that users grep for."""
+        what = {
+            Subject.SECTION: f"section {self.section!r}",
+            Subject.OUT_OF_SECTION: "time outside sections",
+            Subject.HEARTBEAT: "time since the last heartbeat",
+            Subject.INITIAL_HEARTBEAT: "time to the first heartbeat",
+        }[self.subject]
+        return (
+            f"rank {self.global_rank} (node {node}, pid {self.pid}): {what} exceeded {self.timeout_s:.1f} s "
+            f"({self.elapsed_s:.1f} s so far, iteration {self.iteration})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Deadline:
+    subject: Subject
+    section: str | None
+    since_ns: int
+    timeout_s: float
+
+    @property
+    def at_ns(self) -> int:
+        return self.since_ns + round(self.timeout_s * 1e9)
+
+
+def _of(rank: Facts, timeouts: Timeouts) -> Iterator[_Deadline]:
+    if not rank.attached or rank.finished:
+        return
+    if rank.last_heartbeat_ns:
+        if timeouts.heartbeat_s is not None:
+            yield _Deadline(Subject.HEARTBEAT, None, rank.last_heartbeat_ns, timeouts.heartbeat_s)
+    elif timeouts.initial_heartbeat_s is not None:
+        yield _Deadline(Subject.INITIAL_HEARTBEAT, None, rank.attached_ns, timeouts.initial_heartbeat_s)
+    for section in rank.sections:
+        seconds = timeouts.sections.get(section.name)
+        if seconds is None or (section.name == STEP and section.ordinal < timeouts.num_warmup_iterations):
+            continue
+        yield _Deadline(Subject.SECTION, section.name, section.start_ns, seconds)
+    if not rank.depth and rank.left_ns and timeouts.out_of_section_s is not None:
+        yield _Deadline(Subject.OUT_OF_SECTION, None, rank.left_ns, timeouts.out_of_section_s)
+
+
+def deadlines(rank: Facts, timeouts: Timeouts) -> list[int]:
+    """Return when each timeout of a rank passes, earliest first, in monotonic nanoseconds.
+
+    A rank that never attached (a plain script) or that finished has none.
+    """
+    return sorted(deadline.at_ns for deadline in _of(rank, timeouts))
+
+
+def expired(rank: Facts, timeouts: Timeouts, now_ns: int) -> list[Expired]:
+    """Return every timeout that a rank has exceeded, the longest overdue first."""
+    late = sorted((d for d in _of(rank, timeouts) if d.at_ns <= now_ns), key=lambda d: d.at_ns)
+    return [
+        Expired(
+            subject=deadline.subject,
+            local_rank=rank.local_rank,
+            global_rank=rank.global_rank,
+            pid=rank.pid,
+            section=deadline.section,
+            timeout_s=deadline.timeout_s,
+            elapsed_s=(now_ns - deadline.since_ns) / 1e9,
+            since_ns=deadline.since_ns,
+            iteration=rank.iteration,
+        )
+        for deadline in late
+    ]
+
+
+def wake_at_ns(ranks: Iterable[Facts], timeouts: Timeouts, now_ns: int) -> int | None:
+    """Return until when a watchdog may sleep; ``None`` = for ever, nothing is enforced.
+
+    Args:
+        ranks: What the board showed; it must have been read *after* ``now_ns`` was taken.
+        timeouts: What is enforced.
+        now_ns: Monotonic nanoseconds.
+
+    It is the earliest deadline that exists and has not passed, but no later than ``now_ns`` plus the smallest
+    timeout. That is exact: whatever begins during the sleep begins after ``now_ns``, and so cannot expire
+    before ``now_ns`` plus the smallest timeout; no rank needs to wake the watchdog.
+    """
+    smallest = timeouts.smallest_s()
+    if smallest is None:
+        return None
+    ahead = [at for rank in ranks for at in deadlines(rank, timeouts) if at > now_ns]
+    return min([*ahead, now_ns + round(smallest * 1e9)])
+
+
+def _seconds(value: float | None) -> str:
+    return "not enforced" if value is None else f"{value:.1f} s"
