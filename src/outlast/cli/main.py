@@ -17,8 +17,14 @@ from outlast.errors import ConfigError, ExitReason
 __all__ = ["cli", "main"]
 
 _COMMANDS = {
-    "run": ("outlast.cli.run:run", "Launch a training script and keep it alive (torchrun's options, and more)."),
-    "demo": ("outlast.cli.demo:demo", "Watch a real training survive a killed rank, a hung rank and a lost node."),
+    "run": (
+        "outlast.cli.run:run",
+        "Launch a training script and keep it alive (torchrun's options, and more).",
+    ),
+    "demo": (
+        "outlast.cli.demo:demo",
+        "Watch a real training survive a killed rank, a hung rank and a lost node.",
+    ),
     "bench": ("outlast.cli.bench:bench", "Measure outlast beside its peers."),
 }
 

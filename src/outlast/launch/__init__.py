@@ -1,0 +1,1 @@
+"""Launching: agents, the coordinator they obey, and the rendezvous between them."""

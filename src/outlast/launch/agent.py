@@ -26,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -48,6 +47,7 @@ from outlast.launch.rendezvous import open_cycle_store
 from outlast.monitor.watchdog import HangReport
 from outlast.runtime.journal import Journal
 from outlast.runtime.mailbox import Mailbox
+from outlast.runtime.store import TCPStore
 from outlast.runtime.zygote import Clear, Cleared, Exited, FailedToStart, Ready, SendSignal, Started, Zygote
 
 __all__ = ["Agent", "Notice"]
@@ -128,6 +128,10 @@ class Agent(SimpleElasticAgent):
         self._start: m.Start | None = None
         """A cycle to start once the zygote has cleared away the last one."""
         self._cycle_store: TCPStore | None = None
+        self._place: m.Place | None = None
+        """Where this node was in the last cycle that it started."""
+        self._ended: m.CycleFacts | None = None
+        """What was told of the last cycle, should it have to be told again."""
         self._clearing = 0
         """Clear requests under way."""
         self._deadline: tuple[float, Callable[[], None]] | None = None
@@ -172,10 +176,10 @@ class Agent(SimpleElasticAgent):
 
     def _wait_and_handle(self) -> None:
         timeout_s = None if self._deadline is None else max(0.0, self._deadline[0] - clock.now_s())
-        readable, _, _ = select.select([self._zygote, self._mailbox], [], [], timeout_s)
-        if self._zygote in readable:
+        readable, _, _ = select.select([self._zygote.fileno(), self._mailbox.fileno()], [], [], timeout_s)
+        if self._zygote.fileno() in readable:
             self._on_zygote()
-        if self._mailbox in readable:
+        if self._mailbox.fileno() in readable:
             for news in self._mailbox.take_all():
                 self._on_news(news)
         if self._deadline is not None and clock.now_s() >= self._deadline[0]:
@@ -219,7 +223,10 @@ class Agent(SimpleElasticAgent):
             case LinkUp():
                 self._on_link_up(news)
             case LinkDown():
-                log.warning("[outlast] the control store is out of reach (%s); training goes on without it", news.error)
+                log.warning(
+                    "[outlast] the control store is out of reach (%s); training goes on without it",
+                    news.error,
+                )
                 if self._state in (State.JOINING, State.FINISHED):
                     self._set_deadline(self.options.join_timeout_s, self._give_up_on_link)
             case LinkFailed():
@@ -238,7 +245,7 @@ class Agent(SimpleElasticAgent):
     def _on_link_up(self, news: LinkUp) -> None:
         self._deadline = None
         if not news.is_first:
-            log.info("[outlast] the control store is back")
+            self._register()
             return
         self._job = news.job
         node = self._link.node
@@ -256,7 +263,28 @@ class Agent(SimpleElasticAgent):
             log.info("[outlast] node %s hosts the control store at %s", node, self._link.endpoint)
         self._join(None)
 
+    def _register(self) -> None:
+        """Tell the control store that is back, or its heir, where this node is."""
+        log.warning("[outlast] the control store is back, at %s", self._link.endpoint)
+        running = self._state in (State.RUNNING, State.FINISHED)
+        self._link.send(
+            m.Register(
+                node=self._link.node,
+                epoch=self._link.epoch,
+                addr=self._addr,
+                nproc=self._worker_group.spec.local_world_size,
+                wish=self.options.wish,
+                place=self._place,
+                running=running,
+            )
+        )
+        if self._state == State.JOINING:
+            self._join(self._ended)
+        elif self._state == State.FINISHED and self._ended is not None:
+            self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=self._ended))
+
     def _join(self, ended: m.CycleFacts | None) -> None:
+        self._ended = ended
         if self._state != State.LEAVING:
             self._state = State.JOINING
         self._link.send(
@@ -287,6 +315,9 @@ class Agent(SimpleElasticAgent):
         if start is None or self._clearing or self._state != State.JOINING:
             return
         self._start = None
+        if self._place is not None and start.cycle <= self._place.cycle:
+            return  # told twice, after a reconnection
+        self._place = m.Place(cycle=start.cycle, slot=start.node_rank, num_slots=start.num_nodes)
         if start.node_rank != 0:
             self._cycle_store = None
         spec = self._worker_group.spec
@@ -302,12 +333,18 @@ class Agent(SimpleElasticAgent):
                 command=self._command,
             )
         except (OSError, OutlastError) as error:
-            self._join(m.CycleFacts(cycle=start.cycle, incident=self._plain_incident(IncidentKind.CANNOT_START, str(error), start.cycle)))
+            self._join(
+                m.CycleFacts(
+                    cycle=start.cycle,
+                    incident=self._plain_incident(IncidentKind.CANNOT_START, str(error), start.cycle),
+                )
+            )
             return
         self._cycle, self._state = cycle, State.RUNNING
         self._failures = {}
         self._worker_group.workers = torch_workers(start, spec)
-        self._worker_group.group_rank, self._worker_group.group_world_size = start.node_rank, start.num_nodes
+        self._worker_group.group_rank = start.node_rank  # type: ignore[assignment]
+        self._worker_group.group_world_size = start.num_nodes  # type: ignore[assignment]
         number, put = start.cycle, self._mailbox.put
         try:
             cycle.spawn(
@@ -388,7 +425,7 @@ class Agent(SimpleElasticAgent):
             self._leave(saved=cycle.is_saved)
             return
         self._state = State.FINISHED
-        facts = cycle.facts(None)
+        facts = self._ended = cycle.facts(None)
         self._write(EventKind.CYCLE_ENDED, reason="finished", iterations=cycle.iterations())
         self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=facts))
 
@@ -407,7 +444,15 @@ class Agent(SimpleElasticAgent):
         incident = cycle.describe_hang(hang.report)
         self._write(EventKind.INCIDENT, rank=incident.rank, iteration=incident.iteration, incident=incident)
         # The other nodes look at their ranks while this one does.
-        self._link.send(m.Hung(node=self._link.node, epoch=self._link.epoch, cycle=cycle.number, incident=incident, expired=tuple(hang.report.expired)))
+        self._link.send(
+            m.Hung(
+                node=self._link.node,
+                epoch=self._link.epoch,
+                cycle=cycle.number,
+                incident=incident,
+                expired=tuple(hang.report.expired),
+            )
+        )
         positions = cycle.examine(hang.report)
         self._end_cycle(cycle.facts(None, positions), incident.describe())
 
@@ -447,7 +492,9 @@ class Agent(SimpleElasticAgent):
             self._leave(saved=False)
         elif self._state == State.RUNNING and self._cycle is not None and not self._cycle.over:
             cycle = self._cycle
-            incident = self._plain_incident(IncidentKind.WORKER_DIED, "the process that starts workers died", exit_code=-9)
+            incident = self._plain_incident(
+                IncidentKind.WORKER_DIED, "the process that starts workers died", exit_code=-9
+            )
             facts = cycle.facts(incident)
             cycle.over = True
             self._write(EventKind.INCIDENT, incident=incident)
@@ -474,7 +521,11 @@ class Agent(SimpleElasticAgent):
             self._leave(saved=False, whole_job=self._state != State.FINISHED and cycle is not None)
             return
         grace_s = self.options.fault_tolerance.shutdown_grace
-        log.info("[outlast] received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
+        log.info(
+            "[outlast] received %s: the workers have %.0f s to save (a second signal ends them)",
+            name,
+            grace_s,
+        )
         self._state = State.LEAVING
         self._notify_workers()
         self._set_deadline(grace_s, self._on_grace_over)
@@ -561,11 +612,7 @@ class Agent(SimpleElasticAgent):
             evidence={"summary": summary},
         )
 
-    def _write(
-        self, kind: EventKind, *, rank: int | None = None, iteration: int | None = None, **data: object
-    ) -> None:
+    def _write(self, kind: EventKind, *, rank: int | None = None, iteration: int | None = None, **data: object) -> None:
         if self._journal is not None:
             cycle = self._cycle.number if self._cycle is not None else None
             self._journal.write(kind, cycle=cycle, rank=rank, iteration=iteration, **data)
-
-

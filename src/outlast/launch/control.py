@@ -2,8 +2,8 @@
 
 The store is soft state: it holds messages under way and beats, nothing that could not be sent again.
 
-Keys: ``job`` (names the job), ``inbox`` (queue: agents -> coordinator), ``to/<node>/<epoch>`` (queue: coordinator ->
-agent), ``beat/<node>/<epoch>`` (counter).
+Keys: ``job`` (names the job), ``host`` (names the node that hosts the store), ``inbox`` (queue: agents ->
+coordinator), ``to/<node>/<epoch>`` (queue: coordinator -> agent), ``beat/<node>/<epoch>`` (counter).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 
 from outlast import clock
 from outlast.config import FaultToleranceConfig
@@ -24,11 +24,12 @@ from outlast.incidents import EventKind
 from outlast.launch import messages as m
 from outlast.launch.coordinator import Coordinator, JobSettings
 from outlast.monitor.learned import LearnedTimeouts
-from outlast.policy.deadlines import Expired, Timeouts
+from outlast.policy.deadlines import Expired
 from outlast.policy.ladder import LadderState, begin_job
 from outlast.policy.timeouts import Observation
 from outlast.runtime.files import write_atomically
 from outlast.runtime.journal import Journal
+from outlast.runtime.store import TCPStore
 
 __all__ = ["ControlServer", "beat_key", "channel_key", "load_ladder"]
 
@@ -46,8 +47,8 @@ def beat_key(node: str, epoch: str) -> str:
     return f"beat/{node}/{epoch}"
 
 
-def load_ladder(run_dir: Path | None) -> LadderState:
-    """Return what earlier jobs of the run left in ``ladder.json``.
+def load_ladder(run_dir: Path | None, *, is_new_job: bool) -> LadderState:
+    """Return what earlier jobs of the run, or this one, left in ``ladder.json``.
 
     Raises:
         ConfigError: The file is there and is no ladder state.
@@ -55,9 +56,10 @@ def load_ladder(run_dir: Path | None) -> LadderState:
     if run_dir is None or not (path := run_dir / "ladder.json").exists():
         return LadderState()
     try:
-        return begin_job(msgspec.json.decode(path.read_bytes(), type=LadderState))
+        state = msgspec.json.decode(path.read_bytes(), type=LadderState)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path} cannot be used ({error}); move it away to begin with fresh budgets") from error
+    return begin_job(state) if is_new_job else state
 
 
 class ControlServer:
@@ -93,7 +95,11 @@ class ControlServer:
         self._on_error = on_error
         self._journal = Journal(run_dir, run_id=run_id, job=settings.job, node=node, proc="coordinator")
         self._coordinator = Coordinator(
-            settings, load_ladder(run_dir), record=self._record, remember=self._remember, learn=self._learn
+            settings,
+            load_ladder(run_dir, is_new_job=settings.former_host is None),
+            record=self._record,
+            remember=self._remember,
+            learn=self._learn,
         )
         self._inbox = store.clone()
         self._inbox.set_timeout(_FOREVER)
@@ -101,7 +107,7 @@ class ControlServer:
         self._thread = threading.Thread(target=self._run, name="outlast-coordinator", daemon=True)
         self.closed = threading.Event()
         """Set once every node has heard that the job is over, or had long enough to."""
-        store.set("job", settings.job)
+        store.multi_set(["job", "host"], [settings.job, node])
 
     @property
     def is_finished(self) -> bool:
@@ -161,7 +167,7 @@ class ControlServer:
     # -- what the coordinator has others do --------------------------------------------------------------------
 
     def _record(self, kind: EventKind, cycle: int, data: dict[str, object]) -> None:
-        self._journal.write(kind, cycle=cycle, **data)
+        self._journal.write(kind, cycle=cycle, rank=None, iteration=None, **data)
 
     def _remember(self, state: LadderState) -> None:
         if self._run_dir is None:
@@ -179,8 +185,7 @@ class ControlServer:
         learned.merge(
             observations,
             cycle=f"{self._settings.job}/{cycle}",
-            configured=Timeouts.from_config(self._config),
-            safety_factor=self._config.safety_factor,
+            config=self._config,
             finished=expired is None,
             faulted=expired or (),
         )

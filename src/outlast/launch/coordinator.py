@@ -5,6 +5,7 @@ control store. It costs O(nodes) store operations a cycle: one message from each
 
 A cycle's life::
 
+    ADOPTING   the control store was lost and this coordinator is new: agents register the places that they hold
     FORMING    nodes join; once every slot has a ready node -> Prepare to the first slot's node
     PREPARING  that node opened the cycle's own store -> Start to every slot's node
     RUNNING    until a node fails, hangs, is lost, or all have finished
@@ -29,6 +30,7 @@ from enum import StrEnum
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import messages as m
+from outlast.launch.adoption import Adoption
 from outlast.policy import ladder
 from outlast.policy.culprit import Position, find_culprit
 from outlast.policy.deadlines import Expired
@@ -48,6 +50,10 @@ class JobSettings:
     job: str
     num_slots: int
     """Nodes that train at a time; more than these wait as spares."""
+    max_nodes: int = 0
+    """Most nodes that may join; 0 = not known."""
+    former_host: str | None = None
+    """Node that hosted the control store before, when the job is in progress and lost it; else ``None``."""
     min_nodes: int | None = None
     """Smallest world to shrink to when no spare is left; ``None`` = never shrink."""
     limits: Limits = field(default_factory=Limits)
@@ -62,6 +68,7 @@ class JobSettings:
 class Phase(StrEnum):
     """Where the job is; see the module's head."""
 
+    ADOPTING = "adopting"
     FORMING = "forming"
     PREPARING = "preparing"
     RUNNING = "running"
@@ -78,6 +85,8 @@ class Node:
     addr: str
     ready: bool = True
     """It waits for a cycle; otherwise it is in one."""
+    last: m.ToNode | None = None
+    """What it was told last."""
     beat: int = -1
     beat_at_s: float = 0.0
 
@@ -123,16 +132,21 @@ class Coordinator:
         self.state = state
         self.cycle = 0
         """The cycle that forms or runs."""
-        self.phase = Phase.FORMING
+        self.phase = Phase.ADOPTING if settings.former_host is not None else Phase.FORMING
         self.nodes: dict[str, Node] = {}
         self.stop: m.Stop | None = None
         self._record, self._remember, self._learn = record, remember, learn
         self._slots: tuple[Slot, ...] = tuple(Slot() for _ in range(settings.num_slots))
         self._ended: _Ended | None = None
+        self._adoption = Adoption(settings.num_slots)
+        self._has_majority = True
+        """Most of the slots' holders took part when this coordinator took over (or it always was the only one)."""
         self._finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished one may say goodbye before the others."""
         self._num_joins = 0
         self._waiting_since_s: float | None = None
+        self._early: dict[str, m.CycleFacts] = {}
+        """Facts of nodes that joined while the job was being taken over."""
         self._claims: dict[str, m.Join] = {}
         """Joins under a name whose former life is not yet known to be over."""
         self._out: Outbox = []
@@ -145,6 +159,8 @@ class Coordinator:
         match message:
             case m.Join():
                 self._on_join(message, now_s)
+            case m.Register():
+                self._on_register(message, now_s)
             case m.Tick() | m.Quit():
                 pass
             case _:
@@ -202,12 +218,7 @@ class Coordinator:
             self._claims[join.node] = join
             return
         if node is None:
-            self._num_joins += 1
-            candidate = Candidate(order=self._num_joins, nproc=join.nproc, wish=join.wish)
-            node = Node(name=join.node, epoch=join.epoch, candidate=candidate, addr=join.addr, beat_at_s=now_s)
-            self.nodes[node.name] = node
-            spare = self._num_joins > len(self._slots)
-            self._record(EventKind.NODE_JOINED, self.cycle, {"name": node.name, "spare": spare})
+            node = self._add(join, now_s)
         if self.stop is not None:
             self._send(node, self.stop)
             return
@@ -219,6 +230,73 @@ class Coordinator:
             self._send(node, m.Wait(reason="the node is quarantined for this job"))
         elif self.phase == Phase.RUNNING and not self._holds_slot(node):
             self._send(node, m.Wait(reason="every slot is held: the node is a spare"))
+
+    def _add(self, join: m.Join | m.Register, now_s: float) -> Node:
+        self._num_joins += 1
+        candidate = Candidate(order=self._num_joins, nproc=join.nproc, wish=join.wish)
+        node = Node(name=join.node, epoch=join.epoch, candidate=candidate, addr=join.addr, beat_at_s=now_s)
+        self.nodes[node.name] = node
+        spare = self._num_joins > len(self._slots)
+        self._record(EventKind.NODE_JOINED, self.cycle, {"name": node.name, "spare": spare})
+        return node
+
+    def _on_register(self, message: m.Register, now_s: float) -> None:
+        node = self.nodes.get(message.node)
+        if node is not None and self.phase != Phase.ADOPTING:
+            # The same coordinator: what it said last may have been lost with the connection.
+            if node.epoch == message.epoch and node.last is not None:
+                self._send(node, node.last)
+            return
+        if self.stop is not None:
+            self._out.append((message.node, message.epoch, self.stop))
+            return
+        node = node or self._add(message, now_s)
+        if self.phase == Phase.FORMING and self.cycle == 0 and message.place is not None:
+            self.phase = Phase.ADOPTING  # this agent was started anew, and hosts for a job in progress
+        if self.phase == Phase.ADOPTING:
+            self._adoption.register(message, now_s)
+            node.ready = not message.running
+        elif message.running:
+            node.ready = False
+            self._send(
+                node,
+                m.CycleOver(cycle=message.place.cycle if message.place else -1, reason="it came back too late"),
+            )
+
+    def _adopt(self, now_s: float) -> None:
+        """Take over the job from what the agents registered."""
+        adoption, self.phase = self._adoption, Phase.FORMING
+        if adoption.cycle < 0:
+            return  # nobody was in a cycle: the job begins
+        self.cycle, self._slots = adoption.cycle, adoption.slots
+        self._has_majority = len(adoption.claims) * 2 > len(self._slots)
+        log.warning(
+            "took over the job in cycle %d: %d of %d nodes registered",
+            self.cycle,
+            len(adoption.claims),
+            len(self._slots),
+        )
+        if not adoption.missing and all(slot.holder in adoption.running for slot in self._slots):
+            self.phase = Phase.RUNNING
+            return
+        reason = "the node that hosted the control store is gone" if adoption.missing else "the cycle was ending"
+        self._end_cycle(reason, examine=False, but=None)
+        assert self._ended is not None
+        for slot in adoption.missing:
+            summary = f"it carried slot {slot} and went down with the control store"
+            self._ended.incidents.append(
+                Incident(
+                    kind=IncidentKind.NODE_LOST,
+                    job=self.settings.job,
+                    cycle=self.cycle,
+                    node=self.settings.former_host or "",
+                    evidence={"summary": summary},
+                )
+            )
+        for name, facts in self._early.items():
+            if name in self.nodes:
+                self._take_facts(facts, self.nodes[name])
+        self._early.clear()
 
     def _refuse(self, claim: m.Join, holder: Node) -> None:
         del self._claims[claim.node]
@@ -235,7 +313,9 @@ class Coordinator:
                 assert self._ended is not None
                 self._ended.incidents.append(message.incident)
                 self._ended.expired.extend(message.expired)
-            case m.Finished() if message.facts.cycle == self.cycle and self.phase == Phase.RUNNING:
+            case m.Finished() if self.phase == Phase.ADOPTING or (
+                message.facts.cycle == self.cycle and self.phase == Phase.RUNNING
+            ):
                 self._finished[node.name] = message.facts
                 self._finish_if_all(now_s)
             case m.Leave():
@@ -296,7 +376,9 @@ class Coordinator:
     # -- a cycle's end -----------------------------------------------------------------------------------------
 
     def _take_facts(self, facts: m.CycleFacts, node: Node) -> None:
-        if facts.cycle != self.cycle or self.phase == Phase.OVER:
+        if self.phase == Phase.ADOPTING:
+            self._early[node.name] = facts
+        if facts.cycle != self.cycle or self.phase in (Phase.OVER, Phase.ADOPTING):
             return
         if self.phase in (Phase.RUNNING, Phase.PREPARING):
             reason = facts.incident.describe() if facts.incident else f"node {node.name} left the cycle"
@@ -315,7 +397,7 @@ class Coordinator:
                 self._send(node, m.CycleOver(cycle=self.cycle, reason=reason, examine=examine))
 
     def _finish_if_all(self, now_s: float) -> None:
-        if all(slot.holder in self._finished for slot in self._slots):
+        if self.phase == Phase.RUNNING and all(slot.holder in self._finished for slot in self._slots):
             facts = list(self._finished.values())
             known = [f.durable_iteration for f in facts if f.durable_iteration is not None]
             durable = max(known, default=None)
@@ -326,8 +408,8 @@ class Coordinator:
             self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
             self._stop_job(ExitReason.FINISHED, verdict.reason, now_s)
 
-    def _judge(self, ended: _Ended, now_s: float) -> None:
-        """Let the ladder decide, now that every slot's node has told what it knows."""
+    def _judge(self, ended: _Ended, now_s: float) -> bool:
+        """Let the ladder decide, now that every slot's node has told what it knows; return whether to go on."""
         cause = root_cause(ended.incidents)
         if cause is not None and cause.kind == IncidentKind.WORKER_HUNG and ended.positions:
             cause = _with_culprit(cause, ended.positions)
@@ -353,6 +435,7 @@ class Coordinator:
         log_line = log.error if verdict.rung == Rung.STOP else log.warning
         log_line("[outlast] cycle %d ended: %s", self.cycle, verdict.reason)
         self._carry_out(verdict, now_s)
+        return verdict.rung < Rung.REQUEUE_JOB
 
     def _carry_out(self, verdict: Verdict, now_s: float) -> None:
         if verdict.rung >= Rung.REQUEUE_JOB:
@@ -375,24 +458,30 @@ class Coordinator:
 
     def _advance(self, now_s: float) -> None:
         """Go on to the next phase, when what it needs is there."""
+        if self.phase == Phase.ADOPTING and self._adoption.is_over(now_s, self.settings.node_timeout_s):
+            self._adopt(now_s)
+            self._finish_if_all(now_s)
         if self.phase != Phase.FORMING:
             return
         if self._ended is not None:
             if not all(node is None or node.ready for node in map(self._holder, self._slots)):
                 return
             ended, self._ended = self._ended, None
-            self._judge(ended, now_s)
-            if self.phase == Phase.OVER:
+            if not self._judge(ended, now_s):
                 return
         ready = {node.name: node.candidate for node in self.nodes.values() if node.ready}
         slots = fill_slots(self._slots, ready, barred=self.state.quarantined)
         if any(slot.holder is None for slot in slots):
-            smaller = shrink(slots, min_nodes=self.settings.min_nodes) if self.cycle else None
+            smaller = shrink(slots, min_nodes=self.settings.min_nodes) if self.cycle and self._has_majority else None
             if smaller is None or any(slot.holder is None for slot in smaller):
                 self._wait_for_nodes(slots, now_s)
                 return
             log.warning("no spare is left: the world shrinks from %d to %d nodes", len(slots), len(smaller))
             slots = smaller
+        if not self._has_majority and self.settings.max_nodes >= 2 * len(slots):
+            # Another part of a divided network could be complete as well; two runs must not go on.
+            self._wait_for_nodes(self._slots, now_s)
+            return
         self._slots, self._waiting_since_s = slots, None
         self._finished = {}
         self.phase = Phase.PREPARING
@@ -405,13 +494,22 @@ class Coordinator:
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
             if self.cycle:
-                log.warning("waiting for %d of %d nodes, up to %.0f s", missing, len(slots), self.settings.join_timeout_s)
+                log.warning(
+                    "waiting for %d of %d nodes, up to %.0f s",
+                    missing,
+                    len(slots),
+                    self.settings.join_timeout_s,
+                )
         elif now_s - self._waiting_since_s > self.settings.join_timeout_s and self.nodes:
             reason = (
                 f"{missing} of {len(slots)} slots stayed empty for {self.settings.join_timeout_s:.0f} s "
                 "(--rdzv-conf join_timeout=...): no spare is left"
             )
-            self._record(EventKind.VERDICT, self.cycle, {"verdict": Verdict(rung=Rung.STOP, reason=reason, exit_code=1)})
+            self._record(
+                EventKind.VERDICT,
+                self.cycle,
+                {"verdict": Verdict(rung=Rung.STOP, reason=reason, exit_code=1)},
+            )
             self._stop_job(ExitReason.FAILED, reason, now_s)
 
     def _start(self, addr: str, port: int) -> None:
@@ -451,6 +549,7 @@ class Coordinator:
         return [n for n in self.nodes.values() if n.ready and not self._holds_slot(n) and n.name not in barred]
 
     def _send(self, node: Node, message: m.ToNode) -> None:
+        node.last = message
         self._out.append((node.name, node.epoch, message))
 
     def _take_out(self) -> Outbox:

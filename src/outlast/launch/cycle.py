@@ -25,7 +25,6 @@ from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Timeouts
 from outlast.runtime.board import Board
-from outlast.runtime.processes import describe_exit
 from outlast.runtime.zygote import Exited, Spawn, Zygote
 
 if TYPE_CHECKING:
@@ -74,15 +73,18 @@ class Cycle:
         """The cycle's number."""
         return self.start.cycle
 
-    def spawn(self, zygote: Zygote, on_hang: Callable[[HangReport], None], on_error: Callable[[BaseException], None]) -> None:
+    def spawn(
+        self, zygote: Zygote, on_hang: Callable[[HangReport], None], on_error: Callable[[BaseException], None]
+    ) -> None:
         """Start the workers, then watch them."""
         for request in self.spawns:
             zygote.send(request)
         self.logs.start()
         if self.options.fault_tolerance.enable_ft_package:
-            timeouts = Timeouts.from_config(self.options.fault_tolerance)
-            if self.options.fault_tolerance.calc_ft_timeouts:
-                timeouts = LearnedTimeouts.load(self.options.run_dir).apply(timeouts)
+            config = self.options.fault_tolerance
+            if config.calc_ft_timeouts:
+                config = LearnedTimeouts.load(self.options.run_dir).apply(config)
+            timeouts = Timeouts.from_config(config)
             self.watchdog = Watchdog(self.board, timeouts, node=self.node, on_hang=on_hang, on_error=on_error)
             self.watchdog.start()
 
@@ -113,9 +115,7 @@ class Cycle:
         """Return the incident of a worker that ended with anything but 0."""
         assert worker.exit_code
         state = self.board.read(worker.local_rank)
-        summary = describe_exit(worker.exit_code)
-        if text := self._read_error(worker.local_rank):
-            summary += f": {text}"
+        text = self._read_error(worker.local_rank)
         return Incident(
             kind=IncidentKind.WORKER_DIED if worker.exit_code < 0 else IncidentKind.WORKER_FAILED,
             job=self.job,
@@ -126,7 +126,7 @@ class Cycle:
             section="/".join(section.name for section in state.sections) or None,
             iteration=state.iteration if state.attached else None,
             exit_code=worker.exit_code,
-            evidence={"summary": summary},
+            evidence={"summary": text} if text else {},
         )
 
     def describe_hang(self, report: HangReport) -> Incident:
@@ -151,7 +151,7 @@ class Cycle:
 
         Blocks: up to about half a second.
         """
-        expired = tuple(e.local_rank for e in report.expired) if report else ()
+        expired = tuple(report.expired) if report else ()
         return tuple(examine(self.board, node=self.node, stacks_dir=self.options.run_dir / "stacks", expired=expired))
 
     def facts(self, incident: Incident | None, positions: tuple[Position, ...] = ()) -> m.CycleFacts:
@@ -179,7 +179,6 @@ class Cycle:
             self.watchdog = None
         self.logs.stop(wait=wait_for_logs)
         self.board.close()
-        self.board.unlink()
 
     def _read_error(self, local_rank: int) -> str:
         """Return the message in torch's error file, if the script is decorated with ``@record``."""
@@ -216,8 +215,7 @@ def prepare(
         logs_specs: Where output goes.
         command: Kind and argv, as in :class:`outlast.runtime.zygote.Spawn`.
     """
-    board_path = f"/dev/shm/outlast-{env.clean_name(options.run_id)}-{env.clean_name(node)}-{job}-{start.cycle}.board"
-    board = Board.create(board_path, num_ranks=spec.local_world_size)
+    board = Board.create_anonymous(num_ranks=spec.local_world_size)
     try:
         envs = {
             local_rank: _worker_env(start, local_rank, spec, options, job, node, board.path)
@@ -235,7 +233,6 @@ def prepare(
         logs = CycleLogs(logs_specs, envs, options.torchrun, prefixes)
     except BaseException:
         board.close()
-        board.unlink()
         raise
     workers: dict[int, WorkerProcess] = {}
     spawns: list[Spawn] = []

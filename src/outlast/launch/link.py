@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 
 from outlast import clock
 from outlast.errors import RendezvousError
@@ -25,8 +25,9 @@ from outlast.launch import messages as m
 from outlast.launch.control import ControlServer, beat_key, channel_key
 from outlast.runtime import store as stores
 from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.store import TCPStore
 
-__all__ = ["Link", "LinkDown", "LinkFailed", "LinkUp"]
+__all__ = ["JobInProgress", "Link", "LinkDown", "LinkFailed", "LinkUp"]
 
 log = logging.getLogger(__name__)
 _FOREVER = datetime.timedelta(days=365)
@@ -50,6 +51,14 @@ class LinkUp:
 
 
 @dataclass(frozen=True, slots=True)
+class JobInProgress:
+    """A job whose control store was lost: its name, and the node that hosted it."""
+
+    job: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
 class LinkFailed:
     """The link gave up."""
 
@@ -66,7 +75,8 @@ class Link:
         endpoints: Where the control store may be, in the order of trying.
         node: Name of this node.
         deliver: Called in a thread of the link with everything that the agent must know.
-        serve: Makes the coordinator's server on a store that this process hosts.
+        serve: Makes the coordinator's server on a store that this process hosts; its second argument is ``None`` at a
+            job's start.
         beat_interval_s: Seconds between two signs of life.
         connect_timeout_s: How long the first connection may take.
 
@@ -79,7 +89,7 @@ class Link:
         *,
         node: str,
         deliver: Callable[[News], None],
-        serve: Callable[[TCPStore], ControlServer],
+        serve: Callable[[TCPStore, JobInProgress | None], ControlServer],
         beat_interval_s: float,
         connect_timeout_s: float,
     ) -> None:
@@ -95,6 +105,7 @@ class Link:
         self._closing = threading.Event()
         self._server: ControlServer | None = None
         self._hosted: TCPStore | None = None
+        self._job: JobInProgress | None = None
         self._sender = threading.Thread(target=self._run, name="outlast-link-send", daemon=True)
         self._broken = threading.Event()
 
@@ -130,13 +141,19 @@ class Link:
                 store = self._reach(is_first=is_first)
                 if store is None:
                     return
-                job = bytes(store.get("job")).decode()
+                job, host = (bytes(value).decode() for value in store.multi_get(["job", "host"]))
+                self._job = JobInProgress(job, host)
                 self._broken = threading.Event()
                 listener_store = store.clone()
                 store.add(beat_key(self.node, self.epoch), 1)
                 threading.Thread(
-                    target=self._listen, args=(listener_store, self._broken), name="outlast-link-listen", daemon=True
+                    target=self._listen,
+                    args=(listener_store, self._broken),
+                    name="outlast-link-listen",
+                    daemon=True,
                 ).start()
+                if not is_first:
+                    self._discard_outgoing()
                 self._deliver(LinkUp(job=job, is_host=self._server is not None, is_first=is_first))
                 is_first = False
                 self._pump(store)
@@ -169,12 +186,20 @@ class Link:
                 store.check(["job"])  # a push is fire-and-forget; an answer to this says that it arrived
                 pending = None
         except (DistError, RuntimeError) as error:
-            if pending is not None:
-                self._outgoing.put(pending)
             self._deliver(LinkDown(_first_line(error)))
             return
         if not self._closing.is_set():
             self._deliver(LinkDown("the connection to the control store broke"))
+
+    def _discard_outgoing(self) -> None:
+        """Drop what was meant for a store that is gone: the agent tells all that matters again."""
+        while not self._outgoing.empty():
+            try:
+                if self._outgoing.get_nowait() is None:
+                    self._outgoing.put(None)  # the link is being closed
+                    return
+            except queue.Empty:
+                return
 
     def _listen(self, store: TCPStore, broken: threading.Event) -> None:
         store.set_timeout(_FOREVER)
@@ -208,7 +233,7 @@ class Link:
             self.endpoint = Endpoint(endpoint.host, hosted.port)
             self._endpoints = [self.endpoint if e == endpoint else e for e in self._endpoints]
             self._hosted = hosted
-            self._server = self._serve(hosted)
+            self._server = self._serve(hosted, self._job)
             self._server.start()
             return hosted.clone()
         store = stores.connect(endpoint, timeout_s=2.0, call_timeout_s=_CALL_TIMEOUT_S)

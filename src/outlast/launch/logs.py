@@ -56,7 +56,7 @@ class CycleLogs:
             (args.duplicate_stderr_filters, dest.tee_stderrs, dest.filtered_stderr),
         ):
             if needles:
-                file = open(target, mode="w", errors="replace", buffering=1)
+                file = open(target, mode="w", errors="replace", buffering=1)  # noqa: SIM115  closed by stop()
                 self._filtered.append(file)
                 self._tail(args.role, files, file, prefixes, _contains_any(needles))
 

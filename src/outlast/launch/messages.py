@@ -19,8 +19,10 @@ __all__ = [
     "Join",
     "Leave",
     "Master",
+    "Place",
     "Prepare",
     "Quit",
+    "Register",
     "Start",
     "Stop",
     "Tick",
@@ -59,6 +61,28 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     wish: int | None = None
     ended: CycleFacts | None = None
     """The cycle that ended for this node, if it took part in one."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's place in a cycle."""
+
+    cycle: int
+    slot: int
+    num_slots: int
+
+
+class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """A node of a job in progress reached the control store again, perhaps another one than before."""
+
+    node: str
+    epoch: str
+    addr: str
+    nproc: int
+    wish: int | None = None
+    place: Place | None = None
+    """Its place in the last cycle that it started; ``None`` for a spare."""
+    running: bool = False
+    """Its workers of that cycle run, or have finished."""
 
 
 class Hung(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -157,7 +181,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-ToCoordinator = Join | Hung | Master | Finished | Leave | Bye | Tick | Quit
+ToCoordinator = Join | Register | Hung | Master | Finished | Leave | Bye | Tick | Quit
 ToNode = Wait | Prepare | Start | CycleOver | Stop
 
 _encoder = msgspec.json.Encoder()
@@ -179,7 +203,9 @@ def decode_to_coordinator(data: bytes) -> ToCoordinator:
     try:
         return _to_coordinator.decode(data)
     except msgspec.DecodeError as error:
-        raise RendezvousError(f"unreadable message from an agent: {error}; do all nodes run the same outlast?") from error
+        raise RendezvousError(
+            f"unreadable message from an agent: {error}; do all nodes run the same outlast?"
+        ) from error
 
 
 def decode_to_node(data: bytes) -> ToNode:

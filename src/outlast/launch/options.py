@@ -92,13 +92,50 @@ class _Parser:
         def add(name: str, **kwargs: Any) -> None:
             group.add_argument(f"--{name}", *(f"--{name.replace('-', '_')}",) if "-" in name else (), **kwargs)
 
-        add("run-dir", default=None, metavar="DIR", help="Run directory (journal, stacks, ladder.json); default outlast-runs/ID.")
-        add("node-name", default=None, metavar="NAME", help="Name of this node, unique in the job; default the host's name.")
-        add("max-restarts-total", type=int, default=None, metavar="N", help="Restarts in the whole run, with or without progress; default no limit.")
-        add("preload", default="", metavar="MODULE,...", help="Modules that are imported before the workers are forked, beside torch.")
-        add("no-warm-start", action="store_true", help="Start workers as fresh interpreters instead of forking them from a process that has imported torch.")
-        add("restart-grace", type=float, default=0.0, metavar="SECONDS", help="Seconds between SIGTERM and SIGKILL for the survivors of a failed cycle; default 0: SIGKILL at once.")
-        add("workers-stop-timeout", type=float, default=15.0, metavar="SECONDS", help="Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15.")
+        add(
+            "run-dir",
+            default=None,
+            metavar="DIR",
+            help="Run directory (journal, stacks, ladder.json); default outlast-runs/ID.",
+        )
+        add(
+            "node-name",
+            default=None,
+            metavar="NAME",
+            help="Name of this node, unique in the job; default the host's name.",
+        )
+        add(
+            "max-restarts-total",
+            type=int,
+            default=None,
+            metavar="N",
+            help="Restarts in the whole run, with or without progress; default no limit.",
+        )
+        add(
+            "preload",
+            default="",
+            metavar="MODULE,...",
+            help="Modules that are imported before the workers are forked, beside torch.",
+        )
+        add(
+            "no-warm-start",
+            action="store_true",
+            help="Start workers as fresh interpreters instead of forking them from a process that has imported torch.",
+        )
+        add(
+            "restart-grace",
+            type=float,
+            default=0.0,
+            metavar="SECONDS",
+            help="Seconds between SIGTERM and SIGKILL for the survivors of a failed cycle; default 0: SIGKILL at once.",
+        )
+        add(
+            "workers-stop-timeout",
+            type=float,
+            default=15.0,
+            metavar="SECONDS",
+            help="Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15.",
+        )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -124,7 +161,10 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
     total = args.max_restarts_total
     _require(total is None or total >= 0, f"--max-restarts-total={total} must not be negative")
     _require(args.restart_grace >= 0, f"--restart-grace={args.restart_grace} must not be negative")
-    _require(args.workers_stop_timeout >= 0, f"--workers-stop-timeout={args.workers_stop_timeout} must not be negative")
+    _require(
+        args.workers_stop_timeout >= 0,
+        f"--workers-stop-timeout={args.workers_stop_timeout} must not be negative",
+    )
     _require(
         args.rdzv_backend in _BACKENDS,
         f"--rdzv-backend={args.rdzv_backend}: outlast run brings a rendezvous of its own; leave the option out",
@@ -176,7 +216,10 @@ def _parse_nnodes(text: str) -> tuple[int, int]:
         bounds = int(low), int(high or low)
     except ValueError:
         bounds = 0, 0
-    _require(0 < bounds[0] <= bounds[1], f"--nnodes={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5")
+    _require(
+        0 < bounds[0] <= bounds[1],
+        f"--nnodes={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5",
+    )
     return bounds
 
 
@@ -194,7 +237,10 @@ def _check_script(args: argparse.Namespace) -> None:
     script = args.training_script
     _require(not (args.no_python and args.module), "--no-python and --module contradict each other; leave one out")
     if args.no_python:
-        _require(shutil.which(script) is not None, f"{script!r} is no program that can be run; check its path and mode")
+        _require(
+            shutil.which(script) is not None,
+            f"{script!r} is no program that can be run; check its path and mode",
+        )
     elif not args.module:
         _require(os.path.exists(script), f"the script {script!r} does not exist; check its path")
         _require(os.access(script, os.R_OK), f"the script {script!r} cannot be read; check its mode")

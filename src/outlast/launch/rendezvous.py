@@ -13,7 +13,7 @@ import queue
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -32,10 +32,11 @@ from outlast.incidents import Incident, IncidentKind
 from outlast.launch import messages as m
 from outlast.launch.control import ControlServer
 from outlast.launch.coordinator import JobSettings
-from outlast.launch.link import Link, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.link import JobInProgress, Link, LinkDown, LinkFailed, LinkUp, News
 from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores
 from outlast.runtime.endpoints import Endpoint, parse_endpoints
+from outlast.runtime.store import TCPStore
 
 __all__ = ["NamedRendezvous", "OutlastRendezvous", "create_handler", "handler_creator", "open_cycle_store"]
 
@@ -90,7 +91,7 @@ class OutlastRendezvous(RendezvousHandler):
             node_timeout_s=node_timeout_s,
         )
 
-        def serve(store: TCPStore) -> ControlServer:
+        def serve(store: TCPStore, former: JobInProgress | None) -> ControlServer:
             return ControlServer(
                 store,
                 settings,
@@ -136,9 +137,7 @@ class OutlastRendezvous(RendezvousHandler):
                 incident = Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._cycle, node=self._link.node)
             ended = m.CycleFacts(cycle=self._cycle, incident=incident)
         self._waiting = 0
-        self._link.send(
-            m.Join(node=self._link.node, epoch=self._link.epoch, addr=self._addr, nproc=0, ended=ended)
-        )
+        self._link.send(m.Join(node=self._link.node, epoch=self._link.epoch, addr=self._addr, nproc=0, ended=ended))
         deadline_s: float | None = clock.now_s() + self._join_timeout_s
         while True:
             try:

@@ -101,7 +101,6 @@ def _make_agent(
     command: tuple[str, tuple[str, ...]],
     base_env: dict[str, str],
 ) -> Agent:
-    from torch.distributed import TCPStore
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.run import determine_local_world_size
     from torch.numa.binding import AffinityMode, NumaOptions
@@ -109,23 +108,26 @@ def _make_agent(
     from outlast.launch.agent import Agent, Notice
     from outlast.launch.control import ControlServer
     from outlast.launch.coordinator import JobSettings
-    from outlast.launch.link import Link, LinkFailed
+    from outlast.launch.link import JobInProgress, Link, LinkFailed
     from outlast.launch.logs import make_logs_specs
     from outlast.launch.rendezvous import NamedRendezvous
     from outlast.policy.ladder import Limits
     from outlast.runtime.endpoints import parse_endpoints
+    from outlast.runtime.store import TCPStore
 
     args, ft = options.torchrun, options.fault_tolerance
     mailbox: Mailbox[object] = Mailbox()
     endpoints = parse_endpoints(options.endpoints)
-    job = env.environ().get("SLURM_JOB_ID") or f"job-{secrets.token_hex(4)}"
+    new_job = env.environ().get("SLURM_JOB_ID") or f"job-{secrets.token_hex(4)}"
 
-    def serve(store: TCPStore) -> ControlServer:
+    def serve(store: TCPStore, former: JobInProgress | None) -> ControlServer:
         return ControlServer(
             store,
             JobSettings(
-                job=job,
+                job=former.job if former else new_job,
                 num_slots=options.num_slots,
+                max_nodes=options.max_nodes,
+                former_host=former.host if former else None,
                 min_nodes=ft.min_nodes,
                 limits=Limits(
                     max_restarts=args.max_restarts,

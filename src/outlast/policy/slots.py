@@ -43,9 +43,7 @@ def fill_slots(
     A holder that is ready and not barred keeps its slot. The others are filled by wish, then in the order of
     arrival, by nodes with as many workers as the slot has ranks.
     """
-    kept = [
-        slot if slot.holder in ready and slot.holder not in barred else Slot(nproc=slot.nproc) for slot in slots
-    ]
+    kept = [slot if slot.holder in ready and slot.holder not in barred else Slot(nproc=slot.nproc) for slot in slots]
     taken = {slot.holder for slot in kept if slot.holder}
     free = {name: node for name, node in ready.items() if name not in taken and name not in barred}
     for respect_wish in (True, False):

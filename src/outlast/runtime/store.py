@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import datetime
 import socket
+from typing import Any
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
+from torch.distributed import TCPStore as _TCPStore  # type: ignore[attr-defined]
 
 from outlast.errors import RendezvousError
 from outlast.runtime.endpoints import Endpoint
 
-__all__ = ["connect", "host"]
+__all__ = ["TCPStore", "connect", "host"]
+
+TCPStore = Any
+"""torch's ``TCPStore``, whose type stubs lack half of its methods."""
 
 
 def host(endpoint: Endpoint, *, timeout_s: float) -> TCPStore | None:
@@ -34,7 +39,7 @@ def host(endpoint: Endpoint, *, timeout_s: float) -> TCPStore | None:
         listener.close()
         return None
     port = listener.getsockname()[1]
-    return TCPStore(
+    return _TCPStore(
         endpoint.host,
         port,
         is_master=True,
@@ -60,7 +65,7 @@ def connect(endpoint: Endpoint, *, timeout_s: float, call_timeout_s: float) -> T
     try:
         # A plain connection first: it fails at once where nobody listens, and without lines of C++ log.
         socket.create_connection((endpoint.host, endpoint.port), timeout=timeout_s).close()
-        store = TCPStore(
+        store = _TCPStore(
             endpoint.host,
             endpoint.port,
             is_master=False,
@@ -68,7 +73,9 @@ def connect(endpoint: Endpoint, *, timeout_s: float, call_timeout_s: float) -> T
             wait_for_workers=False,
         )
     except (OSError, DistError, RuntimeError) as error:
-        raise RendezvousError(f"no control store answers at {endpoint} ({error}); is the first agent running?") from error
+        raise RendezvousError(
+            f"no control store answers at {endpoint} ({error}); is the first agent running?"
+        ) from error
     store.set_timeout(datetime.timedelta(seconds=call_timeout_s))
     return store
 
@@ -81,5 +88,3 @@ def _any_address(name: str) -> str:
     if name in ("localhost", "127.0.0.1", "::1"):
         return "127.0.0.1" if ":" not in name else "::1"
     return "::" if ":" in name else "0.0.0.0"
-
-

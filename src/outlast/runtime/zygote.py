@@ -121,7 +121,14 @@ class Zygote:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_PACKET_BYTES)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "outlast.runtime.zygote_process", str(theirs.fileno()), *preload],
+                [
+                    sys.executable,
+                    "-u",
+                    "-m",
+                    "outlast.runtime.zygote_process",
+                    str(theirs.fileno()),
+                    *preload,
+                ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=dict(env),

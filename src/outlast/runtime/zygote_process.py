@@ -229,7 +229,11 @@ def _run_main(argv: list[str], *, is_module: bool) -> int | str | None:
         return 130
     except BaseException as error:  # noqa: BLE001  what a fresh interpreter does with an uncaught exception
         own = error.__traceback__
-        while own is not None and own.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        while own is not None and own.tb_frame.f_code.co_filename in (
+            __file__,
+            runpy.__file__,
+            "<frozen runpy>",
+        ):
             own = own.tb_next
         sys.excepthook(type(error), error.with_traceback(own), own)
         return 1
