@@ -316,7 +316,8 @@ class Session:
             log.warning("told to leave again: the save of iteration %d is given up", self._iteration)
         self._monitor.finish()
         self._write_end(code)
-        self._let_go()
+        # torchrun ends the others when the first rank has left: their exit codes must still be this one.
+        self._let_go(keep_notices=True)
         raise SystemExit(code)
 
     def _await(self, handle: SaveHandle) -> bool:
@@ -335,9 +336,7 @@ class Session:
 
     def _on_notice(self, notice: Notice) -> None:
         # In the watcher's thread: the main thread may be inside a collective.
-        self._journal.write(
-            EventKind.NOTICE, rank=self.global_rank, iteration=self._iteration, signal=notice.signal
-        )
+        self._journal.write(EventKind.NOTICE, rank=self.global_rank, iteration=self._iteration, signal=notice.signal)
         if notice.ordinal == 1:
             log.warning("Received signal %d, initiating graceful stop", notice.signal)
         elif notice.ordinal == 2:
@@ -363,7 +362,7 @@ class Session:
             log.warning("left in the middle of a step; what was not committed by now is lost")
         self._let_go()
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, keep_notices: bool = False) -> None:
         """Close everything that closes without waiting for a peer."""
         if self._closed:
             return
@@ -373,7 +372,7 @@ class Session:
             self._consensus.close()
         if self._world is not None:
             self._world.cut()
-        if self._notices is not None:
+        if self._notices is not None and not keep_notices:
             self._notices.close()
         self._monitor.close()
         self._journal.close()

@@ -50,9 +50,7 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
     elif isinstance(config, str | os.PathLike):
         settings = load_config(config)
     else:
-        raise ConfigError(
-            f"init() takes an outlast.Config or the path of a config file, not {type(config).__name__}"
-        )
+        raise ConfigError(f"init() takes an outlast.Config or the path of a config file, not {type(config).__name__}")
     fault_tolerance = settings.fault_tolerance or FaultToleranceConfig()
     if place.fault_tolerance is not None:
         fault_tolerance = FaultToleranceConfig.from_json(place.fault_tolerance)

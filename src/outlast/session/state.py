@@ -16,8 +16,7 @@ def without_wrappers(state: Mapping[str, Any]) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     return {
-        name: value.module if isinstance(value, DistributedDataParallel) else value
-        for name, value in state.items()
+        name: value.module if isinstance(value, DistributedDataParallel) else value for name, value in state.items()
     }
 
 

@@ -1,0 +1,56 @@
+"""The shell example that users of other systems look for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from outlast.incidents import EventKind
+from outlast.runtime.journal import read_journal
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "fault_tolerance"
+
+
+def _run(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(FOLDER / "run_fault_tolerance.sh"), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=55,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.process
+def test_the_simulated_fault_leads_to_a_restart_from_the_checkpoint(tmp_path: Path) -> None:
+    """The timeouts in use are printed, one fault strikes, and training goes on from a generation to its end."""
+    ended = _run("--simulate-fault", "--iterations", "40", "--dir", str(tmp_path))
+    assert ended.returncode == 0, ended.stdout
+    for tag in ("[FaultTolerance]", "[RankMonitorServer]"):
+        (line, *_) = [line for line in ended.stdout.splitlines() if tag in line and "section timeouts" in line]
+        for timeout in ("setup 60.0 s", "step 5.0 s", "checkpointing 30.0 s", "out of section: 30.0 s"):
+            assert timeout in line
+    events = list(read_journal(tmp_path / "run"))
+    (fault,) = [event for event in events if event.kind == EventKind.FAULT_SIMULATED]
+    restored = {event.iteration for event in events if event.kind == EventKind.RESTORED and event.cycle == 1}
+    assert len(restored) == 1, "both ranks go on from the same generation"
+    (iteration,) = restored
+    assert iteration is not None
+    assert fault.iteration is not None
+    assert 10 <= iteration <= fault.iteration
+    assert json.loads((tmp_path / "result.json").read_text())["iterations"] == 40
+
+
+@pytest.mark.process
+def test_a_wrong_option_is_refused_in_one_line() -> None:
+    """Exit code 2, the option, and the usage."""
+    ended = _run("--simulate-fualt")
+    assert ended.returncode == 2
+    assert "--simulate-fualt" in ended.stdout
+    assert "usage:" in ended.stdout

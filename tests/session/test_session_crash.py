@@ -1,0 +1,48 @@
+"""A rank that fails is gone at once, whatever its peers do."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import outlast
+
+folder, what = sys.argv[1], sys.argv[2]
+run = outlast.init(outlast.Config(checkpoint=outlast.CheckpointConfig(directory=folder + "/ckpt", save_interval=1)))
+state = {"steps": torch.zeros(1)}
+for iteration in run.steps(state, total=100):
+    state["steps"] += 1
+    dist.all_reduce(torch.ones(1000))
+    if iteration == 3:
+        if run.global_rank == 0:
+            print("stops", flush=True)
+            import os, signal
+            os.kill(os.getpid(), signal.SIGSTOP)
+        pending = dist.all_reduce(torch.ones(1000), async_op=True)
+        if what == "raise":
+            raise ValueError("the body failed")
+        sys.exit(9)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("what", "expected"), [("raise", 1), ("exit", 9)])
+def test_a_failing_rank_leaves_while_its_peer_hangs(tmp_path: Path, what: str, expected: int) -> None:
+    """With a stopped peer, an unfinished collective and saves under way, the failing rank still ends at once."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with Ranks(script, str(tmp_path), what, world_size=2) as ranks:
+        ranks.wait_for_line(0, "stops")
+        output, _ = ranks.processes[1].communicate(timeout=20)
+        assert ranks.processes[1].returncode == expected, output
+        assert ("ValueError: the body failed" in output) == (what == "raise")
+        assert ranks.processes[0].poll() is None, "the peer did not make it leave"
+        ranks.processes[0].send_signal(signal.SIGKILL)
+        ranks.processes[0].wait(10)

@@ -1,0 +1,124 @@
+"""Told to leave, all ranks stop after the same iteration and leave one generation behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+from outlast.incidents import Event, EventKind
+from outlast.runtime.journal import read_journal
+
+SCRIPT = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import outlast
+
+folder, what = sys.argv[1], sys.argv[2]
+checkpoint = None if what == "nothing" else outlast.CheckpointConfig(directory=folder + "/ckpt", save_interval=1000)
+run = outlast.init(outlast.Config(checkpoint=checkpoint, run_dir=folder + "/run"))
+model = torch.nn.Linear(2, 2)
+ddp = torch.nn.parallel.DistributedDataParallel(model) if run.world_size > 1 else model
+state = {"model": ddp, "steps": torch.zeros(1)}
+for iteration in run.steps(state, total=100_000):
+    if not state["steps"].item():
+        print("pid", run.global_rank, os.getpid(), flush=True)
+    if iteration == int(state["steps"].item()) and what == "look":
+        print("restored", iteration, flush=True)
+        break
+    ddp(torch.ones(1, 2)).sum().backward()
+    state["steps"] += 1
+    time.sleep(0.005)
+    if iteration == 5:
+        print("running", flush=True)
+    if what == "hang" and iteration == 5 and run.global_rank == 0:
+        while True:
+            time.sleep(0.1)
+"""
+
+
+def _script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def _ends(tmp_path: Path) -> dict[int | None, Event]:
+    return {event.rank: event for event in read_journal(tmp_path / "run") if event.kind == EventKind.SESSION_ENDED}
+
+
+@pytest.mark.process
+def test_sigterm_to_one_rank_under_torchrun_stops_all_after_the_same_iteration(tmp_path: Path) -> None:
+    """One rank is told; both save one generation, leave with 75, and the next start goes on from there."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, str(_script(tmp_path)), str(tmp_path), "train"],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as torchrun:
+        try:
+            assert torchrun.stdout is not None
+            pids: dict[int, int] = {}
+            for line in torchrun.stdout:
+                if match := re.search(r"pid (\d) (\d+)", line):
+                    pids[int(match[1])] = int(match[2])
+                if "running" in line and len(pids) == 2:
+                    break
+            os.kill(pids[1], signal.SIGTERM)
+            output, _ = torchrun.communicate(timeout=40)
+        finally:
+            torchrun.kill()
+    assert "Received signal 15, initiating graceful stop" in output
+    ends = _ends(tmp_path)
+    assert {rank: event.data["exit_code"] for rank, event in ends.items()} == {0: 75, 1: 75}, output
+    (iteration,) = {event.iteration for event in ends.values()}
+    assert iteration is not None
+    assert iteration > 5
+    committed = [event for event in read_journal(tmp_path / "run") if event.kind == EventKind.SAVE_COMMITTED]
+    assert {event.iteration for event in committed} == {iteration}
+    with Ranks(_script(tmp_path), str(tmp_path), "look", world_size=2) as ranks:
+        codes, outputs = ranks.end()
+    assert codes == [0, 0], outputs
+    assert f"restored {iteration}" in outputs[0]
+    assert f"restored {iteration}" in outputs[1]
+
+
+@pytest.mark.process
+def test_without_a_checkpoint_directory_it_does_not_claim_to_have_saved(tmp_path: Path) -> None:
+    """The exit code says 75 only if something was saved; otherwise it is the signal's."""
+    with Ranks(_script(tmp_path), str(tmp_path), "nothing") as ranks:
+        ranks.wait_for_line(0, "running")
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        codes, outputs = ranks.end()
+    assert codes == [128 + signal.SIGTERM], outputs
+    assert "nothing is saved" in outputs[0]
+
+
+@pytest.mark.process
+def test_a_second_signal_ends_a_rank_that_never_reaches_its_steps_end(tmp_path: Path) -> None:
+    """A body that does not return cannot hold up a process that was told twice."""
+    with Ranks(_script(tmp_path), str(tmp_path), "hang") as ranks:
+        ranks.wait_for_line(0, "running")
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        ranks.wait_for_line(0, "initiating graceful stop")
+        # A second signal within a second is taken for the scheduler's echo of the first.
+        deadline = time.monotonic() + 20
+        while ranks.processes[0].poll() is None and time.monotonic() < deadline:
+            ranks.processes[0].send_signal(signal.SIGTERM)
+            try:
+                ranks.processes[0].wait(0.5)
+            except subprocess.TimeoutExpired:
+                continue
+        codes, outputs = ranks.end()
+    assert codes == [128 + signal.SIGTERM], outputs
