@@ -15,6 +15,10 @@ from outlast.policy.slots import Slot
 __all__ = ["Adoption"]
 
 
+_ONE_MISSING_S = 1.0
+"""How long the last slot's node may take; all others have found the store by then."""
+
+
 @dataclass(slots=True)
 class Adoption:
     """What the agents of a job in progress have registered so far."""
@@ -55,4 +59,10 @@ class Adoption:
 
     def is_over(self, now_s: float, wait_s: float) -> bool:
         """Return whether all have registered, or had ``wait_s`` seconds to."""
-        return self.since_s is not None and ((self.cycle >= 0 and not self.missing) or now_s - self.since_s > wait_s)
+        if self.since_s is None:
+            return False
+        if self.cycle >= 0 and not self.missing:
+            return True
+        if self.cycle >= 0 and len(self.missing) == 1:
+            wait_s = min(wait_s, _ONE_MISSING_S)  # most likely the very node that hosted the store
+        return now_s - self.since_s > wait_s

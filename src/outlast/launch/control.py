@@ -2,8 +2,8 @@
 
 The store is soft state: it holds messages under way and beats, nothing that could not be sent again.
 
-Keys: ``job`` (names the job), ``host`` (names the node that hosts the store), ``inbox`` (queue: agents ->
-coordinator), ``to/<node>/<epoch>`` (queue: coordinator -> agent), ``beat/<node>/<epoch>`` (counter).
+Keys: ``job`` (names the job), ``host`` (names the node that hosts the store), ``lifelines`` (their port), ``inbox``
+(queue: agents -> coordinator), ``to/<node>/<epoch>`` (queue: coordinator -> agent), ``beat/<node>/<epoch>`` (counter).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind
 from outlast.launch import messages as m
 from outlast.launch.coordinator import Coordinator, JobSettings
+from outlast.launch.lifeline import LifelineServer
 from outlast.monitor.learned import LearnedTimeouts
 from outlast.policy.deadlines import Expired
 from outlast.policy.ladder import LadderState, begin_job
@@ -107,7 +108,8 @@ class ControlServer:
         self._thread = threading.Thread(target=self._run, name="outlast-coordinator", daemon=True)
         self.closed = threading.Event()
         """Set once every node has heard that the job is over, or had long enough to."""
-        store.multi_set(["job", "host"], [settings.job, node])
+        self._lifelines = LifelineServer("", self._on_death)
+        store.multi_set(["job", "host", "lifelines"], [settings.job, node, str(self._lifelines.port)])
 
     @property
     def is_finished(self) -> bool:
@@ -116,10 +118,12 @@ class ControlServer:
 
     def start(self) -> None:
         """Start serving."""
+        self._lifelines.start()
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the thread."""
+        """End the threads."""
+        self._lifelines.close()
         if self._thread.is_alive():
             try:
                 self._store.queue_push("inbox", m.encode(m.Quit()))
@@ -163,6 +167,9 @@ class ControlServer:
         beats = {node.name: int(counter) for node, counter in zip(nodes, counters, strict=True)}
         since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
         return self._coordinator.judge_beats(beats, now_s, since_last_s=since_s)
+
+    def _on_death(self, node: str, epoch: str, reason: str) -> None:
+        self._store.queue_push("inbox", m.encode(m.Dead(node=node, epoch=epoch, reason=reason)))
 
     # -- what the coordinator has others do --------------------------------------------------------------------
 

@@ -192,14 +192,6 @@ class Coordinator:
         self._advance(now_s)
         return self._take_out()
 
-    def lose(self, name: str, epoch: str, reason: str, now_s: float) -> Outbox:
-        """Take a node as lost, on evidence other than its beats."""
-        node = self.nodes.get(name)
-        if node is not None and node.epoch == epoch:
-            self._lose(node, reason, now_s)
-            self._advance(now_s)
-        return self._take_out()
-
     @property
     def may_close(self) -> bool:
         """Whether the job is over and every node that lives has heard so."""
@@ -320,6 +312,8 @@ class Coordinator:
                 self._finish_if_all(now_s)
             case m.Leave():
                 self._on_leave(message, node, now_s)
+            case m.Dead():
+                self._lose(node, message.reason, now_s)
             case m.Bye() if self.phase == Phase.OVER or node.name in self._finished or node.ready:
                 self.nodes.pop(node.name, None)
             case m.Bye():

@@ -152,7 +152,14 @@ class Cycle:
         Blocks: up to about half a second.
         """
         expired = tuple(report.expired) if report else ()
-        return tuple(examine(self.board, node=self.node, stacks_dir=self.options.run_dir / "stacks", expired=expired))
+        return tuple(
+            examine(
+                self.board,
+                node=self.node,
+                stacks_dir=self.options.run_dir / "stacks" / f"cycle-{self.number}",
+                expired=expired,
+            )
+        )
 
     def facts(self, incident: Incident | None, positions: tuple[Position, ...] = ()) -> m.CycleFacts:
         """Return what this node knows of the cycle."""

@@ -23,6 +23,7 @@ from outlast import clock
 from outlast.errors import RendezvousError
 from outlast.launch import messages as m
 from outlast.launch.control import ControlServer, beat_key, channel_key
+from outlast.launch.lifeline import Lifeline
 from outlast.runtime import store as stores
 from outlast.runtime.endpoints import Endpoint
 from outlast.runtime.store import TCPStore
@@ -106,6 +107,7 @@ class Link:
         self._server: ControlServer | None = None
         self._hosted: TCPStore | None = None
         self._job: JobInProgress | None = None
+        self._lifeline: Lifeline | None = None
         self._sender = threading.Thread(target=self._run, name="outlast-link-send", daemon=True)
         self._broken = threading.Event()
 
@@ -129,6 +131,8 @@ class Link:
         self._closing.set()
         self._outgoing.put(None)
         self._sender.join(1.0)
+        if self._lifeline is not None:
+            self._lifeline.close()
         if server is not None:
             server.close()
 
@@ -141,7 +145,9 @@ class Link:
                 store = self._reach(is_first=is_first)
                 if store is None:
                     return
-                job, host = (bytes(value).decode() for value in store.multi_get(["job", "host"]))
+                values = store.multi_get(["job", "host", "lifelines"])
+                job, host, port = (bytes(value).decode() for value in values)
+                self._hold_lifeline(int(port))
                 self._job = JobInProgress(job, host)
                 self._broken = threading.Event()
                 listener_store = store.clone()
@@ -163,6 +169,12 @@ class Link:
         except BaseException as error:
             log.exception("the link to the control store ended on an error")
             self._deliver(LinkFailed(f"{type(error).__name__}: {error}"))
+
+    def _hold_lifeline(self, port: int) -> None:
+        if self._lifeline is not None:
+            self._lifeline.close()
+        assert self.endpoint is not None
+        self._lifeline = Lifeline(self.endpoint.host, port, node=self.node, epoch=self.epoch)
 
     def _pump(self, store: TCPStore) -> None:
         """Send messages and beats until the store is lost or the link is closed."""

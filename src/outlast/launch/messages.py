@@ -14,6 +14,7 @@ __all__ = [
     "Bye",
     "CycleFacts",
     "CycleOver",
+    "Dead",
     "Finished",
     "Hung",
     "Join",
@@ -132,6 +133,14 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     epoch: str
 
 
+class Dead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator's process saw that a node's agent died."""
+
+    node: str
+    epoch: str
+    reason: str
+
+
 class Tick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Time to look at the nodes' signs of life."""
 
@@ -181,7 +190,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-ToCoordinator = Join | Register | Hung | Master | Finished | Leave | Bye | Tick | Quit
+ToCoordinator = Join | Register | Hung | Master | Finished | Leave | Bye | Dead | Tick | Quit
 ToNode = Wait | Prepare | Start | CycleOver | Stop
 
 _encoder = msgspec.json.Encoder()
