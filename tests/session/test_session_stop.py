@@ -42,6 +42,11 @@ for iteration in run.steps(state, total=100_000):
     if what == "hang" and iteration == 5 and run.global_rank == 0:
         while True:
             time.sleep(0.1)
+    if what == "after" and iteration == 6:
+        break
+print("after the loop", flush=True)
+if what == "after":
+    time.sleep(60)
 """
 
 
@@ -122,3 +127,13 @@ def test_a_second_signal_ends_a_rank_that_never_reaches_its_steps_end(tmp_path: 
                 continue
         codes, outputs = ranks.end()
     assert codes == [128 + signal.SIGTERM], outputs
+
+
+@pytest.mark.process
+def test_after_the_loop_sigterm_ends_the_process_again(tmp_path: Path) -> None:
+    """What a script does after its training is not protected from the signal that should end it."""
+    with Ranks(_script(tmp_path), str(tmp_path), "after") as ranks:
+        ranks.wait_for_line(0, "after the loop")
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        codes, outputs = ranks.end(10)
+    assert codes == [-signal.SIGTERM], outputs

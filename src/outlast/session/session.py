@@ -11,10 +11,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-import os
-import signal
-import sys
-import threading
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -31,7 +27,7 @@ from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
 from outlast.runtime.group import Group, connect_world
 from outlast.runtime.journal import Journal
-from outlast.runtime.signals import Notice, Notices
+from outlast.session.departure import Departure
 from outlast.session.state import give_back, without_wrappers
 
 if TYPE_CHECKING:
@@ -44,8 +40,6 @@ __all__ = ["Session"]
 log = logging.getLogger(__name__)
 PROGRESS_EVERY_NS = 5_000_000_000
 """A rank writes a PROGRESS event at most this often."""
-SECOND_NOTICE_PATIENCE_S = 3.0
-"""After a second notice the process ends within this, even if the main thread is stuck."""
 
 
 class Session:
@@ -81,8 +75,13 @@ class Session:
             proc=f"rank-{place.global_rank}",
         )
         self._journal.cycle = place.cycle
-        self._notices = self._watch_notices()
         self._monitor = RankMonitor(place, fault_tolerance, self.run_dir)
+        self._departure = Departure(
+            journal=self._journal,
+            rank=place.global_rank,
+            stop_requested=self._monitor.stop_requested,
+            write_end=self._write_end,
+        )
         self._manager: CheckpointManager | None = None
         self._consensus: Consensus | None = None
         atexit.register(self._at_exit)
@@ -153,8 +152,9 @@ class Session:
 
         When any rank was told to leave (SIGTERM, or its agent asked it to), all ranks stop after the same
         iteration, commit one generation, and ``SystemExit(75)`` (``ExitReason.PREEMPTED``) is raised here. A
-        second signal gives up that save and leaves with 75 at once. Without a checkpoint directory nothing
-        can be saved, and the exit code is 128 plus the signal's number.
+        second signal, a second or more after the first, gives up that save. What was not saved is not claimed
+        to be: then, and without a checkpoint directory, the exit code is 128 plus the signal's number.
+        Before the first iteration a notice waits for that one's end; after the last, SIGTERM ends the process.
 
         ``break`` leaves the loop without a save; an exception in the body passes through untouched.
 
@@ -190,6 +190,7 @@ class Session:
                 self._between_steps(state)
         except GeneratorExit:
             self._monitor.end_all_sections()
+            self._departure.close()
             self._in_steps = False
             raise
         self._finish(state)
@@ -266,7 +267,7 @@ class Session:
         self._monitor.heartbeat()
         self._monitor.start_section("step")
         assert self._consensus is not None
-        self._consensus.begin({"stop": self._asks_to_stop()})
+        self._consensus.begin({"stop": self._departure.asked()})
 
     def _end_step(self) -> int:
         """Count the step; return the number of the signal on which all ranks leave now, or 0."""
@@ -295,13 +296,9 @@ class Session:
                 self.save(state)
             with self.section("checkpointing"):
                 self._manager.wait()
+        self._departure.close()
         self._monitor.finish()
         self._write_end(ExitReason.FINISHED)
-
-    def _asks_to_stop(self) -> int:
-        if self._notices is not None and (notice := self._notices.first) is not None:
-            return notice.signal
-        return int(signal.SIGTERM) if self._monitor.stop_requested() else 0
 
     def _leave(self, state: Mapping[str, Any], number: int) -> None:
         """Save if there is where to, and raise SystemExit; ``number`` is the signal that was agreed upon."""
@@ -324,33 +321,10 @@ class Session:
         """Wait for the commit; return ``False`` if a second notice came first."""
         with self.section("checkpointing"):
             while not handle.done:
-                if self._notices is not None and self._notices.wait(0.02, ordinal=2):
+                if self._departure.wait_for_second(0.02):
                     return False
             handle.wait()
         return True
-
-    def _watch_notices(self) -> Notices | None:
-        if threading.current_thread() is not threading.main_thread():
-            return None
-        return Notices([signal.SIGTERM], on_notice=self._on_notice)
-
-    def _on_notice(self, notice: Notice) -> None:
-        # In the watcher's thread: the main thread may be inside a collective.
-        self._journal.write(EventKind.NOTICE, rank=self.global_rank, iteration=self._iteration, signal=notice.signal)
-        if notice.ordinal == 1:
-            log.warning("Received signal %d, initiating graceful stop", notice.signal)
-        elif notice.ordinal == 2:
-            log.warning("Received signal %d again, leaving at once", notice.signal)
-            last_resort = threading.Timer(SECOND_NOTICE_PATIENCE_S, self._exit_hard, [128 + notice.signal])
-            last_resort.daemon = True
-            last_resort.start()
-
-    def _exit_hard(self, code: int) -> None:
-        self._write_end(code)
-        log.warning("the main thread does not come back; exit code %d", code)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
     def _write_end(self, code: int) -> None:
         self._journal.write(
@@ -372,8 +346,8 @@ class Session:
             self._consensus.close()
         if self._world is not None:
             self._world.cut()
-        if self._notices is not None and not keep_notices:
-            self._notices.close()
+        if not keep_notices:
+            self._departure.close()
         self._monitor.close()
         self._journal.close()
 
@@ -383,7 +357,7 @@ class Session:
             missing.append("nothing is saved or restored (set checkpoint.directory)")
         if Timeouts.from_config(self._monitor.config).smallest_s() is None:
             missing.append("a hung rank is not noticed (set fault_tolerance.rank_section_timeouts)")
-        if self._notices is None:
+        if not self._departure.watches_signals:
             missing.append("SIGTERM ends this process at once (call outlast.init() in the main thread)")
         if self._place.launcher == "python":
             missing.append("nothing restarts the script (start it with outlast run)")
