@@ -13,12 +13,10 @@ restarted in between, the result is bit-identical to that of an undisturbed run 
 import argparse
 import hashlib
 import json
-import math
 import sysconfig
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import outlast
@@ -38,7 +36,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.qkv(self.norm_attention(x)).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_mlp(x))
 
@@ -122,7 +120,7 @@ def main() -> None:
 
     for iteration in run.steps(state, total=args.iterations):
         batch = draw_batch(text, args.seed, iteration, run.global_rank).to(run.device)
-        loss = F.cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optim.zero_grad()
         loss.backward()
         optim.step()
