@@ -8,6 +8,7 @@ run, cannot hang on a network file system, and goes with the process; whoever se
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import re
@@ -132,7 +133,7 @@ class Dump:
         # Without a handler the signal would end the process.
         if self._path is not None and _is_caught(self.pid, DUMP_SIGNAL):
             try:
-                os.kill(self.pid, DUMP_SIGNAL)
+                _signal_main_thread(self.pid, DUMP_SIGNAL)
                 self.requested = True
             except ProcessLookupError:
                 pass
@@ -230,6 +231,19 @@ def _find_memory_file(pid: int) -> Path | None:
         if target.startswith(f"/memfd:{_MEMFD_NAME}"):
             return entry
     return None
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal that the process's main thread, and no other, handles before it runs on.
+
+    Sent to the process as a whole, it would be handled by whichever thread of a stopped process wakes first.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "tgkill"):  # a C library from before 2019
+        os.kill(pid, number)
+    elif libc.tgkill(pid, pid, number) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
 
 
 def _is_caught(pid: int, number: int) -> bool:

@@ -62,7 +62,7 @@ def find_culprit(positions: Iterable[Position]) -> Culprit:
     Raises:
         ValueError: There is no position.
     """
-    everyone = list(positions)
+    everyone = sorted(positions, key=lambda one: one.global_rank)
     if not everyone:
         raise ValueError("no rank was examined, so none can be named")
     left = [one for one in everyone if not one.finished] or everyone
@@ -78,7 +78,7 @@ def find_culprit(positions: Iterable[Position]) -> Culprit:
         if len(kept) < len(left):
             reasons.append(reason)
             left = kept
-    culprit = min(left, key=lambda one: one.global_rank)
+    culprit = left[0]
     if len(left) > 1:
         reasons.append(f"nothing tells ranks {_ranks(left)} apart; the lowest is named")
     if not reasons:

@@ -1,0 +1,137 @@
+"""Stacks: what a dump tells about a rank, and that asking for one never harms it."""
+
+import os
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from outlast.monitor import stacks
+from outlast.monitor.responder import count_collectives
+
+DUMP = """main thread 0x00007f0000000001
+Thread 0x00007f0000000002 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/home/u/loader.py", line 3 in run
+
+Current thread 0x00007f0000000001 (most recent call first):
+{frames}
+"""
+USER = '  File "/home/u/train.py", line 12 in main'
+LOADER = '  File "/home/u/data.py", line 7 in fetch'
+STDLIB = '  File "/usr/lib/python3.11/selectors.py", line 415 in select'
+ALL_REDUCE = '  File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2936 in all_reduce'
+BACKWARD = '  File "/v/site-packages/torch/autograd/graph.py", line 841 in _engine_run_backward'
+DDP = '  File "/v/site-packages/torch/nn/parallel/distributed.py", line 1666 in forward'
+
+
+@pytest.mark.parametrize(
+    ("frames", "line", "waits"),
+    [
+        ([LOADER, USER], 'File "/home/u/data.py", line 7 in fetch', False),
+        ([STDLIB, LOADER, USER], 'File "/home/u/data.py", line 7 in fetch', False),
+        ([ALL_REDUCE, USER], 'File "/home/u/train.py", line 12 in main', True),
+        ([BACKWARD, USER], 'File "/home/u/train.py", line 12 in main', True),
+        ([LOADER, DDP, USER], 'File "/home/u/data.py", line 7 in fetch', False),
+        ([STDLIB], 'File "/usr/lib/python3.11/selectors.py", line 415 in select', False),
+        ([], None, None),
+    ],
+)
+def test_main_threads_stack_tells_where_it_is(frames, line, waits):
+    """The innermost line of the user's code is told, and whether the rank waits for others in it."""
+    stack = stacks.parse(DUMP.format(frames="\n".join(frames)))
+    assert (stack.line, stack.waits_in_collective) == (line, waits)
+
+
+def test_own_call_that_may_wait_is_not_judged(tmp_path):
+    """A line of the user's own that calls into C to wait for something is neither busy nor waiting."""
+    script = tmp_path / "train.py"
+    script.write_text("work = start()\nwork.wait()\ntime.sleep(5)\n")
+    frame = f'  File "{script}", line %d in <module>'
+    assert stacks.parse(DUMP.format(frames=frame % 2)).waits_in_collective is None
+    assert stacks.parse(DUMP.format(frames=frame % 3)).waits_in_collective is False
+
+
+def test_form_of_py_spy_is_understood():
+    """What py-spy writes is read like the interpreter's own dump."""
+    text = (
+        "Process 1: python t.py\nPython v3.11.7\n\n"
+        'Thread 8 (idle): "loader"\n    run (loader.py:3)\n'
+        'Thread 7 (idle): "MainThread"\n    fetch (/home/u/data.py:7)\n    <module> (/home/u/train.py:12)\n'
+    )
+    assert stacks.parse(text).line == 'File "/home/u/data.py", line 7 in fetch'
+
+
+def test_no_torch_no_collectives():
+    """A process that has not initialised torch.distributed has no count, and does not import it for the question."""
+    assert count_collectives() == -1
+
+
+SCRIPT = """
+import os, sys
+from outlast.monitor import stacks
+if sys.argv[1] == "register":
+    stacks.register()
+    stacks.register()
+    if os.fork() == 0:
+        stacks.register()  # as a zygote's child does
+        print(os.getpid(), flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    os.wait()
+else:
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+assert "torch" not in sys.modules
+"""
+
+
+def started(what: str):
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return process, int(process.stdout.readline())
+
+
+def ended(process) -> int:
+    process.stdin.close()
+    code = process.wait(20)
+    process.stdout.close()
+    return code
+
+
+@pytest.mark.process
+def test_process_without_handler_is_left_alone():
+    """The signal would end a process that did not register; it is not sent."""
+    process, pid = started("plain")
+    dump = stacks.Dump(pid)
+    assert not dump.request()
+    assert dump.text() == ""
+    assert ended(process) == 0
+
+
+@pytest.mark.process
+def test_forked_child_writes_its_own_stack():
+    """A child that registers after a fork writes to its own memory, and its parent's stays empty."""
+    process, child = started("register")
+    parent_dump, dump = stacks.Dump(process.pid), stacks.Dump(child)
+    assert dump.request()
+    until = time.monotonic() + 10
+    while not dump.is_complete() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert stacks.parse(dump.text()).line == 'File "<string>", line 10 in <module>'
+    assert parent_dump.text() == ""
+    assert ended(process) == 0
+    assert stacks.process_state(child) == "X"
+
+
+def test_process_states_are_read(tmp_path):
+    """A living process has a letter, one that is gone has X."""
+    assert stacks.process_state(os.getpid()) in "RS"
+    child = subprocess.Popen(["true"])
+    fd = os.pidfd_open(child.pid)
+    assert select.select([fd], [], [], 10)[0]
+    assert stacks.process_state(child.pid) == "Z"
+    child.wait(10)
+    os.close(fd)
+    assert stacks.process_state(child.pid) == "X"

@@ -1,0 +1,217 @@
+"""The watchdog: reports what hangs, once, in time, and nothing that is healthy."""
+
+import logging
+import queue
+import random
+import threading
+
+import pytest
+
+from outlast.monitor import watchdog as module
+from outlast.monitor.watchdog import HangReport, Watchdog
+from outlast.policy.deadlines import Subject, Timeouts
+from outlast.runtime import board_page
+from outlast.runtime.board import Board
+
+S = 1_000_000_000
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.ns = 100 * S
+
+    def now_ns(self) -> int:
+        return self.ns
+
+
+@pytest.fixture
+def clock(monkeypatch) -> FakeClock:
+    """One clock for the watchdog and for what the workers write."""
+    clock = FakeClock()
+    monkeypatch.setattr(board_page, "now_ns", clock.now_ns)
+    return clock
+
+
+@pytest.fixture
+def board():
+    board = Board.create_anonymous(num_ranks=2)
+    yield board
+    board.close()
+
+
+def attach(board, local_rank=0, global_rank=3):
+    page = board.rank(local_rank)
+    page.attach(pid=4711, global_rank=global_rank, cycle=0)
+    return page
+
+
+class Watched:
+    """A watchdog that sleeps on a fake clock."""
+
+    def __init__(self, board, clock, timeouts, node="worker-1"):
+        self.reports: list[HangReport] = []
+        self.clock = clock
+        self.dog = Watchdog(board, timeouts, node=node, on_hang=self.reports.append, clock=clock)
+        self.wake = self.dog.check()
+
+    def until(self, at_ns: int) -> None:
+        """Let time pass; the watchdog wakes when it wanted to."""
+        while self.wake is not None and self.wake <= at_ns:
+            self.clock.ns = max(self.wake, self.clock.ns)
+            self.wake = self.dog.check()
+        self.clock.ns = at_ns
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_healthy_steps_are_not_reported(board, clock, seed):
+    """200 steps of up to 0.9 of their timeout, with heartbeats and pauses alike, bring no report."""
+    timeouts = Timeouts(
+        initial_heartbeat_s=0.2, heartbeat_s=0.2, sections={"step": 0.1, "data": 0.1}, out_of_section_s=0.1
+    )
+    pages = [attach(board, local_rank, local_rank) for local_rank in range(2)]
+    watched = Watched(board, clock, timeouts)
+    jitter = random.Random(seed)
+    for _ in range(200):
+        for page in pages:
+            page.heartbeat()
+            page.enter("step")
+        watched.until(clock.ns + int(jitter.random() * 0.09 * S))
+        for page in pages:
+            page.leave("step")
+        watched.until(clock.ns + int(jitter.random() * 0.09 * S))
+    assert watched.reports == []
+    assert board.read(0).counts["step"] == 200
+
+
+def test_hang_is_reported_at_its_deadline(board, clock, caplog):
+    """The report comes at the very deadline, and its line is the one that users search for."""
+    page = attach(board)
+    watched = Watched(board, clock, Timeouts(sections={"step": 180.0}))
+    page.set_iteration(57)
+    page.enter("step")
+    begun = clock.ns
+    watched.until(begun + 180 * S - 1)
+    assert watched.reports == []
+    watched.until(begun + 180 * S)
+    (report,) = watched.reports
+    (one,) = report.expired
+    assert (one.subject, one.section, one.global_rank, one.pid, one.iteration) == (
+        Subject.SECTION,
+        "step",
+        3,
+        4711,
+        57,
+    )
+    assert one.elapsed_s == 180.0
+    assert [state.global_rank for state in report.states] == [3, -1]
+    assert caplog.messages == [
+        "[RankMonitor] rank 3 (node worker-1, pid 4711): section 'step' exceeded 180.0 s (180.0 s so far, iteration 57)"
+    ]
+
+
+def test_expired_outer_section_with_valid_inner_one_is_reported(board, clock):
+    """Inner sections that come and go in time do not hide an outer one that takes too long."""
+    page = attach(board)
+    watched = Watched(board, clock, Timeouts(sections={"epoch": 1.0, "step": 0.2}))
+    begun = clock.ns
+    page.enter("epoch")
+    for _ in range(12):
+        page.enter("step")
+        watched.until(clock.ns + S // 10)
+        page.leave("step")
+    (report,) = watched.reports
+    assert [(one.section, one.since_ns) for one in report.expired] == [("epoch", begun)]
+
+
+def test_one_hang_is_one_report(board, clock):
+    """Ranks that exceed their timeout during a hang belong to it; a later hang is a new one."""
+    pages = [attach(board, local_rank, local_rank) for local_rank in range(2)]
+    watched = Watched(board, clock, Timeouts(sections={"step": 1.0}))
+    pages[0].enter("step")
+    watched.until(clock.ns + S // 2)
+    pages[1].enter("step")
+    watched.until(clock.ns + 30 * S)
+    assert [[one.local_rank for one in report.expired] for report in watched.reports] == [[0]]
+    for page in pages:
+        page.leave("step")
+    watched.until(clock.ns + 5 * S)
+    pages[1].enter("step")
+    watched.until(clock.ns + 5 * S)
+    assert [[one.local_rank for one in report.expired] for report in watched.reports] == [[0], [1]]
+
+
+def test_finished_and_unattached_ranks_are_not_reported(board, clock):
+    """A rank that is done, or was never there, cannot hang."""
+    page = attach(board)
+    watched = Watched(board, clock, Timeouts(initial_heartbeat_s=1.0, heartbeat_s=1.0, sections={"step": 1.0}))
+    page.enter("step")
+    page.finish()
+    watched.until(clock.ns + 60 * S)
+    assert watched.reports == []
+
+
+def test_suspended_machine_is_not_a_hang(board, clock, caplog):
+    """When the watchdog itself did not run for a while, ranks get a moment to go on before they are judged."""
+    page = attach(board)
+    watched = Watched(board, clock, Timeouts(heartbeat_s=5.0))
+    page.heartbeat()
+    clock.ns += 600 * S
+    wake = watched.dog.check()
+    assert wake == clock.ns + S
+    page.heartbeat()
+    clock.ns = wake
+    watched.dog.check()
+    assert watched.reports == []
+    assert "was not running for 595.0 s" in caplog.text
+    clock.ns += 5 * S  # and one that does not go on is found
+    watched.dog.check()
+    assert len(watched.reports) == 1
+
+
+def test_thread_reports_and_stops(board, caplog):
+    """The thread finds a hang by itself while it sleeps, says what it enforces, and ends when told."""
+    caplog.set_level(logging.INFO)
+    reports: queue.Queue[HangReport] = queue.Queue()
+    page = attach(board)
+    dog = Watchdog(board, Timeouts(sections={"step": 0.1}), node="n", on_hang=reports.put)
+    dog.start()
+    page.enter("step")
+    report = reports.get(timeout=10)
+    assert report.expired[0].section == "step"
+    assert report.expired[0].elapsed_s >= 0.1
+    assert dog.stop()
+    assert dog.stop()
+    assert "[RankMonitorServer] node n watches 2 ranks: section timeouts: step 0.1 s" in caplog.text
+
+
+def test_thread_can_be_stopped_from_its_own_report(board):
+    """Who acts on a hang may stop the watchdog right there."""
+    done = threading.Event()
+    page = attach(board)
+
+    def act(_: HangReport) -> None:
+        dog.stop()
+        done.set()
+
+    dog = Watchdog(board, Timeouts(sections={"step": 0.05}), node="n", on_hang=act)
+    dog.start()
+    page.enter("step")
+    assert done.wait(10)
+    assert dog.stop()
+
+
+def test_failure_of_the_thread_reaches_its_owner(board, caplog):
+    """A watchdog that cannot go on tells its owner; it never dies in silence."""
+    errors: queue.Queue[BaseException] = queue.Queue()
+
+    def fail(_: HangReport) -> None:
+        raise ZeroDivisionError("broken")
+
+    page = attach(board)
+    dog = Watchdog(board, Timeouts(sections={"step": 0.05}), node="n", on_hang=fail, on_error=errors.put)
+    dog.start()
+    page.enter("step")
+    assert isinstance(errors.get(timeout=10), ZeroDivisionError)
+    assert dog.stop()
+    assert "the watchdog failed" in caplog.text
+    assert module.__name__ in {record.name for record in caplog.records}

@@ -1,0 +1,187 @@
+"""Deadlines: what is judged, when, and that a watchdog never oversleeps."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.config import FaultToleranceConfig
+from outlast.policy.deadlines import Subject, Timeouts, deadlines, expired, wake_at_ns
+from outlast.runtime.board import OpenSection, RankState
+
+S = 1_000_000_000
+ALL = Timeouts(
+    initial_heartbeat_s=10,
+    heartbeat_s=5,
+    sections={"step": 2, "setup": 20},
+    out_of_section_s=3,
+    num_warmup_iterations=1,
+)
+
+
+def rank(**facts) -> RankState:
+    base = RankState(local_rank=0, global_rank=3, pid=4711, attached=True, attached_ns=S)
+    sections = facts.get("sections", ())
+    return replace(base, depth=len(sections), **facts)
+
+
+def subjects(state, timeouts, now_s) -> list:
+    return [(one.subject, one.section) for one in expired(state, timeouts, round(now_s * S))]
+
+
+def test_first_heartbeat_has_its_own_timeout():
+    """Until the first heartbeat the initial timeout counts from the attachment, afterwards the other one."""
+    assert subjects(rank(), ALL, 10.9) == []
+    assert subjects(rank(), ALL, 11) == [(Subject.INITIAL_HEARTBEAT, None)]
+    beating = rank(last_heartbeat_ns=20 * S)
+    assert subjects(beating, ALL, 24.9) == []
+    assert subjects(beating, ALL, 25) == [(Subject.HEARTBEAT, None)]
+
+
+def test_every_open_section_is_judged():
+    """An outer section that takes too long is found although the inner one is within its own timeout."""
+    state = rank(
+        last_heartbeat_ns=40 * S, sections=(OpenSection("setup", 20 * S), OpenSection("step", 40 * S, ordinal=1))
+    )
+    assert subjects(state, ALL, 41) == [(Subject.SECTION, "setup")]
+    assert subjects(state, ALL, 42) == [(Subject.SECTION, "setup"), (Subject.SECTION, "step")]
+
+
+def test_warmup_iterations_are_not_enforced():
+    """The cycle's first steps have no deadline, whatever is open around them."""
+    assert deadlines(rank(sections=(OpenSection("step", S, ordinal=0),)), replace(ALL, initial_heartbeat_s=None)) == []
+    assert deadlines(rank(sections=(OpenSection("step", S, ordinal=1),)), replace(ALL, initial_heartbeat_s=None))
+
+
+def test_time_outside_sections_counts_once_sections_were_used():
+    """A worker that never used a section is not judged by the time outside of them."""
+    only = Timeouts(out_of_section_s=3, sections={"step": 2})
+    assert subjects(rank(), only, 100) == []
+    assert subjects(rank(left_ns=10 * S), only, 13) == [(Subject.OUT_OF_SECTION, None)]
+    assert subjects(rank(left_ns=10 * S, sections=(OpenSection("eval", 11 * S),)), only, 100) == []
+
+
+def test_unknown_sections_and_none_are_not_enforced():
+    """A section without a timeout, or with none, has no deadline."""
+    state = rank(sections=(OpenSection("eval", S), OpenSection("data", S)))
+    assert deadlines(state, Timeouts(sections={"data": None, "step": 1})) == []
+
+
+def test_finished_and_plain_ranks_are_never_reported():
+    """A rank that finished, or never attached, has no deadline."""
+    late = rank(last_heartbeat_ns=S, sections=(OpenSection("setup", S),))
+    assert deadlines(late, ALL)
+    assert deadlines(replace(late, finished=True), ALL) == []
+    assert deadlines(replace(late, attached=False), ALL) == []
+
+
+def test_report_line_is_the_one_users_search_for():
+    """The line names rank, node, pid, section, timeout, time so far and iteration."""
+    state = rank(iteration=57, sections=(OpenSection("step", 0, ordinal=9),))
+    (one,) = expired(state, Timeouts(sections={"step": 180.0}), round(182.1 * S))
+    assert one.describe("worker-1") == (
+        "rank 3 (node worker-1, pid 4711): section 'step' exceeded 180.0 s (182.1 s so far, iteration 57)"
+    )
+
+
+def test_config_gives_the_timeouts():
+    """Every timeout of the config is enforced under its own meaning."""
+    config = FaultToleranceConfig(
+        initial_rank_heartbeat_timeout=8,
+        rank_heartbeat_timeout=4,
+        rank_section_timeouts={"step": 2},
+        rank_out_of_section_timeout=1,
+        num_warmup_iterations=6,
+    )
+    timeouts = Timeouts.from_config(config)
+    assert timeouts == Timeouts(
+        initial_heartbeat_s=8, heartbeat_s=4, sections={"step": 2}, out_of_section_s=1, num_warmup_iterations=6
+    )
+    assert timeouts.smallest_s() == 1
+    assert "step 2.0 s" in timeouts.describe()
+
+
+def test_nothing_enforced_sleeps_for_ever():
+    """Without a timeout there is nothing to wake up for."""
+    assert wake_at_ns([rank()], Timeouts(sections={"step": None}), 5) is None
+
+
+# The property: a watchdog that sleeps as told, and looks at nothing in between, notices every timeout at the very
+# nanosecond at which an all-seeing observer would.
+
+TICK = S // 1000
+seconds = st.one_of(st.none(), st.integers(1, 400).map(lambda ticks: ticks / 1000))
+events = st.lists(
+    st.tuples(
+        st.integers(0, 300),
+        st.sampled_from(["attach", "beat", "finish", "leave", "enter step", "enter setup", "enter other"]),
+    ),
+    max_size=14,
+)
+
+
+def play(script) -> list[tuple[int, RankState]]:
+    """Return what the board shows from each moment on."""
+    now, state, counts, history = 0, RankState(local_rank=0), {}, [(0, RankState(local_rank=0))]
+    for wait, event in script:
+        now += wait * TICK + 1
+        if event == "attach" and not state.attached:
+            state = replace(state, attached=True, attached_ns=now)
+        elif not state.attached:
+            continue
+        elif event == "beat":
+            state = replace(state, last_heartbeat_ns=now)
+        elif event == "finish":
+            state = replace(state, finished=True)
+        elif event == "leave" and state.sections:
+            inner = state.sections[:-1]
+            state = replace(state, sections=inner, depth=len(inner), left_ns=state.left_ns if inner else now)
+        elif event.startswith("enter"):
+            name = event.split()[1]
+            opened = (*state.sections, OpenSection(name, now, counts.get(name, 0)))
+            counts[name] = counts.get(name, 0) + 1
+            state = replace(state, sections=opened, depth=len(opened))
+        history.append((now, state))
+    return history
+
+
+@given(
+    scripts=st.lists(events, min_size=1, max_size=3),
+    first=seconds,
+    beat=seconds,
+    step=seconds,
+    setup=seconds,
+    outside=seconds,
+    warmup=st.integers(0, 2),
+)
+def test_sleeping_watchdog_never_oversleeps(scripts, first, beat, step, setup, outside, warmup):
+    """Sleeping until the earliest deadline, or the smallest timeout from now, is exact: nothing is noticed late."""
+    timeouts = Timeouts(
+        initial_heartbeat_s=first,
+        heartbeat_s=beat,
+        sections={"step": step, "setup": setup},
+        out_of_section_s=outside,
+        num_warmup_iterations=warmup,
+    )
+    histories = [play(script) for script in scripts]
+    end = max(history[-1][0] for history in histories) + S
+
+    def all_seeing() -> int | None:
+        moments = []
+        for history in histories:
+            for (since, state), (until, _) in zip(history, [*history[1:], (end + 1, None)], strict=True):
+                moments += [max(at, since) for at in deadlines(state, timeouts) if max(at, since) < until]
+        return min(moments, default=None)
+
+    now, seen = 0, None
+    for _ in range(10_000):
+        states = [[state for since, state in history if since <= now][-1] for history in histories]
+        if any(expired(state, timeouts, now) for state in states):
+            seen = now
+            break
+        wake = wake_at_ns(states, timeouts, now)
+        if wake is None or wake > end:
+            break
+        assert wake > now
+        now = wake
+    assert seen == all_seeing()

@@ -1,0 +1,323 @@
+"""The heartbeat board: what a worker writes is what its node reads, whatever happens to the worker."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import ConfigError, OutlastError
+from outlast.runtime import board_page as layout
+from outlast.runtime.board import MAX_DEPTH, MAX_NAMES, OTHER, Board, RankPage
+
+
+@pytest.fixture
+def board(tmp_path):
+    made = Board.create(str(tmp_path / "board"), num_ranks=2)
+    yield made
+    made.close()
+    made.unlink()
+
+
+@pytest.fixture
+def page(board) -> RankPage:
+    page = board.rank(1)
+    page.attach(pid=os.getpid(), global_rank=5, cycle=3)
+    return page
+
+
+def names(state) -> list[str]:
+    return [section.name for section in state.sections]
+
+
+def test_reader_sees_what_worker_wrote(board, page):
+    """Every fact that a worker writes comes out of a read, and ranks do not touch each other's pages."""
+    page.heartbeat()
+    page.set_iteration(41)
+    page.enter("step")
+    page.enter("data")
+    page.set_durable_iteration(40)
+    page.set_collectives(17)
+    page.set_restored()
+    state = board.read(1)
+    assert (state.global_rank, state.pid, state.cycle, state.attached) == (5, os.getpid(), 3, True)
+    assert (state.iteration, state.durable_iteration, state.reports_progress) == (41, 40, True)
+    assert (state.collectives, state.restored, state.finished) == (17, True, False)
+    assert names(state) == ["step", "data"]
+    assert state.attached_ns <= state.last_heartbeat_ns <= state.sections[0].start_ns <= state.sections[1].start_ns
+    assert (state.num_entries, state.num_heartbeats, state.torn) == (2, 1, False)
+    other = board.read(0)
+    assert (other.attached, other.pid, other.global_rank, other.collectives) == (False, 0, -1, -1)
+    assert other.durable_iteration is None
+
+
+def test_second_process_opens_same_board(board, page):
+    """A board opened by its path shows the same pages."""
+    page.enter("setup")
+    opened = Board.open(board.path)
+    assert names(opened.read(1)) == ["setup"]
+    assert opened.token == board.token
+    opened.close()
+
+
+def test_sections_nest_and_are_measured(board, page):
+    """Closed sections leave a count and a longest duration; so does the time outside of all of them."""
+    for _ in range(3):
+        page.enter("step")
+        page.enter("step")
+        page.leave()
+        page.leave("step")
+    state = board.read(1)
+    assert state.sections == ()
+    assert state.counts == {"step": 6}
+    assert state.longest_s["step"] > 0
+    assert state.longest_s[""] > 0
+    assert state.left_ns > 0
+
+
+def test_sections_may_be_left_in_any_order(board, page):
+    """Leaving an outer section first keeps the inner one with its own start."""
+    page.enter("outer")
+    page.enter("inner")
+    start = board.read(1).sections[1].start_ns
+    assert page.leave("outer")
+    (left,) = board.read(1).sections
+    assert (left.name, left.start_ns) == ("inner", start)
+    assert not page.leave("outer")
+    assert page.leave("inner")
+    assert board.read(1).sections == ()
+    assert not page.leave()
+
+
+def test_first_durations_of_a_warmup_do_not_count(board):
+    """A first iteration, slow by nature, does not become the longest one."""
+    page = board.rank(0)
+    page.attach(pid=1, global_rank=0, cycle=0, warmup={"step": 1})
+    page.enter("step")
+    page.leave()
+    assert "step" not in board.read(0).longest_s
+    page.enter("step")
+    assert board.read(0).sections[0].ordinal == 1
+    page.leave()
+    assert board.read(0).longest_s["step"] > 0
+    assert board.read(0).counts["step"] == 2
+
+
+def test_deep_sections_are_counted_and_said_once(board, page, caplog):
+    """Sections beyond the depth are measured, not recorded; nothing breaks, and it is said once."""
+    for depth in range(MAX_DEPTH + 3):
+        page.enter(f"d{depth}")
+    state = board.read(1)
+    assert names(state) == [f"d{depth}" for depth in range(MAX_DEPTH)]
+    assert state.depth == MAX_DEPTH + 3
+    assert len(caplog.records) == 1
+    while page.leave():
+        pass
+    state = board.read(1)
+    assert (state.depth, state.sections) == (0, ())
+    assert state.counts[f"d{MAX_DEPTH + 2}"] == 1
+
+
+def test_more_names_than_slots_share_one(board, page, caplog):
+    """Names beyond the table share one slot, which is said once; earlier ones keep theirs."""
+    for number in range(MAX_NAMES + 4):
+        page.enter(f"n{number}")
+        page.leave()
+    state = board.read(1)
+    assert state.counts["n0"] == state.counts[f"n{MAX_NAMES - 1}"] == 1
+    assert state.counts[OTHER] == 4
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["x" * 39, "ü" * 19, "größer/als-sonst 1"])
+def test_names_survive_the_page(board, page, name):
+    """Any text of up to 39 bytes is a section's name."""
+    page.enter(name)
+    assert names(board.read(1)) == [name]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 40, "a\0b"])
+def test_unfit_names_are_refused(page, name):
+    """A name that does not fit is refused at once, not cut."""
+    with pytest.raises(ConfigError, match="1 to 39 bytes"):
+        page.enter(name)
+
+
+def test_sections_of_other_threads_do_no_harm(board, page, caplog):
+    """Sections belong to the thread that attached; others' are ignored, said once, and heartbeats always count."""
+    page.enter("step")
+
+    def meddle():
+        page.enter("loader")
+        page.heartbeat()
+        page.leave("loader")
+        page.leave("step")
+        page.leave()
+
+    thread = threading.Thread(target=meddle)
+    thread.start()
+    thread.join(10)
+    state = board.read(1)
+    assert names(state) == ["step"]
+    assert state.num_heartbeats == 1
+    assert "loader" not in state.counts
+    assert len(caplog.records) == 1
+
+
+def test_stop_request_reaches_worker_even_before_it_attached(board):
+    """A notice that comes before the worker is ready is not lost."""
+    board.request_stop(0)
+    page = board.rank(0)
+    page.attach(pid=1, global_rank=0, cycle=0)
+    assert page.stop_requested()
+    assert not board.rank(1).stop_requested()
+
+
+def test_assigned_page_names_its_process_until_worker_attaches(board):
+    """The agent's note of a pid shows before the attachment and never overwrites the worker's own."""
+    board.assign(0, pid=77, global_rank=4, cycle=1)
+    state = board.read(0)
+    assert (state.pid, state.global_rank, state.attached) == (77, 4, False)
+    page = board.rank(0)
+    page.attach(pid=78, global_rank=4, cycle=1)
+    board.assign(0, pid=77, global_rank=4, cycle=1)
+    assert board.read(0).pid == 78
+
+
+def test_entries_are_counted_within_the_iteration(board, page):
+    """The order within an iteration starts anew with it; writing the same number again changes nothing."""
+    page.enter("a")
+    page.set_iteration(1)
+    page.enter("b")
+    page.set_iteration(1)
+    page.enter("c")
+    state = board.read(1)
+    assert (state.num_entries, state.num_entries_in_iteration) == (3, 2)
+
+
+def test_writer_stopped_in_an_update_is_read_all_the_same(board, page):
+    """A writer that never finishes its update costs the reader a bounded time, and the rest is still told."""
+    page.set_iteration(9)
+    page.enter("step")
+    board._page(1)[layout.SEQ] += 1
+    state = board.read(1)
+    assert state.torn
+    assert (state.iteration, names(state)) == (9, ["step"])
+    page.enter("data")  # had it only been slow, its next update mends the page
+    state = board.read(1)
+    assert (state.torn, names(state)) == (False, ["step", "data"])
+
+
+def test_finished_rank_says_so(board, page):
+    """The time from the last section to the end counts as time outside sections."""
+    page.enter("step")
+    page.leave()
+    page.finish()
+    page.finish()
+    state = board.read(1)
+    assert state.finished
+    assert state.longest_s[""] > 0
+
+
+def test_existing_file_is_refused(board):
+    """A board never takes over another cycle's file."""
+    with pytest.raises(OutlastError, match="exists already"):
+        Board.create(board.path, num_ranks=2)
+    assert board.read(0).pid == 0
+
+
+def test_folder_that_cannot_hold_a_board_is_named(tmp_path):
+    """A missing folder is an error that names the path."""
+    with pytest.raises(OutlastError, match="none/board cannot be made"):
+        Board.create(str(tmp_path / "none" / "board"), num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has 0 bytes"),
+        (b"x" * 8192, "is no board"),
+        (layout.MAGIC.to_bytes(8, "little") + (99).to_bytes(8, "little") + bytes(8), "has format 99"),
+        (layout.MAGIC.to_bytes(8, "little") + (1).to_bytes(8, "little") + (7).to_bytes(8, "little"), "7 ranks"),
+    ],
+)
+def test_foreign_file_is_no_board(tmp_path, content, message):
+    """A file that is no board, of another format or cut is refused with the reason."""
+    path = tmp_path / "foreign"
+    path.write_bytes(content)
+    with pytest.raises(OutlastError, match=message):
+        Board.open(str(path))
+
+
+def test_missing_board_and_rank_are_named(board, tmp_path):
+    """A board that is not there and a rank that it does not have are errors that say so."""
+    with pytest.raises(OutlastError, match="cannot be opened"):
+        Board.open(str(tmp_path / "gone"))
+    with pytest.raises(OutlastError, match="none of number 2"):
+        board.read(2)
+
+
+def test_file_goes_with_its_maker(board, tmp_path):
+    """Only the maker removes the file, and more than once does no harm."""
+    opened = Board.open(board.path)
+    opened.unlink()
+    assert Path(board.path).exists()
+    board.unlink()
+    board.unlink()
+    assert not Path(board.path).exists()
+    opened.close()
+
+
+def test_anonymous_board_has_no_file(tmp_path):
+    """A board without a file is shared by its path while its maker lives, and leaves nothing behind."""
+    made = Board.create_anonymous()
+    page = made.rank(0)
+    page.attach(pid=1, global_rank=0, cycle=0)
+    opened = Board.open(made.path)
+    page.enter("step")
+    assert names(opened.read(0)) == ["step"]
+    opened.close()
+    path = made.path
+    made.close()
+    made.unlink()
+    with pytest.raises(OutlastError):
+        Board.open(path)
+
+
+WRITER = """
+import sys
+from outlast.runtime.board import Board
+page = Board.open(sys.argv[1]).rank(0)
+page.attach(pid=1, global_rank=0, cycle=0)
+a, b = page.intern("a"), page.intern("b")
+print("ready", flush=True)
+while True:
+    page.open(a); page.open(b); page.shut(b); page.shut(a)
+"""
+
+
+@pytest.mark.process
+def test_snapshots_of_a_busy_writer_fit_together(board):
+    """However fast another process opens and closes sections, a snapshot never mixes two moments."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, board.path], stdout=subprocess.PIPE)
+    try:
+        assert writer.stdout.readline() == b"ready\n"
+        torn = 0
+        for _ in range(3000):
+            state = board.read(0)
+            torn += state.torn
+            assert state.torn or names(state) in ([], ["a"], ["a", "b"])
+            starts = [section.start_ns for section in state.sections]
+            assert state.torn or starts == sorted(starts)
+            assert state.torn or state.depth == len(starts)
+        assert torn < 30
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(10)
+        assert board.read(0).counts["a"] > 0  # the page survives its writer
+    finally:
+        writer.kill()
+        writer.wait(10)
+        writer.stdout.close()
