@@ -4,11 +4,11 @@ One mapping per node and cycle: a header page, then one page per local rank. A w
 aligned 8-byte stores: no system call, no lock, and nothing that could block training; the page survives the
 worker for the post-mortem. All times are ``CLOCK_MONOTONIC`` nanoseconds, one clock for a node's processes.
 
-A *sequence lock* guards the few words that must agree (the stack of open sections). Its writer
-makes the sequence odd, writes, makes it even; a reader that meets an odd or changed sequence reads again,
-boundedly often, since a writer may have been stopped or killed in the middle; it then takes what it sees and
-says so (``RankState.torn``). Readers that act on what they saw read twice, which also covers machines that
-reorder stores.
+A *sequence lock* guards the few words that must agree (the stack of open sections). Its writer numbers an update
+in the last of these words, makes it, and numbers it again in the first; a reader copies them all at once, and
+when the two numbers differ it reads again, boundedly often, since a writer may have been stopped or killed in the
+middle; it then takes what it sees and says so (``RankState.torn``). Readers that act on what they saw read twice,
+which also covers machines that reorder stores.
 
 Rejected: a ``multiprocessing.shared_memory`` block (its resource tracker removes it too early), a socket per
 rank (several microseconds a heartbeat, and it can block), ctypes structures (three times slower).
@@ -121,9 +121,7 @@ class Board:
             return cls._fill(path, fd, num_ranks)
         except OSError as error:
             os.unlink(path)
-            raise OutlastError(
-                f"heartbeat board {path} cannot be made: {error}; free some of its space"
-            ) from error
+            raise OutlastError(f"heartbeat board {path} cannot be made: {error}; free some of its space") from error
         finally:
             os.close(fd)
 
@@ -181,9 +179,7 @@ class Board:
                     "agent and workers must use the same outlast"
                 )
             if num_ranks < 1 or size != layout.PAGE_BYTES * (num_ranks + 1):
-                raise OutlastError(
-                    f"heartbeat board {path} has {size} bytes, which does not fit {num_ranks} ranks"
-                )
+                raise OutlastError(f"heartbeat board {path} has {size} bytes, which does not fit {num_ranks} ranks")
             return cls(path, fd, num_ranks, owned=False)
         finally:
             os.close(fd)
@@ -218,9 +214,7 @@ class Board:
 
     def _page(self, local_rank: int) -> memoryview:
         if not 0 <= local_rank < self.num_ranks:
-            raise OutlastError(
-                f"heartbeat board {self.path} has {self.num_ranks} ranks, none of number {local_rank}"
-            )
+            raise OutlastError(f"heartbeat board {self.path} has {self.num_ranks} ranks, none of number {local_rank}")
         return self._words[layout.PAGE_WORDS * (local_rank + 1) : layout.PAGE_WORDS * (local_rank + 2)]
 
     def read(self, local_rank: int) -> RankState:
@@ -229,14 +223,17 @@ class Board:
         Blocks: at most about 10 ms, when the writer was stopped or killed in the middle of an update.
         """
         page = self._page(local_rank)
-        for attempt in range(40):
-            before = page[layout.SEQ]
-            words = layout.PAGE.unpack(bytes(page))
-            if not before & 1 and words[layout.SEQ] == before == page[layout.SEQ]:
-                return _decode(local_rank, words, torn=False)
-            if attempt >= 20:  # the writer was preempted: it needs a processor, not another look
-                time.sleep(0.0005)
-        return _decode(local_rank, words, torn=True)
+        hot = page[: layout.HOT_WORDS]
+        for attempt in range(60):
+            words = layout.HOT.unpack(bytes(hot))
+            if torn := words[layout.DONE] != words[layout.BEGUN]:
+                if attempt >= 40:  # the writer was preempted: it needs a processor, not another look
+                    time.sleep(0.0005)
+                continue
+            break
+        # Names and durations are single words, written before (a name) or after the sections that use them.
+        rest = layout.PAGE.unpack(bytes(page))[layout.HOT_WORDS :]
+        return _decode(local_rank, words + rest, torn=torn)
 
     def read_all(self) -> list[RankState]:
         """Return a snapshot of every rank, by local rank."""

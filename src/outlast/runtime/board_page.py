@@ -30,16 +30,19 @@ VERSION = 1
 # Words of the header page.
 H_MAGIC, H_VERSION, H_RANKS, H_TOKEN = range(4)
 # Words of a rank's page.
-SEQ, PID, RANK, CYCLE, ATTACHED, FINISHED, ITERATION, DURABLE, REPORTS, RESTORED = range(10)
+DONE, PID, RANK, CYCLE, ATTACHED, FINISHED, ITERATION, DURABLE, REPORTS, RESTORED = range(10)
 BEAT, FIRST_BEAT, NUM_BEATS, LONGEST_GAP, COLLECTIVES, STOP = range(10, 16)
 DEPTH, ENTRIES, ENTRIES_AT_ITERATION, LEFT, LONGEST_OUTSIDE, NUM_NAMES = range(16, 22)
 STACK = 24  # MAX_DEPTH x (name | ordinal << 8, start)
-NAMES = STACK + 2 * MAX_DEPTH  # (MAX_NAMES + 1) x (NAME_WORDS of text, longest, count)
+BEGUN = STACK + 2 * MAX_DEPTH
+HOT_WORDS = BEGUN + 1
+NAMES = HOT_WORDS  # (MAX_NAMES + 1) x (NAME_WORDS of text, longest, count)
 NAME_WORDS = 5
 SLOT_WORDS = NAME_WORDS + 2
 MAX_NAME_BYTES = 8 * NAME_WORDS - 1
 PAGE_WORDS = PAGE_BYTES // 8
 assert NAMES + SLOT_WORDS * (MAX_NAMES + 1) <= PAGE_WORDS
+HOT = struct.Struct(f"={HOT_WORDS}q")
 PAGE = struct.Struct(f"={PAGE_WORDS}q")
 NAME = struct.Struct(f"={NAME_WORDS}q")
 _get_ident = threading.get_ident
@@ -75,9 +78,7 @@ class RankPage:
         self._owner = _get_ident()
         self._beat = self._gap = self._num_beats = self._left = self._outside = 0
 
-    def attach(
-        self, *, pid: int, global_rank: int, cycle: int, warmup: Mapping[str, int] | None = None
-    ) -> None:
+    def attach(self, *, pid: int, global_rank: int, cycle: int, warmup: Mapping[str, int] | None = None) -> None:
         """Claim the page for this process and thread, and clear what it held.
 
         Args:
@@ -124,7 +125,7 @@ class RankPage:
         ordinal = entries[index]
         entries[index] = ordinal + 1
         stack.append((index, now, ordinal))
-        words[SEQ] = seq = self._seq + 1
+        words[BEGUN] = seq = self._seq + 1
         if depth < MAX_DEPTH:
             words[STACK + 2 * depth] = index | ordinal << 8
             words[STACK + 1 + 2 * depth] = now
@@ -132,7 +133,7 @@ class RankPage:
             self._say_deep(index)
         words[DEPTH] = depth + 1
         words[ENTRIES] += 1
-        words[SEQ] = self._seq = seq + 1
+        words[DONE] = self._seq = seq
         if not depth and (left := self._left) and now - left > self._outside:
             self._outside = words[LONGEST_OUTSIDE] = now - left
 
@@ -150,11 +151,11 @@ class RankPage:
         words = self._words
         _, start, ordinal = stack.pop()
         depth = len(stack)
-        words[SEQ] = seq = self._seq + 1
+        words[BEGUN] = seq = self._seq + 1
         words[DEPTH] = depth
         if not depth:
             self._left = words[LEFT] = now
-        words[SEQ] = self._seq = seq + 1
+        words[DONE] = self._seq = seq
         self._measured(index, now - start, ordinal)
 
     def _measured(self, index: int, took_ns: int, ordinal: int) -> None:
@@ -216,12 +217,12 @@ class RankPage:
         now = now_ns()
         _, start, ordinal = stack.pop(at)
         words = self._words
-        words[SEQ] = seq = self._seq + 1
+        words[BEGUN] = seq = self._seq + 1
         for depth, (name, begun, nth) in enumerate(stack[:MAX_DEPTH]):
             words[STACK + 2 * depth] = name | nth << 8
             words[STACK + 1 + 2 * depth] = begun
         words[DEPTH] = len(stack)
-        words[SEQ] = self._seq = seq + 1
+        words[DONE] = self._seq = seq
         self._measured(index, now - start, ordinal)
 
     def _say_foreign(self, index: int) -> None:
