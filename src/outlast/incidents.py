@@ -6,6 +6,7 @@ of the journal. All are plain msgspec structs, written as JSON, and carry facts,
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -76,8 +77,10 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.pid is not None:
             who += f" (pid {self.pid})"
         what = {
-            IncidentKind.WORKER_DIED: f"was ended by signal {-(self.exit_code or 0)}",
-            IncidentKind.WORKER_FAILED: f"failed with exit code {self.exit_code}",
+            IncidentKind.WORKER_DIED: f"was ended by {_signal_name(self.exit_code)}",
+            IncidentKind.WORKER_FAILED: "failed"
+            if self.exit_code is None
+            else f"failed with exit code {self.exit_code}",
             IncidentKind.WORKER_HUNG: "hangs",
             IncidentKind.NODE_LOST: "is lost",
             IncidentKind.CANNOT_START: "could not start its workers",
@@ -90,6 +93,13 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if text := self.evidence.get("summary"):
             line += f": {text}"
         return line
+
+
+def _signal_name(exit_code: int | None) -> str:
+    try:
+        return signal.Signals(-(exit_code or 0)).name
+    except ValueError:
+        return f"signal {-(exit_code or 0)}"
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

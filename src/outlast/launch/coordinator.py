@@ -135,6 +135,9 @@ class Coordinator:
         self.phase = Phase.ADOPTING if settings.former_host is not None else Phase.FORMING
         self.nodes: dict[str, Node] = {}
         self.stop: m.Stop | None = None
+        if state.finished:
+            reason = "an earlier job finished the run; to train anew, name another --run-dir"
+            self.phase, self.stop = Phase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
         self._record, self._remember, self._learn = record, remember, learn
         self._slots: tuple[Slot, ...] = tuple(Slot() for _ in range(settings.num_slots))
         self._ended: _Ended | None = None

@@ -107,6 +107,7 @@ class Link:
         self._server: ControlServer | None = None
         self._hosted: TCPStore | None = None
         self._job: JobInProgress | None = None
+        self._listener: threading.Thread | None = None
         self._lifeline: Lifeline | None = None
         self._sender = threading.Thread(target=self._run, name="outlast-link-send", daemon=True)
         self._broken = threading.Event()
@@ -131,6 +132,8 @@ class Link:
         self._closing.set()
         self._outgoing.put(None)
         self._sender.join(1.0)
+        if self._listener is not None:
+            self._listener.join(1.0)
         if self._lifeline is not None:
             self._lifeline.close()
         if server is not None:
@@ -193,6 +196,8 @@ class Link:
                 except queue.Empty:
                     continue
                 if pending is None:
+                    # Wake the listener: a thread inside a store call must not be left to the interpreter's end.
+                    store.queue_push(channel_key(self.node, self.epoch), m.encode(m.Wait(reason="the link is closed")))
                     return
                 store.queue_push("inbox", m.encode(pending))
                 store.check(["job"])  # a push is fire-and-forget; an answer to this says that it arrived
@@ -217,8 +222,10 @@ class Link:
         store.set_timeout(_FOREVER)
         key = channel_key(self.node, self.epoch)
         try:
-            while True:
-                self._deliver(m.decode_to_node(bytes(store.queue_pop(key, block=True))))
+            while not self._closing.is_set():
+                news = m.decode_to_node(bytes(store.queue_pop(key, block=True)))
+                if not self._closing.is_set():
+                    self._deliver(news)
         except (DistError, RuntimeError, RendezvousError) as error:
             if not self._closing.is_set():
                 log.debug("waiting for the coordinator failed: %s", _first_line(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import difflib
 import os
 import shutil
 from collections.abc import Sequence
@@ -78,11 +79,9 @@ class _Parser:
             flag = message.removeprefix("unrecognized arguments:").split()[0]
             if flag.startswith("--ft"):
                 raise ConfigError(unknown_flag_message(flag))
-            known = [option for action in self.parser._actions for option in action.option_strings]
-            from outlast.config.base import nearest
-
-            hint = nearest(flag.split("=")[0], known)
-            hint = hint if hint.startswith("did you mean") else "see outlast run --help"
+            known = {option.lstrip("-") for action in self.parser._actions for option in action.option_strings}
+            close = difflib.get_close_matches(flag.lstrip("-").partition("=")[0], sorted(known), n=1, cutoff=0.7)
+            hint = f"did you mean --{close[0]}?" if close else "see outlast run --help"
             raise ConfigError(f"unknown option {flag}; {hint}")
         raise ConfigError(f"{message}; see outlast run --help")
 

@@ -17,7 +17,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -127,7 +126,7 @@ class OutlastRendezvous(RendezvousHandler):
         Raises:
             RendezvousTimeoutError: It was not complete in ``join_timeout`` seconds (spares wait on).
             RendezvousConnectionError: The control store is out of reach.
-            RendezvousGracefulExitError: The job is over and this node was a spare.
+            SystemExit: With 0: the job is over and this node was a spare.
         """
         self._store = self._hosted = None
         ended = None
@@ -165,7 +164,10 @@ class OutlastRendezvous(RendezvousHandler):
                 case m.Stop():
                     self._closed = True
                     if news.exit_code == ExitReason.FINISHED:
-                        raise RendezvousGracefulExitError(news.reason)
+                        # RendezvousGracefulExitError would say it, but torch 2.13's launcher fails on its own
+                        # handling of it (AttributeError: 'NoneType' object has no attribute 'is_failed').
+                        log.info("%s; this spare was not needed", news.reason)
+                        raise SystemExit(0)
                     raise RendezvousClosedError(news.reason)
                 case LinkFailed() | LinkDown():
                     raise RendezvousConnectionError(news.error)

@@ -1,0 +1,336 @@
+"""The coordinator's promises, proven without a network: messages in, messages out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.incidents import Incident, IncidentKind
+from outlast.launch import messages as m
+from outlast.launch.coordinator import Coordinator, JobSettings, Phase
+from outlast.policy.ladder import LadderState, Limits
+
+
+class Job:
+    """A coordinator with nodes that do as they are told, as far as a test lets them."""
+
+    def __init__(self, num_slots: int = 2, **settings: Any) -> None:
+        self.now_s = 0.0
+        self.state = LadderState()
+        settings = {"limits": Limits(max_restarts=5), **settings}
+        self.coordinator = Coordinator(
+            JobSettings(job="job", num_slots=num_slots, **settings),
+            self.state,
+            record=lambda kind, cycle, data: None,
+            remember=self._remember,
+            learn=lambda cycle, seen, expired: None,
+        )
+        self.said: dict[str, list[m.ToNode]] = {}
+        self.running: dict[str, m.Start] = {}
+        self.beats: dict[str, int] = {}
+        self.mute: set[str] = set()
+        """Nodes that died: they answer nothing any more."""
+
+    def _remember(self, state: LadderState) -> None:
+        self.state = state
+
+    def say(self, message: m.ToCoordinator) -> None:
+        self._deliver(self.coordinator.handle(message, self.now_s))
+
+    def join(self, name: str, *, ended: m.CycleFacts | None = None, nproc: int = 2, wish: int | None = None) -> None:
+        self.beats.setdefault(name, 0)
+        self.running.pop(name, None)
+        self.say(m.Join(node=name, epoch=f"{name}-1", addr=name, nproc=nproc, ended=ended, wish=wish))
+
+    def fail(self, name: str, kind: IncidentKind = IncidentKind.WORKER_DIED, **facts: Any) -> None:
+        cycle = self.running[name].cycle
+        incident = Incident(kind=kind, node=name, cycle=cycle, exit_code=-9)
+        self.join(name, ended=m.CycleFacts(cycle=cycle, incident=incident, **facts))
+
+    def die(self, name: str) -> None:
+        self.mute.add(name)
+        self.running.pop(name, None)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time go by in steps of a second; the living beat."""
+        for _ in range(int(seconds)):
+            self.now_s += 1.0
+            for name in self.beats:
+                self.beats[name] += name not in self.mute
+            self._deliver(self.coordinator.judge_beats(self.beats, self.now_s, since_last_s=1.0))
+
+    def finish_all(self) -> None:
+        for name, start in list(self.running.items()):
+            self.say(m.Finished(node=name, epoch=f"{name}-1", facts=m.CycleFacts(cycle=start.cycle)))
+
+    def _deliver(self, outbox: list[tuple[str, str, m.ToNode]]) -> None:
+        for name, epoch, message in outbox:
+            self.said.setdefault(name, []).append(message)
+            if name in self.mute:
+                continue
+            if isinstance(message, m.Prepare):
+                self.say(m.Master(node=name, epoch=epoch, cycle=message.cycle, addr=name, port=1000 + message.cycle))
+            elif isinstance(message, m.Start):
+                self.running[name] = message
+            elif isinstance(message, m.CycleOver) and name in self.running:
+                self.join(name, ended=m.CycleFacts(cycle=message.cycle))
+
+
+def ranks(job: Job) -> dict[str, int]:
+    return {name: start.node_rank for name, start in job.running.items()}
+
+
+def test_cycle_starts_once_every_slot_has_a_node() -> None:
+    """Nobody starts before the world is complete; then each node knows its ranks, and all the same master."""
+    job = Job(num_slots=3)
+    job.join("a")
+    job.join("b")
+    assert not job.running
+    job.join("c")
+    assert ranks(job) == {"a": 0, "b": 1, "c": 2}
+    assert {start.base_rank for start in job.running.values()} == {0, 2, 4}
+    assert {(s.master_addr, s.master_port, s.world_size) for s in job.running.values()} == {("a", 1000, 6)}
+
+
+def test_surplus_node_never_disturbs() -> None:
+    """A node too many waits, whether it comes while the world forms or runs, and may die at any time."""
+    job = Job()
+    for name in ("a", "b", "c"):
+        job.join(name)
+    before = dict(job.running)
+    job.join("d")
+    job.die("d")
+    job.pass_time(10)
+    job.join("e")
+    assert job.running == before
+    assert isinstance(job.said["c"][-1], m.Wait)
+    assert isinstance(job.said["e"][-1], m.Wait)
+
+
+def test_joiner_that_dies_while_forming_leaves_no_hole() -> None:
+    """A node that joined and died before the world was complete holds nobody up."""
+    job = Job()
+    job.join("a")
+    job.die("a")
+    job.pass_time(10)
+    job.join("b")
+    job.join("c")
+    assert ranks(job) == {"b": 0, "c": 1}
+
+
+def test_nodes_keep_their_slots_over_a_restart() -> None:
+    """After a failure every node gets the ranks that it had, on a fresh port, in the next cycle."""
+    job = Job(num_slots=3)
+    for name in ("a", "b", "c"):
+        job.join(name)
+    before = ranks(job)
+    job.fail("b")
+    assert ranks(job) == before
+    assert {start.cycle for start in job.running.values()} == {1}
+    assert {start.master_port for start in job.running.values()} == {1001}
+
+
+def test_lost_node_gives_its_slot_to_the_spare() -> None:
+    """The spare takes the lost node's ranks; the others keep theirs; the world's size stays."""
+    job = Job()
+    for name in ("a", "b", "s"):
+        job.join(name)
+    job.die("a")
+    job.fail("b", IncidentKind.WORKER_FAILED)  # what the loss does to its peer
+    job.pass_time(8)
+    assert ranks(job) == {"s": 0, "b": 1}
+    assert job.state.node_faults == {"a": 1}, "the peer's collateral failure is not charged to it"
+
+
+def test_lost_node_that_comes_back_hears_that_its_cycle_is_over() -> None:
+    """A node that was only away must not let its ranks go on in a cycle that is over."""
+    job = Job()
+    for name in ("a", "b", "s"):
+        job.join(name)
+    job.die("b")
+    job.pass_time(8)
+    assert any(isinstance(message, m.CycleOver) and message.cycle == 0 for message in job.said["b"])
+
+
+def test_world_waits_for_a_node_then_stops_with_the_reason() -> None:
+    """Without a spare the job waits join_timeout seconds for a node and then stops, saying why."""
+    job = Job(join_timeout_s=20.0)
+    job.join("a")
+    job.join("b")
+    job.die("b")
+    job.pass_time(15)
+    assert job.coordinator.phase == Phase.FORMING
+    job.pass_time(30)
+    assert job.coordinator.stop is not None
+    assert job.coordinator.stop.exit_code == 1
+    assert "no spare" in job.coordinator.stop.reason
+
+
+def test_world_shrinks_when_the_script_allows_it() -> None:
+    """With min_nodes the survivors go on as a smaller world, in the same order."""
+    job = Job(num_slots=3, min_nodes=2)
+    for name in ("a", "b", "c"):
+        job.join(name)
+    job.die("a")
+    job.pass_time(8)
+    assert ranks(job) == {"b": 0, "c": 1}
+    assert {start.world_size for start in job.running.values()} == {4}
+
+
+def test_spare_with_fewer_workers_cannot_take_a_slot() -> None:
+    """A slot's ranks go only to a node that can carry as many."""
+    job = Job()
+    job.join("a")
+    job.join("b")
+    job.join("small", nproc=1)
+    job.die("b")
+    job.pass_time(8)
+    assert not job.running
+    job.join("fits")
+    assert ranks(job) == {"a": 0, "fits": 1}
+
+
+def test_finished_run_ends_for_everyone_and_is_not_restarted() -> None:
+    """Once all slots finished, spares too are told to stop with 0, and so is whoever comes later."""
+    job = Job()
+    for name in ("a", "b", "s"):
+        job.join(name)
+    job.finish_all()
+    job.join("late")
+    assert {name: said[-1].exit_code for name, said in job.said.items() if isinstance(said[-1], m.Stop)} == {
+        "a": 0,
+        "b": 0,
+        "s": 0,
+        "late": 0,
+    }
+    assert job.state.finished
+
+
+def test_node_that_finished_runs_again_when_a_peer_fails() -> None:
+    """A finished node is not the end: when another one fails, all start again together."""
+    job = Job()
+    job.join("a")
+    job.join("b")
+    job.say(m.Finished(node="a", epoch="a-1", facts=m.CycleFacts(cycle=0)))
+    job.fail("b")
+    assert {start.cycle for start in job.running.values()} == {1}
+    assert set(job.running) == {"a", "b"}
+
+
+def test_second_agent_of_the_same_name_is_turned_away() -> None:
+    """Two living agents of one name: the first goes on, the second gets exit code 2 and the remedy."""
+    job = Job()
+    job.join("a")
+    job.say(m.Join(node="a", epoch="a-2", addr="a", nproc=2))
+    job.pass_time(3)
+    refusals = [message for message in job.said["a"] if isinstance(message, m.Stop)]
+    assert [refusal.exit_code for refusal in refusals] == [2]
+    assert "--node-name" in refusals[0].reason
+
+
+def test_new_agent_of_a_dead_one_takes_its_name() -> None:
+    """An agent that was restarted under its old name is let in once the old one is known to be dead."""
+    job = Job()
+    job.join("a")
+    job.join("b")
+    job.die("b")
+    job.say(m.Join(node="b", epoch="b-2", addr="b", nproc=2))
+    job.mute.discard("b")
+    job.beats["b"] = 0
+    job.coordinator.nodes["b"].beat = 0  # the old life's counter stands still
+    job.mute.add("b")
+    job.pass_time(8)
+    assert job.coordinator.nodes["b"].epoch == "b-2"
+
+
+def test_takeover_keeps_cycle_and_slots() -> None:
+    """A new coordinator rebuilds the job from what the agents hold; a cycle that runs goes on untouched."""
+    job = Job(num_slots=2, former_host="x")
+    for slot, name in enumerate(("a", "b")):
+        job.beats[name] = 0
+        place = m.Place(cycle=7, slot=slot, num_slots=2)
+        job.say(m.Register(node=name, epoch=f"{name}-1", addr=name, nproc=2, place=place, running=True))
+    assert job.coordinator.phase == Phase.RUNNING
+    assert job.coordinator.cycle == 7
+    assert not any(job.said.values())
+
+
+def test_takeover_replaces_the_node_that_hosted_the_store() -> None:
+    """The slot that nobody claims went down with the old store's host; a spare takes it in the next cycle."""
+    job = Job(num_slots=2, former_host="host")
+    job.beats.update(b=0, s=0)
+    place = m.Place(cycle=3, slot=1, num_slots=2)
+    job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place))
+    job.join("b", ended=m.CycleFacts(cycle=3, durable_iteration=40, progress_known=True))
+    job.say(m.Register(node="s", epoch="s-1", addr="s", nproc=2))
+    job.join("s")
+    job.pass_time(8)
+    assert ranks(job) == {"s": 0, "b": 1}
+    assert {start.cycle for start in job.running.values()} == {4}
+    assert job.state.best_durable == 40
+    assert job.state.node_faults == {"host": 1}
+
+
+def test_divided_network_does_not_make_two_runs() -> None:
+    """Where both halves of a divided network could be complete, only the one with most slots' holders goes on."""
+    job = Job(num_slots=2, max_nodes=4, former_host="host")
+    place = m.Place(cycle=3, slot=1, num_slots=2)
+    job.beats.update(b=0, s=0)
+    job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place))
+    job.join("b", ended=m.CycleFacts(cycle=3))
+    job.say(m.Register(node="s", epoch="s-1", addr="s", nproc=2))
+    job.join("s")
+    job.pass_time(30)
+    assert not job.running
+
+
+@pytest.mark.parametrize("order", [("root", "peer"), ("peer", "root")])
+def test_cause_is_what_cannot_be_an_effect(order: tuple[str, str]) -> None:
+    """A killed rank is the cause, its peer's exception the effect, whichever is told first."""
+    job = Job()
+    job.join("root")
+    job.join("peer")
+    incidents = {
+        "root": Incident(kind=IncidentKind.WORKER_DIED, node="root", rank=0, exit_code=-9),
+        "peer": Incident(kind=IncidentKind.WORKER_FAILED, node="peer", rank=2, exit_code=1),
+    }
+    job.mute = {"root", "peer"}
+    for name in order:
+        job.join(name, ended=m.CycleFacts(cycle=0, incident=incidents[name]))
+    assert job.state.node_faults == {"root": 1}
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["join", "fail", "die", "time", "finish"]), st.sampled_from("abcde")), max_size=40
+)
+
+
+@given(EVENTS)
+def test_whatever_happens_a_cycle_is_one_world(events: list[tuple[str, str]]) -> None:
+    """For any order of joins, failures and deaths: no cycle starts twice on a node, each one that starts is whole,
+    with every slot held by one living node, and cycles without progress are bounded."""
+    job = Job(limits=Limits(max_restarts=4, max_no_progress_cycles=100))
+    for action, name in events:
+        if action == "join" and name not in job.beats:
+            job.join(name)
+        elif action == "fail" and name in job.running:
+            job.fail(name)
+        elif action == "die" and name in job.beats:
+            job.die(name)
+        elif action == "time":
+            job.pass_time(7)
+        elif action == "finish":
+            job.finish_all()
+    starts = [message for said in job.said.values() for message in said if isinstance(message, m.Start)]
+    for said in job.said.values():
+        cycles = [message.cycle for message in said if isinstance(message, m.Start)]
+        assert cycles == sorted(set(cycles))
+    for cycle in {start.cycle for start in starts}:
+        world = [start for start in starts if start.cycle == cycle]
+        assert sorted(start.node_rank for start in world) == [0, 1]
+        assert sorted(start.base_rank for start in world) == [0, 2]
+        assert len({(start.master_addr, start.master_port) for start in world}) == 1
+    assert len({start.cycle for start in starts}) <= 5

@@ -1,0 +1,238 @@
+"""`outlast run` on real processes: what a fault costs, when it ends, and with which exit code."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind
+from outlast.testing import Cluster
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+SESSION_LIKE = """
+import os, sys
+from outlast.monitor import RankMonitor
+monitor = RankMonitor()
+monitor.report_progress()
+cycle = int(os.environ["OUTLAST_CYCLE"])
+print("start of cycle", cycle, flush=True)
+saves = sys.argv[1] == "saves"
+if saves:
+    monitor.set_durable_iteration(10 * (cycle + 1))
+if not saves or cycle < 5:
+    raise SystemExit(7)
+monitor.finish()
+"""
+
+HANGING = """
+import ctypes, os, signal, sys, time
+import torch, torch.distributed as dist
+from outlast.monitor import RankMonitor
+dist.init_process_group("gloo")
+monitor, total = RankMonitor(), torch.ones(1)
+def next_batch(iteration):
+    if iteration == 12 and dist.get_rank() == 2 and os.environ["OUTLAST_CYCLE"] == "0":
+        how = sys.argv[1]
+        if how == "sleeps":
+            time.sleep(600)
+        elif how == "holds the GIL":
+            ctypes.PyDLL(None).sleep(600)
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP)
+for iteration in range(16):
+    monitor.set_iteration(iteration)
+    with monitor.section("step"):
+        next_batch(iteration)
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+assert total.item() == 1.0
+monitor.finish()
+"""
+
+UNTIL_TOLD = """
+import os, pathlib, sys, time
+print("rank", os.environ["RANK"], "runs", flush=True)
+deadline = time.monotonic() + 90
+while not pathlib.Path(sys.argv[1]).exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+"""
+
+
+def write(folder: Path, code: str) -> Path:
+    script = folder / "train.py"
+    script.write_text(code)
+    return script
+
+
+def verdicts(cluster: Cluster) -> list[dict[str, object]]:
+    return [event.data for event in cluster.events() if event.kind == EventKind.VERDICT]
+
+
+def started_cycles(cluster: Cluster) -> set[int | None]:
+    return {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED}
+
+
+def test_crash_before_every_save_stops_with_93(tmp_path: Path) -> None:
+    """A script that reports its saves and crashes before the next one gets 3 cycles, then exit code 93."""
+    script = write(tmp_path, SESSION_LIKE)
+    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+        assert cluster.wait(timeout_s=90) == [ExitReason.NO_PROGRESS]
+        assert started_cycles(cluster) == {0, 1, 2}
+        assert (tmp_path / "run" / "ladder.json").exists()
+
+
+def test_crash_after_every_save_goes_on_to_the_end(tmp_path: Path) -> None:
+    """Five crashes with a new durable generation before each are no reason to stop, with --max-restarts=1."""
+    script = write(tmp_path, SESSION_LIKE)
+    options = ["--max-restarts=1"]
+    with Cluster(script, "saves", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
+        assert cluster.wait(timeout_s=90) == [0]
+        assert started_cycles(cluster) == set(range(6))
+
+
+def test_total_budget_bounds_even_progress(tmp_path: Path) -> None:
+    """--max-restarts-total ends a run that does get further, with exit code 1: trying again can help."""
+    script = write(tmp_path, SESSION_LIKE)
+    options = ["--max-restarts-total=2"]
+    with Cluster(script, "saves", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
+        assert cluster.wait(timeout_s=90) == [ExitReason.FAILED]
+        assert started_cycles(cluster) == {0, 1, 2}
+
+
+def test_finished_run_is_not_started_again(tmp_path: Path) -> None:
+    """A second job of a finished run ends at once with 0 and starts no worker."""
+    script = write(tmp_path, "print('trained', flush=True)")
+    for num_starts in (1, 1):
+        with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+            assert cluster.wait(timeout_s=60) == [0]
+            events = [event for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED]
+            assert len(events) == num_starts
+
+
+@pytest.mark.parametrize("how", ["sleeps", "holds the GIL", "is stopped"])
+def test_hang_names_the_one_culprit(how: str, tmp_path: Path) -> None:
+    """Of 4 ranks that all exceed the timeout the one that the others wait for is named, with its section, its
+    iteration and the line it hangs on; its stacks are kept; the next cycle runs to its end."""
+    script = write(tmp_path, HANGING)
+    options = ["--ft-rank_section_timeouts=step:1.5"]
+    with Cluster(script, how, run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2, options=options) as cluster:
+        assert cluster.wait(timeout_s=90) == [0, 0]
+        first = verdicts(cluster)[0]
+        incident = first["incident"]
+        assert isinstance(incident, dict)
+        assert (incident["kind"], incident["rank"], incident["iteration"]) == ("worker_hung", 2, 12)
+        assert incident["section"] == "step"
+        assert "next_batch" in incident["evidence"]["stack_line"]
+        assert "next_batch" in (tmp_path / "run" / "stacks" / "cycle-0" / "rank-2.txt").read_text()
+        assert started_cycles(cluster) == {0, 1}
+        pattern = (
+            r"\[RankMonitor\] rank \d \(node node-\d, pid \d+\): section 'step' exceeded 1\.5 s \(.* iteration 12\)"
+        )
+        assert re.search(pattern, cluster.agent(0).output() + cluster.agent(1).output())
+
+
+def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
+    """When the agent that hosts the control store is killed, another one takes over, the spare takes its ranks, the
+    other node keeps its own, and the budget remembers what was used."""
+    leave = tmp_path / "leave"
+    script = write(tmp_path, UNTIL_TOLD)
+    with Cluster(
+        script, str(leave), run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1,
+        options=["--ft-node_heartbeat_timeout=2"],
+    ) as cluster:  # fmt: skip
+        cluster.wait_for("rank 0 runs", timeout_s=60)
+        cluster.wait_for("rank 1 runs", timeout_s=60)
+        spare = cluster.add_node("spare")
+        cluster.wait_for("the node is a spare", timeout_s=60)
+        host = next(agent for agent in cluster.agents if "hosts the control store" in agent.output())
+        host.kill()
+        cluster.assert_no_orphans(within_s=2)
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.node == "spare", timeout_s=60)
+        leave.touch()
+        codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(timeout_s=60), strict=True))
+        assert codes.pop(host.name) == -signal.SIGKILL
+        assert set(codes.values()) == {0}
+        ranks = {
+            e.node: e.data["ranks"] for e in cluster.events() if e.kind == EventKind.CYCLE_STARTED and e.cycle == 0
+        }
+        after = {
+            e.node: e.data["ranks"] for e in cluster.events() if e.kind == EventKind.CYCLE_STARTED and e.cycle == 1
+        }
+        other = next(name for name in ranks if name != host.name)
+        assert after == {spare.name: ranks[host.name], other: ranks[other]}
+        assert '"restarts_total": 1' in (tmp_path / "run" / "ladder.json").read_text()
+
+
+def test_dead_zygote_is_replaced(tmp_path: Path) -> None:
+    """When the process that starts workers is killed, its workers die with it and a new one starts the next cycle."""
+    leave = tmp_path / "leave"
+    script = write(tmp_path, UNTIL_TOLD)
+    with Cluster(script, str(leave), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
+        cluster.wait_for("rank 0 runs", timeout_s=60)
+        cluster.wait_for("rank 1 runs", timeout_s=60)
+        zygote = psutil.Process(cluster.worker_pid(0)).parent()
+        assert zygote is not None
+        zygote.kill()
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.cycle == 1, timeout_s=60)
+        leave.touch()
+        assert cluster.wait(timeout_s=60) == [0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_a_plain_script_with_the_signals_code(number: signal.Signals, tmp_path: Path) -> None:
+    """A script that saves nothing ends at the first signal; the exit code says which; nobody is left."""
+    script = write(tmp_path, UNTIL_TOLD)
+    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1) as cluster:
+        cluster.wait_for("rank 0 runs", timeout_s=60)
+        cluster.wait_for("rank 1 runs", timeout_s=60)
+        cluster.agent(0).signal(number)
+        assert cluster.wait(timeout_s=60) == [128 + number, 128 + number]
+        assert not cluster.processes()
+
+
+def test_second_signal_ends_workers_that_take_their_time(tmp_path: Path) -> None:
+    """A worker that ignores the notice is killed at the second signal, long before the grace is over."""
+    code = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('noticed', flush=True))\n" + UNTIL_TOLD
+    script = write(tmp_path, code)
+    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+        cluster.wait_for("rank 0 runs", timeout_s=60)
+        cluster.agent(0).signal(signal.SIGTERM)
+        cluster.wait_for("noticed", timeout_s=30)
+        cluster.agent(0).signal(signal.SIGTERM)
+        assert cluster.wait(timeout_s=30) == [128 + signal.SIGTERM]
+
+
+def test_programs_and_modules_and_fresh_interpreters_run_too(tmp_path: Path) -> None:
+    """What is no Python script, --module and --no-warm-start get the same environment and restarts."""
+    program = tmp_path / "train.sh"
+    program.write_text("#!/bin/sh\necho program rank $RANK cycle $OUTLAST_CYCLE\n[ $OUTLAST_CYCLE = 1 ]\n")
+    program.chmod(0o755)
+    with Cluster(program, run_dir=tmp_path / "a", num_nodes=1, nproc_per_node=2, options=["--no-python"]) as cluster:
+        assert cluster.wait(timeout_s=60) == [0]
+        assert "program rank 1 cycle 1" in cluster.agent(0).output()
+    with Cluster("this", run_dir=tmp_path / "b", num_nodes=1, nproc_per_node=1, options=["--module"]) as cluster:
+        assert cluster.wait(timeout_s=60) == [0]
+        assert "Beautiful is better than ugly" in cluster.agent(0).output()
+    script = write(tmp_path, "import sys; print('torch' in sys.modules, flush=True)")
+    with Cluster(script, run_dir=tmp_path / "c", num_nodes=1, nproc_per_node=1, options=["--no-warm-start"]) as cluster:
+        assert cluster.wait(timeout_s=60) == [0]
+        assert "False" in cluster.agent(0).output()
+
+
+def test_output_goes_where_torchrun_puts_it(tmp_path: Path) -> None:
+    """--redirects writes files per attempt and rank, --tee also prints with torch's prefix."""
+    script = write(tmp_path, "import sys; print('to stdout'); print('to stderr', file=sys.stderr)")
+    options = ["--redirects=2", "--tee=1", f"--log-dir={tmp_path / 'logs'}"]
+    with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
+        assert cluster.wait(timeout_s=60) == [0]
+        assert "[default0]:to stdout" in cluster.agent(0).output()
+        assert "to stderr" not in cluster.agent(0).output()
+    (stderr,) = tmp_path.glob("logs/*/attempt_0/0/stderr.log")
+    assert "to stderr" in stderr.read_text()

@@ -1,0 +1,127 @@
+"""`outlast run`'s options: torchrun's, ours, and one clear line for each mistake before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import ConfigError
+from outlast.launch.options import make_parser, parse_options
+from outlast.launch.torchrun_parser import make_torchrun_parser
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    return "train.py"
+
+
+def test_every_option_of_torchrun_is_there() -> None:
+    """The installed torchrun's options are all accepted, with their own spellings."""
+    from torch.distributed.run import get_args_parser
+
+    def spellings(parser: object) -> set[str]:
+        return {option for action in parser._actions for option in action.option_strings}  # type: ignore[attr-defined]
+
+    assert spellings(make_torchrun_parser()) == spellings(get_args_parser())
+    assert spellings(get_args_parser()) <= spellings(make_parser())
+
+
+def test_parsing_imports_no_torch(script: str) -> None:
+    """A mistyped option is answered without the second that torch's import takes."""
+    code = (
+        "import sys; from outlast.launch.options import parse_options; "
+        f"parse_options(['{script}']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_reference_launch_line_is_understood(script: str) -> None:
+    """The launch line that users of the reference know works as it is."""
+    options = parse_options(
+        [
+            "--rdzv_backend=c10d",
+            "--rdzv_endpoint=127.0.0.1:29500",
+            "--nnodes=2",
+            "--nproc-per-node=8",
+            "--ft-rank_section_timeouts=setup:600,step:180,checkpointing:420",
+            "--ft-rank_out_of_section_timeout=300",
+            script,
+            "--lr",
+            "0.1",
+        ]
+    )
+    assert options.fault_tolerance.rank_section_timeouts == {"setup": 600, "step": 180, "checkpointing": 420}
+    assert options.fault_tolerance.rank_out_of_section_timeout == 300
+    assert options.torchrun.training_script_args == ["--lr", "0.1"]
+    assert (options.num_slots, options.max_nodes) == (2, 2)
+
+
+def test_defaults(script: str) -> None:
+    """One node, fault tolerance on, three restarts, a run directory of its own."""
+    options = parse_options([script])
+    assert options.endpoints == "localhost:0"
+    assert options.fault_tolerance.enable_ft_package
+    assert options.torchrun.max_restarts == 3
+    assert options.run_dir.is_dir()
+    assert options.run_dir.parent.name == "outlast-runs"
+
+
+@pytest.mark.parametrize(
+    ("argv", "fault", "remedy"),
+    [
+        (["--bogus", "train.py"], "unknown option --bogus", "--help"),
+        (["--nproc-per-nod=2", "train.py"], "--nproc-per-nod", "--nproc-per-node"),
+        (["--ft-rank_heartbeat_timeou=3", "train.py"], "--ft-rank_heartbeat_timeou", "--ft-rank_heartbeat_timeout"),
+        (["--ft-rank_heartbeat_timeout=-3", "train.py"], "rank_heartbeat_timeout=-3", "above 0"),
+        (["--ft-rank_section_timeouts=step", "train.py"], "'step'", "setup:600"),
+        (["--nnodes=3:2", "train.py"], "--nnodes", "4:5"),
+        (["--nproc-per-node=0", "train.py"], "--nproc-per-node=0", "at least 1"),
+        (["--nproc-per-node=many", "train.py"], "'many'", "auto"),
+        (["--max-restarts=-1", "train.py"], "--max-restarts=-1", "negative"),
+        (["--max-restarts=x", "train.py"], "'x'", "--help"),
+        (["--rdzv-endpoint=host:http", "--nnodes=2", "train.py"], "'http'", "host:port"),
+        (["--rdzv-backend=etcd", "train.py"], "etcd", "leave the option out"),
+        (["--rdzv-conf=join_timeout=soon", "train.py"], "'soon'", "seconds"),
+        (["--no-python", "--module", "train.py"], "--no-python and --module", "leave one out"),
+        (["--run-dir=train.py", "train.py"], "not a folder", "name another"),
+        (["--run-dir=/proc/x", "train.py"], "/proc/x", "writable"),
+        (["--ft-min_nodes=3", "--nnodes=2", "train.py"], "min_nodes=3", "lower it"),
+        (
+            ["--ft-initial_rank_heartbeat_timeout=1", "--ft-rank_heartbeat_timeout=2", "train.py"],
+            "initial_rank_heartbeat_timeout=1.0",
+            "rank_heartbeat_timeout=2.0",
+        ),
+        (["gone.py"], "'gone.py' does not exist", "check its path"),
+        ([], "training_script", "--help"),
+    ],
+)
+def test_mistakes_name_the_fault_and_the_remedy(argv: list[str], fault: str, remedy: str, script: str) -> None:
+    """Bad input is one line that names what is wrong and what to do."""
+    with pytest.raises(ConfigError) as caught:
+        parse_options(argv)
+    assert fault in str(caught.value)
+    assert remedy in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.process
+def test_bad_input_ends_with_2_and_starts_nothing(script: str) -> None:
+    """The command prints the one line, exits with 2 and leaves no run directory behind."""
+    code = "import sys; from outlast.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", "--nnodes=0", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("outlast: --nnodes=")
+    assert os.listdir() == ["train.py"]
