@@ -76,9 +76,7 @@ class SimulatedFault:
                 os.close(os.open(self._marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
             except FileExistsError:
                 return
-        log.warning(
-            "[FaultTolerance] simulating %s on rank %d after iteration %d", self.fault, self.rank, iteration
-        )
+        log.warning("[FaultTolerance] simulating %s on rank %d after iteration %d", self.fault, self.rank, iteration)
         self._journal.write(
             EventKind.FAULT_SIMULATED,
             rank=self.rank,

@@ -36,10 +36,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(
-            self.fault_tolerance is None
-            or not self.fault_tolerance.enable_ft_package
-            or self.checkpoint is not None,
-            "fault_tolerance.enable_ft_package is on, but there is no checkpoint.directory to come back "
-            "from; name one",
+            self.fault_tolerance is None or not self.fault_tolerance.enable_ft_package or self.checkpoint is not None,
+            "fault_tolerance.enable_ft_package is on, but there is no checkpoint.directory to come back from; name one",
         )
         require(self.seed is None or self.seed >= 0, f"seed={self.seed} must not be negative")

@@ -108,9 +108,7 @@ class _Reader:
             elif value is None or is_none(value):
                 arguments[name] = None
             else:
-                raise ConfigError(
-                    f"{self.place(here, here)}: {value!r} is not a section with keys of its own"
-                )
+                raise ConfigError(f"{self.place(here, here)}: {value!r} is not a section with keys of its own")
         for field in fields.values():
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and field.name not in arguments:

@@ -13,9 +13,7 @@ __all__ = ["FaultToleranceConfig"]
 
 
 def _check_seconds(name: str, value: float | None) -> None:
-    require(
-        value is None or value > 0, f"{name}={value} must be above 0 seconds; write none to switch it off"
-    )
+    require(value is None or value > 0, f"{name}={value} must be above 0 seconds; write none to switch it off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +91,7 @@ class FaultToleranceConfig:
         _check_seconds("rank_out_of_section_timeout", self.rank_out_of_section_timeout)
         for name, seconds in self.rank_section_timeouts.items():
             _check_seconds(f"rank_section_timeouts[{name!r}]", seconds)
-            require(
-                0 < len(name.encode()) <= 39, f"section name {name!r} must have 1 to 39 bytes; shorten it"
-            )
+            require(0 < len(name.encode()) <= 39, f"section name {name!r} must have 1 to 39 bytes; shorten it")
         _check_seconds("node_heartbeat_timeout", self.node_heartbeat_timeout)
         require(self.safety_factor >= 1, f"safety_factor={self.safety_factor} must be at least 1")
         require(
@@ -107,9 +103,7 @@ class FaultToleranceConfig:
             f"max_no_progress_cycles={self.max_no_progress_cycles} must be at least 1",
         )
         require(self.max_node_faults >= 0, f"max_node_faults={self.max_node_faults} must not be negative")
-        require(
-            self.min_nodes is None or self.min_nodes >= 1, f"min_nodes={self.min_nodes} must be at least 1"
-        )
+        require(self.min_nodes is None or self.min_nodes >= 1, f"min_nodes={self.min_nodes} must be at least 1")
         require(self.shutdown_grace >= 0, f"shutdown_grace={self.shutdown_grace} must not be negative")
         require(
             self.rank_termination_signal in signal.Signals.__members__,

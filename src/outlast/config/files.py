@@ -77,9 +77,7 @@ def _parse_yaml(text: str, where: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigError(
-            f"{where}: YAML files need PyYAML; pip install 'outlast[yaml]', or write TOML"
-        ) from None
+        raise ConfigError(f"{where}: YAML files need PyYAML; pip install 'outlast[yaml]', or write TOML") from None
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -24,9 +24,7 @@ def add_ft_arguments(parser: argparse.ArgumentParser) -> None:
     With abbreviations a mistyped or shortened name would silently pass for another option.
     """
     parser.allow_abbrev = False
-    group = parser.add_argument_group(
-        "fault tolerance", "what is watched, for how long, how often to restart"
-    )
+    group = parser.add_argument_group("fault tolerance", "what is watched, for how long, how often to restart")
     for field in describe_fields(FaultToleranceConfig):
         add = _add_switch if field.type_name == "bool" else _add_option
         add(group, field)
@@ -35,13 +33,9 @@ def add_ft_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_option(group: argparse._ArgumentGroup, field: FieldDoc) -> None:
     shown, *others = _spellings(field.name)
     metavar = _metavar(field)
-    group.add_argument(
-        shown, dest=_dest(field.name), default=argparse.SUPPRESS, metavar=metavar, help=_help(field)
-    )
+    group.add_argument(shown, dest=_dest(field.name), default=argparse.SUPPRESS, metavar=metavar, help=_help(field))
     for spelling in others:
-        group.add_argument(
-            spelling, dest=_dest(field.name), default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+        group.add_argument(spelling, dest=_dest(field.name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def _add_switch(group: argparse._ArgumentGroup, field: FieldDoc) -> None:

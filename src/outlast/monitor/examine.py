@@ -83,12 +83,7 @@ def examine(
 def _collect(ranks: list[_Rank], answers: _Answers, started: float) -> None:
     while True:
         for rank in ranks:
-            if (
-                rank.dump is not None
-                and rank.dump.requested
-                and not rank.complete
-                and rank.dump.is_complete()
-            ):
+            if rank.dump is not None and rank.dump.requested and not rank.complete and rank.dump.is_complete():
                 rank.complete = True
                 if rank.woken:
                     _send(rank.state.pid, signal.SIGSTOP)

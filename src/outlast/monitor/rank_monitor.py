@@ -301,6 +301,4 @@ class RankMonitor:
             )
 
     def _who(self) -> str:
-        return (
-            f"rank {self.env.global_rank} (node {self.env.node}, pid {os.getpid()}, cycle {self.env.cycle})"
-        )
+        return f"rank {self.env.global_rank} (node {self.env.node}, pid {os.getpid()}, cycle {self.env.cycle})"

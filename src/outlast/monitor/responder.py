@@ -42,9 +42,7 @@ def count_collectives() -> int:
     total = 0
     for group in list(c10d._world.pg_map):
         try:
-            total += max(
-                group._get_backend(device)._get_sequence_number_for_group() for device in group._device_types
-            )
+            total += max(group._get_backend(device)._get_sequence_number_for_group() for device in group._device_types)
         except (RuntimeError, ValueError, AttributeError) as error:  # a backend without numbers
             log.debug("collectives of group %s are not known: %s", group, error)
             return -1
@@ -123,9 +121,7 @@ class Responder:
                 if self._socket.fileno() in ready:
                     self._answer()
         except Exception:
-            log.exception(
-                "[FaultTolerance] the thread that answers examiners failed: a culprit may not be found"
-            )
+            log.exception("[FaultTolerance] the thread that answers examiners failed: a culprit may not be found")
 
     def _answer(self) -> None:
         try:

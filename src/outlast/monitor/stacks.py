@@ -89,9 +89,7 @@ class Stack:
     def line(self) -> str | None:
         """The innermost line of the user's code, else the innermost of all; ``None`` for an empty stack."""
         return (
-            str(next((frame for frame in self.frames if not frame.is_library), self.frames[0]))
-            if self.frames
-            else None
+            str(next((frame for frame in self.frames if not frame.is_library), self.frames[0])) if self.frames else None
         )
 
     @property

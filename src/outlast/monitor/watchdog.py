@@ -133,9 +133,7 @@ class Watchdog:
                     sleep_s = min(sleep_s, (wake - self._clock.now_ns()) / 1e9)
                 self._stop.wait(max(0.0, sleep_s))
         except BaseException as error:  # the owner decides
-            log.exception(
-                "[RankMonitorServer] node %s: the watchdog failed; ranks are not watched", self._node
-            )
+            log.exception("[RankMonitorServer] node %s: the watchdog failed; ranks are not watched", self._node)
             if self._on_error is not None:
                 self._on_error(error)
 

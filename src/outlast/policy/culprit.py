@@ -117,9 +117,7 @@ def _by_process(ranks: list[Position]) -> tuple[list[Position], str]:
     kept = [one for one in ranks if _doing(one) == worst]
     gone = kept[0].process_state in ("Z", "X")
     reason = {
-        _STOPPED: "its process is gone"
-        if gone
-        else f"its process is stopped (state {kept[0].process_state})",
+        _STOPPED: "its process is gone" if gone else f"its process is stopped (state {kept[0].process_state})",
         _UNRESPONSIVE: "its interpreter does not answer (a C call that holds the GIL)",
         _BUSY: "it has not come to the collective that the others wait in",
         _UNKNOWN: "it is not seen to wait in a collective, unlike the others",

@@ -102,9 +102,7 @@ class Timeouts:
         named = [f"{name} {_seconds(seconds)}" for name, seconds in sorted(self.sections.items())]
         parts.append("section timeouts: " + (", ".join(named) or "none"))
         parts.append(f"out of section: {_seconds(self.out_of_section_s)}")
-        parts.append(
-            f"heartbeats: first {_seconds(self.initial_heartbeat_s)}, later {_seconds(self.heartbeat_s)}"
-        )
+        parts.append(f"heartbeats: first {_seconds(self.initial_heartbeat_s)}, later {_seconds(self.heartbeat_s)}")
         return "; ".join(parts)
 
 

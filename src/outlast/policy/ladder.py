@@ -77,9 +77,7 @@ class CycleEnd:
     """Nodes that wait for a slot and are not quarantined."""
 
     def __post_init__(self) -> None:
-        assert self.incident is not None or self.finished or self.preempted, (
-            "a failed cycle needs its incident"
-        )
+        assert self.incident is not None or self.finished or self.preempted, "a failed cycle needs its incident"
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -235,9 +233,7 @@ def _spent_budget(state: LadderState, limits: Limits) -> str | None:
     return None
 
 
-def _remedy(
-    state: LadderState, end: CycleEnd, incident: Incident, limits: Limits
-) -> tuple[Rung, str, tuple[str, ...]]:
+def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> tuple[Rung, str, tuple[str, ...]]:
     """Return the rung, what is done, and the nodes to quarantine."""
     node, faults = incident.node, state.node_faults.get(incident.node, 0)
     worn_out = 0 < limits.max_node_faults <= faults and node not in state.quarantined

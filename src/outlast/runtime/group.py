@@ -76,9 +76,7 @@ class Group:
         """
         import torch.distributed as dist
 
-        work: dist.Work = dist.all_reduce(
-            values, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True
-        )
+        work: dist.Work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
         return work
 
     def cut(self) -> None:
@@ -137,9 +135,7 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
     device.use_device(place.local_rank)
     timeout = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = next(
-            rendezvous(_meeting_point(place), place.global_rank, place.world_size, timeout=timeout)
-        )
+        store, _, _ = next(rendezvous(_meeting_point(place), place.global_rank, place.world_size, timeout=timeout))
         store.set_timeout(timeout)
         before = _connected_sockets()
         dist.init_process_group(
@@ -150,13 +146,9 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
             timeout=timeout,
         )
     except ValueError as error:
-        raise ConfigError(
-            f"it is not known where the ranks meet ({error}); set MASTER_ADDR and MASTER_PORT"
-        ) from error
+        raise ConfigError(f"it is not known where the ranks meet ({error}); set MASTER_ADDR and MASTER_PORT") from error
     except (RuntimeError, OutlastError) as error:
-        raise RendezvousError(
-            f"the ranks could not connect ({error}); see the log of the rank that left"
-        ) from error
+        raise RendezvousError(f"the ranks could not connect ({error}); see the log of the rank that left") from error
     return Group(None, _opened_since(before))
 
 
@@ -192,10 +184,7 @@ def _connected_sockets() -> frozenset[tuple[int, int]]:
             continue  # the listing's own descriptor, or one that closed meanwhile
         with socket.socket(fileno=copy) as connection:
             try:
-                if (
-                    connection.family in (socket.AF_INET, socket.AF_INET6)
-                    and connection.type == socket.SOCK_STREAM
-                ):
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                     connection.getpeername()
                     found.add((int(name), os.fstat(copy).st_ino))
             except OSError:

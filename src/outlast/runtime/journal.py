@@ -41,9 +41,7 @@ class Journal:
     Thread: any; lines of several threads do not mix.
     """
 
-    def __init__(
-        self, run_dir: str | os.PathLike[str] | None, *, run_id: str, job: str, node: str, proc: str
-    ) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str] | None, *, run_id: str, job: str, node: str, proc: str) -> None:
         self.run_id, self.job, self.node, self.proc = run_id, job, node, proc
         self.cycle: int | None = None
         """Written into every event that does not name another."""
@@ -100,9 +98,7 @@ class Journal:
             self._torn = problem is not None
         if problem is not None:
             if not self.num_lost:
-                log.warning(
-                    "journal %s cannot be written (%s); events are lost until it can", self.path, problem
-                )
+                log.warning("journal %s cannot be written (%s); events are lost until it can", self.path, problem)
             self.num_lost += 1
 
     def close(self) -> None:

@@ -46,9 +46,7 @@ class Agent:
         log_path: File that takes the output of the agent and of its workers.
     """
 
-    def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
         self.name = name
         self.log_path = log_path
         with log_path.open("ab") as log:
