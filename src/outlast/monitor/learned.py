@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from outlast.policy import timeouts as policy
 from outlast.policy.deadlines import Expired, Timeouts
 from outlast.policy.timeouts import Learned, Observation
 from outlast.runtime.board import RankState
+from outlast.runtime.files import write_atomically
 
 __all__ = ["FILE_NAME", "LearnedTimeouts", "Observation", "observe"]
 
@@ -123,21 +123,7 @@ class LearnedTimeouts:
             OSError: The run directory cannot be written.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f"{FILE_NAME}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(self._state), indent=2) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_atomically(self.path, msgspec.json.format(msgspec.json.encode(self._state), indent=2) + b"\n")
 
     @classmethod
     def update(
