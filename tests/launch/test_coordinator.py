@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import messages as m
-from outlast.launch.coordinator import Coordinator, JobSettings, Phase
+from outlast.launch.coordinator import Coordinator, Phase
+from outlast.launch.job import JobSettings
 from outlast.policy.ladder import LadderState, Limits
 
 
@@ -240,10 +241,10 @@ def test_new_agent_of_a_dead_one_takes_its_name() -> None:
     job.say(m.Join(node="b", epoch="b-2", addr="b", nproc=2))
     job.mute.discard("b")
     job.beats["b"] = 0
-    job.coordinator.nodes["b"].beat = 0  # the old life's counter stands still
+    job.coordinator.nodes.by_name["b"].beat = 0  # the old life's counter stands still
     job.mute.add("b")
     job.pass_time(8)
-    assert job.coordinator.nodes["b"].epoch == "b-2"
+    assert job.coordinator.nodes.by_name["b"].epoch == "b-2"
 
 
 def test_takeover_keeps_cycle_and_slots() -> None:

@@ -44,11 +44,12 @@ from outlast.launch.cycle import Cycle, prepare, torch_workers
 from outlast.launch.link import Link, LinkDown, LinkFailed, LinkUp
 from outlast.launch.options import RunOptions
 from outlast.launch.rendezvous import open_cycle_store
+from outlast.launch.workers import Workers
 from outlast.monitor.watchdog import HangReport
 from outlast.runtime.journal import Journal
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.store import TCPStore
-from outlast.runtime.zygote import Clear, Cleared, Exited, FailedToStart, Ready, SendSignal, Started, Zygote
+from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
 
 __all__ = ["Agent", "Notice"]
 
@@ -93,8 +94,7 @@ class Agent(SimpleElasticAgent):
         command: Kind and argv of a worker.
         base_env: Environment that every worker gets.
         logs_specs: Where output goes.
-        zygote: Started before this; the agent ends it.
-        new_zygote: Makes another one, should it die.
+        workers: This node's hold on its workers; the agent closes it.
         link: The link to the coordinator, not yet started.
         mailbox: Where the link and the signal handlers deliver.
         addr: Address of this node for its peers.
@@ -110,8 +110,7 @@ class Agent(SimpleElasticAgent):
         command: tuple[str, tuple[str, ...]],
         base_env: dict[str, str],
         logs_specs: LogsSpecs,
-        zygote: Zygote,
-        new_zygote: Callable[[], Zygote],
+        workers: Workers,
         link: Link,
         mailbox: Mailbox[object],
         addr: str,
@@ -121,7 +120,7 @@ class Agent(SimpleElasticAgent):
         self.num_cycles = 0
         """Cycles that this node took part in."""
         self._command, self._base_env, self._logs_specs = command, base_env, logs_specs
-        self._zygote, self._new_zygote = zygote, new_zygote
+        self._workers = workers
         self._link, self._mailbox, self._addr = link, mailbox, addr
         self._state = State.JOINING
         self._cycle: Cycle | None = None
@@ -132,8 +131,6 @@ class Agent(SimpleElasticAgent):
         """Where this node was in the last cycle that it started."""
         self._ended: m.CycleFacts | None = None
         """What was told of the last cycle, should it have to be told again."""
-        self._clearing = 0
-        """Clear requests under way."""
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self._signal = 0
         self._job = ""
@@ -166,7 +163,7 @@ class Agent(SimpleElasticAgent):
         if self._cycle is not None:
             self._cycle.close(wait_for_logs=True)
             self._cycle = None
-        self._zygote.close()
+        self._workers.close()
         self._link.close()
         self._cycle_store = None
         if self._journal is not None:
@@ -176,9 +173,9 @@ class Agent(SimpleElasticAgent):
 
     def _wait_and_handle(self) -> None:
         timeout_s = None if self._deadline is None else max(0.0, self._deadline[0] - clock.now_s())
-        readable, _, _ = select.select([self._zygote.fileno(), self._mailbox.fileno()], [], [], timeout_s)
-        if self._zygote.fileno() in readable:
-            self._on_zygote()
+        readable, _, _ = select.select([self._workers.fileno(), self._mailbox.fileno()], [], [], timeout_s)
+        if self._workers.fileno() in readable:
+            self._on_workers()
         if self._mailbox.fileno() in readable:
             for news in self._mailbox.take_all():
                 self._on_news(news)
@@ -186,13 +183,12 @@ class Agent(SimpleElasticAgent):
             action, self._deadline = self._deadline[1], None
             action()
 
-    def _on_zygote(self) -> None:
-        match self._zygote.receive():
+    def _on_workers(self) -> None:
+        match self._workers.receive():
             case None:
-                self._on_zygote_lost()
-            case Ready() as news:
-                for module, error in news.failed.items():
-                    log.warning("module %s could not be preloaded: %s", module, error)
+                self._on_workers_lost()
+            case Ready():
+                pass
             case Started() as news:
                 self._on_started(news)
             case FailedToStart() as news:
@@ -200,7 +196,6 @@ class Agent(SimpleElasticAgent):
             case Exited() as news:
                 self._on_exited(news)
             case Cleared():
-                self._clearing -= 1
                 self._start_if_ready()
 
     def _on_news(self, news: object) -> None:
@@ -312,7 +307,7 @@ class Agent(SimpleElasticAgent):
 
     def _start_if_ready(self) -> None:
         start = self._start
-        if start is None or self._clearing or self._state != State.JOINING:
+        if start is None or not self._workers.are_cleared or self._state != State.JOINING:
             return
         self._start = None
         if self._place is not None and start.cycle <= self._place.cycle:
@@ -347,8 +342,8 @@ class Agent(SimpleElasticAgent):
         self._worker_group.group_world_size = start.num_nodes  # type: ignore[assignment]
         number, put = start.cycle, self._mailbox.put
         try:
-            cycle.spawn(
-                self._zygote,
+            self._workers.start(cycle)
+            cycle.watch(
                 on_hang=lambda report: put(_Hang(number, report)),
                 on_error=lambda error: put(_Broken("the watchdog", error)),
             )
@@ -472,20 +467,16 @@ class Agent(SimpleElasticAgent):
         cycle.over = True
         self._write(EventKind.CYCLE_ENDED, reason=reason, iterations=cycle.iterations())
         self._join(facts)
-        self._clearing += 1
+        self._workers.expect_clear()
         if self.options.restart_grace_s > 0 and not cycle.all_ended:
-            self._zygote_send(SendSignal(signal=signal.SIGTERM))
-            self._set_deadline(self.options.restart_grace_s, lambda: self._zygote_send(Clear()))
+            self._workers.terminate()
+            self._set_deadline(self.options.restart_grace_s, self._workers.clear)
         else:
-            self._zygote_send(Clear())
+            self._workers.clear()
         cycle.close()
 
-    def _on_zygote_lost(self) -> None:
+    def _on_workers_lost(self) -> None:
         """Go on after the process that starts workers died; the kernel has killed the workers with it."""
-        log.error("[outlast] the process that starts workers died (pid %d); starting another", self._zygote.pid)
-        self._zygote.close()
-        self._zygote = self._new_zygote()
-        self._clearing = 0
         if self._state == State.STOPPING:
             self._finish(self.stop)
         elif self._state == State.LEAVING:
@@ -511,7 +502,7 @@ class Agent(SimpleElasticAgent):
         if self._state in (State.LEAVING, State.STOPPING):
             log.warning("[outlast] received %s again: ending the workers now", name)
             self._deadline = None
-            self._kill_rest()
+            self._workers.kill()
             return
         self._signal = notice.signal
         self._write(EventKind.NOTICE, signal=notice.signal)
@@ -527,23 +518,12 @@ class Agent(SimpleElasticAgent):
             grace_s,
         )
         self._state = State.LEAVING
-        self._notify_workers()
+        self._workers.notify(cycle)
         self._set_deadline(grace_s, self._on_grace_over)
-
-    def _notify_workers(self) -> None:
-        cycle = self._cycle
-        assert cycle is not None
-        for key, worker in cycle.workers.items():
-            if worker.exit_code is None:
-                # The worker alone, not its group: its data loaders must live on while it saves.
-                self._zygote_send(SendSignal(signal=signal.SIGTERM, key=key, group=False))
 
     def _on_grace_over(self) -> None:
         log.warning("[outlast] the workers did not end in time; killing them")
-        self._kill_rest()
-
-    def _kill_rest(self) -> None:
-        self._zygote_send(SendSignal(signal=signal.SIGKILL))
+        self._workers.kill()
 
     def _leave(self, *, saved: bool, whole_job: bool = True) -> None:
         cycle = self._cycle
@@ -576,7 +556,7 @@ class Agent(SimpleElasticAgent):
             self._finish(stop)
             return
         self._state = State.STOPPING
-        self._notify_workers()
+        self._workers.notify(cycle)
         preempted = stop.exit_code == ExitReason.PREEMPTED
         grace_s = self.options.fault_tolerance.shutdown_grace if preempted else self.options.workers_stop_timeout_s
         self._set_deadline(grace_s, self._on_grace_over)
@@ -592,12 +572,6 @@ class Agent(SimpleElasticAgent):
         self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=reason))
 
     # -- small things ------------------------------------------------------------------------------------------
-
-    def _zygote_send(self, request: Clear | SendSignal) -> None:
-        try:
-            self._zygote.send(request)
-        except OutlastError as error:
-            log.debug("%s", error)  # its end is seen by the loop, which then goes on without it
 
     def _plain_incident(
         self, kind: IncidentKind, summary: str, cycle: int | None = None, exit_code: int | None = None

@@ -22,7 +22,8 @@ from outlast.config import FaultToleranceConfig
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind
 from outlast.launch import messages as m
-from outlast.launch.coordinator import Coordinator, JobSettings
+from outlast.launch.coordinator import Coordinator
+from outlast.launch.job import JobSettings
 from outlast.launch.lifeline import LifelineServer
 from outlast.monitor.learned import LearnedTimeouts
 from outlast.policy.deadlines import Expired
@@ -160,7 +161,7 @@ class ControlServer:
         return not isinstance(message, m.Quit)
 
     def _judge_beats(self, now_s: float) -> list[tuple[str, str, m.ToNode]]:
-        nodes = list(self._coordinator.nodes.values())
+        nodes = list(self._coordinator.nodes)
         if not nodes:
             return []
         counters = self._store.multi_get([beat_key(node.name, node.epoch) for node in nodes])

@@ -24,45 +24,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 from outlast.errors import ExitReason
-from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import EventKind, Rung, Verdict
 from outlast.launch import messages as m
 from outlast.launch.adoption import Adoption
+from outlast.launch.ending import Ending, highest_durable, observations
+from outlast.launch.job import JobSettings
+from outlast.launch.nodes import Node, Nodes, Outbox
 from outlast.policy import ladder
-from outlast.policy.culprit import Position, find_culprit
 from outlast.policy.deadlines import Expired
-from outlast.policy.ladder import CycleEnd, LadderState, Limits
-from outlast.policy.slots import Candidate, Slot, fill_slots, root_cause, shrink
+from outlast.policy.ladder import CycleEnd, LadderState
+from outlast.policy.slots import fill_slots, shrink
 from outlast.policy.timeouts import Observation
 
-__all__ = ["Coordinator", "JobSettings", "Node", "Outbox"]
+__all__ = ["Coordinator", "Phase"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSettings:
-    """What the coordinator is told about the job."""
-
-    job: str
-    num_slots: int
-    """Nodes that train at a time; more than these wait as spares."""
-    max_nodes: int = 0
-    """Most nodes that may join; 0 = not known."""
-    former_host: str | None = None
-    """Node that hosted the control store before, when the job is in progress and lost it; else ``None``."""
-    min_nodes: int | None = None
-    """Smallest world to shrink to when no spare is left; ``None`` = never shrink."""
-    limits: Limits = field(default_factory=Limits)
-    join_timeout_s: float = 600.0
-    """How long an incomplete cycle may wait for nodes before the job stops."""
-    node_timeout_s: float = 5.0
-    """How long a node may give no sign of life."""
-    goodbye_timeout_s: float = 5.0
-    """How long the coordinator waits for nodes to hear that the job is over."""
 
 
 class Phase(StrEnum):
@@ -73,36 +52,6 @@ class Phase(StrEnum):
     PREPARING = "preparing"
     RUNNING = "running"
     OVER = "over"
-
-
-@dataclass(slots=True, kw_only=True)
-class Node:
-    """What the coordinator knows of one life of one node's agent."""
-
-    name: str
-    epoch: str
-    candidate: Candidate
-    addr: str
-    ready: bool = True
-    """It waits for a cycle; otherwise it is in one."""
-    last: m.ToNode | None = None
-    """What it was told last."""
-    beat: int = -1
-    beat_at_s: float = 0.0
-
-
-Outbox = list[tuple[str, str, m.ToNode]]
-"""(node, epoch, message) to be sent."""
-
-
-@dataclass(slots=True)
-class _Ended:
-    """What was gathered about the cycle that is ending."""
-
-    incidents: list[Incident] = field(default_factory=list)
-    positions: list[Position] = field(default_factory=list)
-    facts: list[m.CycleFacts] = field(default_factory=list)
-    expired: list[Expired] = field(default_factory=list)
 
 
 class Coordinator:
@@ -133,27 +82,25 @@ class Coordinator:
         self.cycle = 0
         """The cycle that forms or runs."""
         self.phase = Phase.ADOPTING if settings.former_host is not None else Phase.FORMING
-        self.nodes: dict[str, Node] = {}
+        self.nodes = Nodes(settings.num_slots)
         self.stop: m.Stop | None = None
         if state.finished:
             reason = "an earlier job finished the run; to train anew, name another --run-dir"
             self.phase, self.stop = Phase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
         self._record, self._remember, self._learn = record, remember, learn
-        self._slots: tuple[Slot, ...] = tuple(Slot() for _ in range(settings.num_slots))
-        self._ended: _Ended | None = None
+        self._ending: Ending | None = None
+        """The cycle that is ending, until all of its nodes have told what they know."""
         self._adoption = Adoption(settings.num_slots)
         self._has_majority = True
         """Most of the slots' holders took part when this coordinator took over (or it always was the only one)."""
         self._finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished one may say goodbye before the others."""
-        self._num_joins = 0
         self._waiting_since_s: float | None = None
         self._early: dict[str, m.CycleFacts] = {}
         """Facts of nodes that joined while the job was being taken over."""
         self._claims: dict[str, m.Join] = {}
         """Joins under a name whose former life is not yet known to be over."""
-        self._out: Outbox = []
-        self._over_at_s = 0.0
+        self._over_at_s: float | None = None
 
     # -- what comes in -----------------------------------------------------------------------------------------
 
@@ -173,7 +120,7 @@ class Coordinator:
                 else:
                     self._on_known(message, node, now_s)
         self._advance(now_s)
-        return self._take_out()
+        return self.nodes.take_out()
 
     def judge_beats(self, beats: Mapping[str, int], now_s: float, *, since_last_s: float) -> Outbox:
         """Find nodes that gave no sign of life.
@@ -183,26 +130,24 @@ class Coordinator:
             now_s: Monotonic seconds.
             since_last_s: Seconds since the last call; after a long pause of our own nobody is judged.
         """
-        paused = since_last_s > self.settings.node_timeout_s / 2
-        for node in list(self.nodes.values()):
-            beat = beats.get(node.name, node.beat)
-            if beat != node.beat or paused:
-                node.beat, node.beat_at_s = beat, now_s
-                if (claim := self._claims.get(node.name)) is not None and not paused:
-                    self._refuse(claim, node)
-            elif now_s - node.beat_at_s > self.settings.node_timeout_s:
-                self._lose(node, f"no sign of life for {now_s - node.beat_at_s:.1f} s", now_s)
+        timeout_s = self.settings.node_timeout_s
+        alive, silent = self.nodes.judge_beats(beats, now_s, timeout_s=timeout_s, paused=since_last_s > timeout_s / 2)
+        for node in alive:
+            if (claim := self._claims.get(node.name)) is not None:
+                self._refuse(claim, node)
+        for node in silent:
+            self._lose(node, f"no sign of life for {now_s - node.beat_at_s:.1f} s", now_s)
         self._advance(now_s)
-        return self._take_out()
+        return self.nodes.take_out()
 
     @property
     def may_close(self) -> bool:
         """Whether the job is over and every node that lives has heard so."""
-        return self.phase == Phase.OVER and not self.nodes
+        return self.phase == Phase.OVER and self._over_at_s is not None and not self.nodes.by_name
 
     def should_give_up_on_goodbyes(self, now_s: float) -> bool:
         """Return whether nodes had long enough to hear that the job is over."""
-        return self.phase == Phase.OVER and now_s - self._over_at_s > self.settings.goodbye_timeout_s
+        return self._over_at_s is not None and now_s - self._over_at_s > self.settings.goodbye_timeout_s
 
     # -- joining and leaving -----------------------------------------------------------------------------------
 
@@ -215,23 +160,21 @@ class Coordinator:
         if node is None:
             node = self._add(join, now_s)
         if self.stop is not None:
-            self._send(node, self.stop)
+            self._over_at_s = self._over_at_s or now_s
+            self.nodes.send(node, self.stop)
             return
         node.ready = True
         self._finished.pop(node.name, None)
         if join.ended is not None:
             self._take_facts(join.ended, node)
         if node.name in self.state.quarantined:
-            self._send(node, m.Wait(reason="the node is quarantined for this job"))
-        elif self.phase == Phase.RUNNING and not self._holds_slot(node):
-            self._send(node, m.Wait(reason="every slot is held: the node is a spare"))
+            self.nodes.send(node, m.Wait(reason="the node is quarantined for this job"))
+        elif self.phase == Phase.RUNNING and not self.nodes.holds_slot(node):
+            self.nodes.send(node, m.Wait(reason="every slot is held: the node is a spare"))
 
-    def _add(self, join: m.Join | m.Register, now_s: float) -> Node:
-        self._num_joins += 1
-        candidate = Candidate(order=self._num_joins, nproc=join.nproc, wish=join.wish)
-        node = Node(name=join.node, epoch=join.epoch, candidate=candidate, addr=join.addr, beat_at_s=now_s)
-        self.nodes[node.name] = node
-        spare = self._num_joins > len(self._slots)
+    def _add(self, message: m.Join | m.Register, now_s: float) -> Node:
+        node = self.nodes.add(message, now_s)
+        spare = self.nodes.num_joins > len(self.nodes.slots)
         self._record(EventKind.NODE_JOINED, self.cycle, {"name": node.name, "spare": spare})
         return node
 
@@ -240,10 +183,10 @@ class Coordinator:
         if node is not None and self.phase != Phase.ADOPTING:
             # The same coordinator: what it said last may have been lost with the connection.
             if node.epoch == message.epoch and node.last is not None:
-                self._send(node, node.last)
+                self.nodes.send(node, node.last)
             return
         if self.stop is not None:
-            self._out.append((message.node, message.epoch, self.stop))
+            self.nodes.out.append((message.node, message.epoch, self.stop))
             return
         node = node or self._add(message, now_s)
         if self.phase == Phase.FORMING and self.cycle == 0 and message.place is not None:
@@ -253,7 +196,7 @@ class Coordinator:
             node.ready = not message.running
         elif message.running:
             node.ready = False
-            self._send(
+            self.nodes.send(
                 node,
                 m.CycleOver(cycle=message.place.cycle if message.place else -1, reason="it came back too late"),
             )
@@ -263,51 +206,41 @@ class Coordinator:
         adoption, self.phase = self._adoption, Phase.FORMING
         if adoption.cycle < 0:
             return  # nobody was in a cycle: the job begins
-        self.cycle, self._slots = adoption.cycle, adoption.slots
-        self._has_majority = len(adoption.claims) * 2 > len(self._slots)
+        self.cycle, self.nodes.slots = adoption.cycle, adoption.slots
+        self._has_majority = len(adoption.claims) * 2 > len(self.nodes.slots)
         log.warning(
             "took over the job in cycle %d: %d of %d nodes registered",
             self.cycle,
             len(adoption.claims),
-            len(self._slots),
+            len(self.nodes.slots),
         )
-        if not adoption.missing and all(slot.holder in adoption.running for slot in self._slots):
+        if not adoption.missing and all(slot.holder in adoption.running for slot in self.nodes.slots):
             self.phase = Phase.RUNNING
             return
         reason = "the node that hosted the control store is gone" if adoption.missing else "the cycle was ending"
-        self._end_cycle(reason, examine=False, but=None)
-        assert self._ended is not None
+        self._ending = self._end_cycle(reason, examine=False, but=None)
         for slot in adoption.missing:
-            summary = f"it carried slot {slot} and went down with the control store"
-            self._ended.incidents.append(
-                Incident(
-                    kind=IncidentKind.NODE_LOST,
-                    job=self.settings.job,
-                    cycle=self.cycle,
-                    node=self.settings.former_host or "",
-                    evidence={"summary": summary},
-                )
-            )
+            why = f"it carried slot {slot} and went down with the control store"
+            self._ending.lose(self.settings.former_host or "", why)
         for name, facts in self._early.items():
-            if name in self.nodes:
-                self._take_facts(facts, self.nodes[name])
+            if (node := self.nodes.get(name)) is not None:
+                self._take_facts(facts, node)
         self._early.clear()
 
     def _refuse(self, claim: m.Join, holder: Node) -> None:
         del self._claims[claim.node]
         log.warning("a second agent calls itself node %s while the first one lives; it was turned away", claim.node)
         reason = f"another agent of the name {holder.name!r} is alive in this job; give each its own --node-name"
-        self._out.append((claim.node, claim.epoch, m.Stop(exit_code=ExitReason.BAD_INPUT, reason=reason)))
+        self.nodes.out.append((claim.node, claim.epoch, m.Stop(exit_code=ExitReason.BAD_INPUT, reason=reason)))
 
     def _on_known(self, message: m.ToCoordinator, node: Node, now_s: float) -> None:
         match message:
             case m.Master() if self.phase == Phase.PREPARING and message.cycle == self.cycle:
                 self._start(message.addr, message.port)
             case m.Hung() if self.phase == Phase.RUNNING and message.cycle == self.cycle:
-                self._end_cycle(message.incident.describe(), examine=True, but=None)
-                assert self._ended is not None
-                self._ended.incidents.append(message.incident)
-                self._ended.expired.extend(message.expired)
+                ending = self._end_cycle(message.incident.describe(), examine=True, but=None)
+                ending.incidents.append(message.incident)
+                ending.expired.extend(message.expired)
             case m.Finished() if self.phase == Phase.ADOPTING or (
                 message.facts.cycle == self.cycle and self.phase == Phase.RUNNING
             ):
@@ -318,7 +251,7 @@ class Coordinator:
             case m.Dead():
                 self._lose(node, message.reason, now_s)
             case m.Bye() if self.phase == Phase.OVER or node.name in self._finished or node.ready:
-                self.nodes.pop(node.name, None)
+                self.nodes.remove(node.name)
             case m.Bye():
                 self._lose(node, "its agent left", now_s)
             case _:
@@ -326,12 +259,12 @@ class Coordinator:
 
     def _on_leave(self, leave: m.Leave, node: Node, now_s: float) -> None:
         if self.stop is not None:
-            self.nodes.pop(node.name, None)
+            self.nodes.remove(node.name)
             return
-        if not leave.whole_job or not self._holds_slot(node):
+        if not leave.whole_job or not self.nodes.holds_slot(node):
             self._lose(node, "its agent left", now_s)
             return
-        self.nodes.pop(node.name)
+        self.nodes.remove(node.name)
         facts = leave.facts
         end = CycleEnd(
             cycle=self.cycle,
@@ -343,30 +276,21 @@ class Coordinator:
         )
         self.state, verdict = ladder.decide(self.state, end, self.settings.limits)
         self._remember(self.state)
-        code = ExitReason.PREEMPTED if leave.saved else 128 + leave.signal
         self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
+        code = ExitReason.PREEMPTED if leave.saved else 128 + leave.signal
         self._stop_job(code, f"node {node.name} was told to leave; {verdict.reason}", now_s)
 
     def _lose(self, node: Node, why: str, now_s: float) -> None:
-        self.nodes.pop(node.name, None)
+        self.nodes.remove(node.name)
         log.warning("node %s is lost: %s", node.name, why)
         # Should it only have been away, it hears this first: its ranks must not go on in a cycle that is over.
-        self._send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was taken for lost: {why}"))
-        if self._holds_slot(node) and self.phase != Phase.OVER:
-            incident = Incident(
-                kind=IncidentKind.NODE_LOST,
-                job=self.settings.job,
-                cycle=self.cycle,
-                node=node.name,
-                detected_after_s=round(now_s - node.beat_at_s, 3),
-                evidence={"summary": why},
-            )
+        self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was taken for lost: {why}"))
+        if self.nodes.holds_slot(node) and self.phase in (Phase.RUNNING, Phase.PREPARING):
+            self._end_cycle(f"node {node.name} is lost: {why}", examine=False, but=None)
+        if self.nodes.holds_slot(node) and self._ending is not None:
+            incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.beat_at_s, 3))
             self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
-            if self.phase in (Phase.RUNNING, Phase.PREPARING):
-                self._end_cycle(incident.describe(), examine=False, but=None)
-            if self._ended is not None:
-                self._ended.incidents.append(incident)
-            # else: nothing had started; the slot is simply free again
+        # else: nothing was started on it; its slot, if any, is simply free again
         if (claim := self._claims.pop(node.name, None)) is not None:
             self._on_join(claim, now_s)
 
@@ -380,59 +304,37 @@ class Coordinator:
         if self.phase in (Phase.RUNNING, Phase.PREPARING):
             reason = facts.incident.describe() if facts.incident else f"node {node.name} left the cycle"
             self._end_cycle(reason, examine=False, but=node)
-        if self._ended is not None:
-            self._ended.facts.append(facts)
-            self._ended.positions.extend(facts.positions)
-            if facts.incident is not None:
-                self._ended.incidents.append(facts.incident)
+        if self._ending is not None:
+            self._ending.take(facts)
 
-    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None) -> None:
+    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None) -> Ending:
         self.phase = Phase.FORMING
-        self._ended = _Ended()
-        for node in self.nodes.values():
-            if node is not but and self._holds_slot(node) and not node.ready:
-                self._send(node, m.CycleOver(cycle=self.cycle, reason=reason, examine=examine))
+        self._ending = Ending(job=self.settings.job, cycle=self.cycle)
+        for node in self.nodes:
+            if node is not but and self.nodes.holds_slot(node) and not node.ready:
+                self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=reason, examine=examine))
+        return self._ending
 
     def _finish_if_all(self, now_s: float) -> None:
-        if self.phase == Phase.RUNNING and all(slot.holder in self._finished for slot in self._slots):
-            facts = list(self._finished.values())
-            known = [f.durable_iteration for f in facts if f.durable_iteration is not None]
-            durable = max(known, default=None)
-            end = CycleEnd(cycle=self.cycle, incident=None, finished=True, durable_iteration=durable)
-            self.state, verdict = ladder.decide(self.state, end, self.settings.limits)
-            self._learn(self.cycle, _observations(facts), None)
-            self._remember(self.state)
-            self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
-            self._stop_job(ExitReason.FINISHED, verdict.reason, now_s)
+        if self.phase != Phase.RUNNING or not self.nodes.holders <= self._finished.keys():
+            return
+        facts = list(self._finished.values())
+        end = CycleEnd(cycle=self.cycle, incident=None, finished=True, durable_iteration=highest_durable(facts))
+        self._learn(self.cycle, observations(facts), None)
+        self._decide(end, now_s)
 
-    def _judge(self, ended: _Ended, now_s: float) -> bool:
-        """Let the ladder decide, now that every slot's node has told what it knows; return whether to go on."""
-        cause = root_cause(ended.incidents)
-        if cause is not None and cause.kind == IncidentKind.WORKER_HUNG and ended.positions:
-            cause = _with_culprit(cause, ended.positions)
-        if cause is None:
-            cause = Incident(
-                kind=IncidentKind.WORKER_FAILED,
-                job=self.settings.job,
-                cycle=self.cycle,
-                evidence={"summary": "the cycle ended without a report of why"},
-            )
-        known = [facts.durable_iteration for facts in ended.facts if facts.durable_iteration is not None]
-        end = CycleEnd(
-            cycle=self.cycle,
-            incident=cause,
-            durable_iteration=max(known, default=None),
-            progress_known=any(facts.progress_known for facts in ended.facts),
-            num_spares=len(self._spares()),
-        )
-        self._learn(self.cycle, _observations(ended.facts), ended.expired)
+    def _decide(self, end: CycleEnd, now_s: float) -> Verdict:
+        """Let the ladder decide about a cycle's end, remember it before anybody hears of it, and carry it out."""
         self.state, verdict = ladder.decide(self.state, end, self.settings.limits)
         self._remember(self.state)
-        self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict, "incident": cause})
-        log_line = log.error if verdict.rung == Rung.STOP else log.warning
-        log_line("[outlast] cycle %d ended: %s", self.cycle, verdict.reason)
+        data: dict[str, object] = {"verdict": verdict}
+        if end.incident is not None:
+            data["incident"] = end.incident
+            level = logging.ERROR if verdict.rung == Rung.STOP else logging.WARNING
+            log.log(level, "[outlast] cycle %d ended: %s", self.cycle, verdict.reason)
+        self._record(EventKind.VERDICT, self.cycle, data)
         self._carry_out(verdict, now_s)
-        return verdict.rung < Rung.REQUEUE_JOB
+        return verdict
 
     def _carry_out(self, verdict: Verdict, now_s: float) -> None:
         if verdict.rung >= Rung.REQUEUE_JOB:
@@ -441,15 +343,14 @@ class Coordinator:
             return
         for name in verdict.quarantine:
             if (node := self.nodes.get(name)) is not None:
-                self._send(node, m.Wait(reason="the node is quarantined for this job"))
+                self.nodes.send(node, m.Wait(reason="the node is quarantined for this job"))
         self.cycle += 1
         self._waiting_since_s = None
 
     def _stop_job(self, exit_code: int, reason: str, now_s: float) -> None:
         self.phase, self._over_at_s = Phase.OVER, now_s
         self.stop = m.Stop(exit_code=exit_code, reason=reason)
-        for node in self.nodes.values():
-            self._send(node, self.stop)
+        self.nodes.send_all(self.stop)
 
     # -- forming -----------------------------------------------------------------------------------------------
 
@@ -460,46 +361,51 @@ class Coordinator:
             self._finish_if_all(now_s)
         if self.phase != Phase.FORMING:
             return
-        if self._ended is not None:
-            if not all(node is None or node.ready for node in map(self._holder, self._slots)):
+        if self._ending is not None:
+            if not all(node is None or node.ready for node in map(self.nodes.holder, self.nodes.slots)):
                 return
-            ended, self._ended = self._ended, None
-            if not self._judge(ended, now_s):
+            ending, self._ending = self._ending, None
+            end = ending.summarise(num_spares=len(self.nodes.spares(self.state.quarantined)))
+            self._learn(self.cycle, observations(ending.facts), ending.expired)
+            if self._decide(end, now_s).rung >= Rung.REQUEUE_JOB:
                 return
-        ready = {node.name: node.candidate for node in self.nodes.values() if node.ready}
-        slots = fill_slots(self._slots, ready, barred=self.state.quarantined)
+        ready = self.nodes.ready()
+        if len(ready) < (self.settings.min_nodes or len(self.nodes.slots)):
+            self._wait_for_nodes(len(self.nodes.slots) - len(ready), now_s)
+            return
+        slots = fill_slots(self.nodes.slots, ready, barred=self.state.quarantined)
         if any(slot.holder is None for slot in slots):
             smaller = shrink(slots, min_nodes=self.settings.min_nodes) if self.cycle and self._has_majority else None
             if smaller is None or any(slot.holder is None for slot in smaller):
-                self._wait_for_nodes(slots, now_s)
+                self._wait_for_nodes(sum(slot.holder is None for slot in slots), now_s)
                 return
             log.warning("no spare is left: the world shrinks from %d to %d nodes", len(slots), len(smaller))
             slots = smaller
         if not self._has_majority and self.settings.max_nodes >= 2 * len(slots):
             # Another part of a divided network could be complete as well; two runs must not go on.
-            self._wait_for_nodes(self._slots, now_s)
+            self._wait_for_nodes(len(self._adoption.missing), now_s)
             return
-        self._slots, self._waiting_since_s = slots, None
+        self.nodes.slots, self._waiting_since_s = slots, None
         self._finished = {}
         self.phase = Phase.PREPARING
-        first = self._holder(slots[0])
+        first = self.nodes.holder(slots[0])
         assert first is not None
-        self._send(first, m.Prepare(cycle=self.cycle))
+        self.nodes.send(first, m.Prepare(cycle=self.cycle))
 
-    def _wait_for_nodes(self, slots: tuple[Slot, ...], now_s: float) -> None:
-        missing = sum(slot.holder is None for slot in slots)
+    def _wait_for_nodes(self, missing: int, now_s: float) -> None:
+        num_slots = len(self.nodes.slots)
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
             if self.cycle:
                 log.warning(
                     "waiting for %d of %d nodes, up to %.0f s",
                     missing,
-                    len(slots),
+                    num_slots,
                     self.settings.join_timeout_s,
                 )
-        elif now_s - self._waiting_since_s > self.settings.join_timeout_s and self.nodes:
+        elif now_s - self._waiting_since_s > self.settings.join_timeout_s and self.nodes.by_name:
             reason = (
-                f"{missing} of {len(slots)} slots stayed empty for {self.settings.join_timeout_s:.0f} s "
+                f"{missing} of {num_slots} slots stayed empty for {self.settings.join_timeout_s:.0f} s "
                 "(--rdzv-conf join_timeout=...): no spare is left"
             )
             self._record(
@@ -511,18 +417,18 @@ class Coordinator:
 
     def _start(self, addr: str, port: int) -> None:
         self.phase = Phase.RUNNING
-        world_size = sum(slot.nproc or 0 for slot in self._slots)
+        world_size = sum(slot.nproc or 0 for slot in self.nodes.slots)
         base_rank = 0
-        for index, slot in enumerate(self._slots):
-            node = self._holder(slot)
+        for index, slot in enumerate(self.nodes.slots):
+            node = self.nodes.holder(slot)
             assert node is not None
             node.ready = False
-            self._send(
+            self.nodes.send(
                 node,
                 m.Start(
                     cycle=self.cycle,
                     node_rank=index,
-                    num_nodes=len(self._slots),
+                    num_nodes=len(self.nodes.slots),
                     base_rank=base_rank,
                     world_size=world_size,
                     master_addr=addr,
@@ -530,51 +436,5 @@ class Coordinator:
                 ),
             )
             base_rank += slot.nproc or 0
-        for node in self._spares():
-            self._send(node, m.Wait(reason="every slot is held: the node is a spare"))
-
-    # -- small things ------------------------------------------------------------------------------------------
-
-    def _holder(self, slot: Slot) -> Node | None:
-        return self.nodes.get(slot.holder) if slot.holder is not None else None
-
-    def _holds_slot(self, node: Node) -> bool:
-        return any(slot.holder == node.name for slot in self._slots)
-
-    def _spares(self) -> list[Node]:
-        barred = self.state.quarantined
-        return [n for n in self.nodes.values() if n.ready and not self._holds_slot(n) and n.name not in barred]
-
-    def _send(self, node: Node, message: m.ToNode) -> None:
-        node.last = message
-        self._out.append((node.name, node.epoch, message))
-
-    def _take_out(self) -> Outbox:
-        out, self._out = self._out, []
-        return out
-
-
-def _observations(facts: list[m.CycleFacts]) -> list[Observation]:
-    return [one.observation for one in facts if one.observation is not None]
-
-
-def _with_culprit(incident: Incident, positions: list[Position]) -> Incident:
-    """Return the incident of a hang with the one rank that all others waited for."""
-    culprit = find_culprit(positions)
-    position = culprit.position
-    evidence = {**incident.evidence, "summary": culprit.reason, "first_reported_rank": incident.rank}
-    if position.stack_line:
-        evidence["stack_line"] = position.stack_line
-    evidence["process_state"] = position.process_state
-    return Incident(
-        kind=incident.kind,
-        job=incident.job,
-        cycle=incident.cycle,
-        node=position.node,
-        rank=position.global_rank,
-        pid=position.pid,
-        section="/".join(position.sections) or incident.section,
-        iteration=position.iteration,
-        detected_after_s=incident.detected_after_s,
-        evidence=evidence,
-    )
+        for node in self.nodes.spares(self.state.quarantined):
+            self.nodes.send(node, m.Wait(reason="every slot is held: the node is a spare"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from outlast import env
+from outlast.config import FaultToleranceConfig
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import messages as m
@@ -25,7 +26,7 @@ from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Timeouts
 from outlast.runtime.board import Board
-from outlast.runtime.zygote import Exited, Spawn, Zygote
+from outlast.runtime.zygote import Exited, Spawn
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -63,28 +64,22 @@ class Cycle:
     workers: dict[int, WorkerProcess]
     """Key in the zygote's messages to worker."""
     spawns: list[Spawn]
+    fault_tolerance: FaultToleranceConfig
+    """The timeouts in force, learned ones in the place of configured ones."""
     watchdog: Watchdog | None = None
     over: bool = False
     """Nothing that happens in it counts any more."""
-    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
         """The cycle's number."""
         return self.start.cycle
 
-    def spawn(
-        self, zygote: Zygote, on_hang: Callable[[HangReport], None], on_error: Callable[[BaseException], None]
-    ) -> None:
-        """Start the workers, then watch them."""
-        for request in self.spawns:
-            zygote.send(request)
+    def watch(self, on_hang: Callable[[HangReport], None], on_error: Callable[[BaseException], None]) -> None:
+        """Watch the workers, now that they were told to start, and copy their output."""
         self.logs.start()
         if self.options.fault_tolerance.enable_ft_package:
-            config = self.options.fault_tolerance
-            if config.calc_ft_timeouts:
-                config = LearnedTimeouts.load(self.options.run_dir).apply(config)
-            timeouts = Timeouts.from_config(config)
+            timeouts = Timeouts.from_config(self.fault_tolerance)
             self.watchdog = Watchdog(self.board, timeouts, node=self.node, on_hang=on_hang, on_error=on_error)
             self.watchdog.start()
 
@@ -223,9 +218,22 @@ def prepare(
         command: Kind and argv, as in :class:`outlast.runtime.zygote.Spawn`.
     """
     board = Board.create_anonymous(num_ranks=spec.local_world_size)
+    fault_tolerance = options.fault_tolerance
+    if fault_tolerance.calc_ft_timeouts:
+        fault_tolerance = LearnedTimeouts.load(options.run_dir).apply(fault_tolerance)
+    shared = {
+        **base_env,
+        env.RUN_ID: options.run_id,
+        env.RUN_DIR: str(options.run_dir),
+        env.JOB: job,
+        env.CYCLE: str(start.cycle),
+        env.NODE: node,
+        env.BOARD: board.path,
+        env.CONFIG: fault_tolerance.to_json(),
+    }
     try:
         envs = {
-            local_rank: _worker_env(start, local_rank, spec, options, job, node, board.path)
+            local_rank: _worker_env(start, local_rank, spec, options.run_id)
             for local_rank in range(spec.local_world_size)
         }
         template = env.environ().get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
@@ -254,7 +262,7 @@ def prepare(
                 key=key,
                 kind=kind,
                 argv=_with_numa(argv, local_rank, spec) if kind == "exec" else argv,
-                env={**base_env, **worker_env},
+                env={**shared, **worker_env},
                 stdout=logs.destinations.stdouts.get(local_rank) or "",
                 stderr=logs.destinations.stderrs.get(local_rank) or "",
                 on_start="outlast.monitor.stacks:register" if in_python else "",
@@ -270,6 +278,7 @@ def prepare(
         logs=logs,
         workers=workers,
         spawns=spawns,
+        fault_tolerance=fault_tolerance,
     )
 
 
@@ -295,9 +304,7 @@ def _with_numa(argv: tuple[str, ...], local_rank: int, spec: WorkerSpec) -> tupl
     return _maybe_wrap_command_args_with_numa_binding(argv, gpu_index=local_rank, numa_options=spec.numa_options)
 
 
-def _worker_env(
-    start: m.Start, local_rank: int, spec: WorkerSpec, options: RunOptions, job: str, node: str, board: str
-) -> dict[str, str]:
+def _worker_env(start: m.Start, local_rank: int, spec: WorkerSpec, run_id: str) -> dict[str, str]:
     rank = start.base_rank + local_rank
     values = {
         "RANK": rank,
@@ -312,16 +319,9 @@ def _worker_env(
         "MASTER_PORT": start.master_port,
         "TORCHELASTIC_RESTART_COUNT": start.cycle,
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-        "TORCHELASTIC_RUN_ID": options.run_id,
+        "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.environ().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        env.RUN_ID: options.run_id,
-        env.RUN_DIR: options.run_dir,
-        env.JOB: job,
-        env.CYCLE: start.cycle,
-        env.NODE: node,
-        env.BOARD: board,
-        env.CONFIG: options.fault_tolerance.to_json(),
     }
     texts = {name: str(value) for name, value in values.items()}
     # torch's own rule for LOCAL_RANK and the visible devices, with --virtual-local-rank too.

@@ -30,7 +30,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import messages as m
 from outlast.launch.control import ControlServer
-from outlast.launch.coordinator import JobSettings
+from outlast.launch.job import JobSettings
 from outlast.launch.link import JobInProgress, Link, LinkDown, LinkFailed, LinkUp, News
 from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores

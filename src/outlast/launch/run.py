@@ -107,10 +107,11 @@ def _make_agent(
 
     from outlast.launch.agent import Agent, Notice
     from outlast.launch.control import ControlServer
-    from outlast.launch.coordinator import JobSettings
+    from outlast.launch.job import JobSettings
     from outlast.launch.link import JobInProgress, Link, LinkFailed
     from outlast.launch.logs import make_logs_specs
     from outlast.launch.rendezvous import NamedRendezvous
+    from outlast.launch.workers import Workers
     from outlast.policy.ladder import Limits
     from outlast.runtime.endpoints import parse_endpoints
     from outlast.runtime.store import TCPStore
@@ -172,8 +173,7 @@ def _make_agent(
         command=command,
         base_env=base_env,
         logs_specs=make_logs_specs(args, Path(options.run_dir)),
-        zygote=zygote,
-        new_zygote=new_zygote,
+        workers=Workers(zygote, new_zygote),
         link=link,
         mailbox=mailbox,
         addr=args.local_addr or _own_address(endpoints[0].host),
