@@ -1,0 +1,79 @@
+"""``outlast demo``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import click
+
+from outlast.errors import ExitReason
+
+__all__ = ["demo"]
+
+
+@click.command(
+    "demo",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Examples:
+  outlast demo
+  outlast demo --seed 7                   other victims, at other moments
+  outlast demo --iterations 300 --keep runs/demo
+  outlast demo --json | jq .bit_identical
+""",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws order, victims, moments.")
+@click.option("--iterations", type=click.IntRange(min=1), default=100, show_default=True, help="Length of each run.")
+@click.option("--keep", metavar="DIR", help="Keep journals, output and generations of both runs in this new folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
+    """Watch a real training survive a killed rank, a hung rank and a lost node.
+
+    A small GPT is trained twice on this machine, by 2 nodes of 2 ranks: once undisturbed, and once with a spare node
+    while a rank is killed, a rank is stopped and a whole node is lost. Then the two results are compared bit by bit.
+
+    Exit code 0: the results are identical, and each fault was noticed for what it was; else 1.
+    """
+    from rich.console import Console
+
+    from outlast.demo.outcome import render
+    from outlast.demo.plan import Shape
+    from outlast.demo.show import perform
+    from outlast.demo.view import LiveView, PlainView, SilentView, View
+
+    console = Console(highlight=False)
+    shape = Shape(iterations=iterations)
+    view: View
+    if as_json:
+        view = SilentView(shape)
+    elif console.is_terminal:
+        view = LiveView(shape, console)
+    else:
+        console = Console(highlight=False, width=120)
+        view = PlainView(shape, click.echo)
+    with _ending_on_signals():
+        outcome = perform(shape, seed=seed, keep=keep, view=view, on_failure=lambda tails: click.echo(tails, err=True))
+    if as_json:
+        click.echo(outcome.to_json())
+    else:
+        console.print(render(outcome))
+    return int(ExitReason.FINISHED if outcome.ok else ExitReason.FAILED)
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that no process is left behind."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,165 @@
+"""The show: the undisturbed run, the run with faults, and the comparison of the two."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from outlast import clock
+from outlast.demo.account import account_for, count_cycles, unnoticed
+from outlast.demo.example import find_example
+from outlast.demo.outcome import Outcome, differences
+from outlast.demo.plan import Fault, Shape, draw_faults
+from outlast.demo.scene import Scene, is_time
+from outlast.demo.stage import Stage
+from outlast.demo.view import View
+from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
+from outlast.incidents import Event
+
+__all__ = ["perform"]
+
+_POLL_S = 0.03
+_STARTING_S = 120.0
+_PER_ITERATION_S = 1.5
+"""A run may take this long for each iteration, and :data:`_STARTING_S` besides; many times what it needs."""
+
+
+def perform(shape: Shape, *, seed: int, keep: str | None, view: View, on_failure: Callable[[str], None]) -> Outcome:
+    """Run the demo.
+
+    Args:
+        shape: The world's size and the number of iterations.
+        seed: Draws the faults; the training is the same with every seed.
+        keep: Folder for everything that the runs write, empty or new; ``None`` = a temporary one, which stays only
+            when something went wrong.
+        view: Shows what happens.
+        on_failure: Called with the end of the agents' output when something went wrong.
+
+    Raises:
+        ConfigError: The folder is not empty, or there are too few iterations.
+
+    Blocks: about 40 s with two cores.
+    Thread: the main thread.
+    """
+    faults = draw_faults(seed, shape)
+    script = find_example()
+    folder = _make_folder(keep)
+    try:
+        outcome = _run_both(shape, seed, faults, script, folder, view, on_failure)
+    except BaseException:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if outcome.ok and keep is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return outcome
+    return dataclasses.replace(outcome, folder=str(folder))
+
+
+def _run_both(
+    shape: Shape,
+    seed: int,
+    faults: tuple[Fault, ...],
+    script: Path,
+    folder: Path,
+    view: View,
+    on_failure: Callable[[str], None],
+) -> Outcome:
+    started_s = clock.now_s()
+    problems: list[str] = []
+    size = f"{shape.num_nodes} nodes x {shape.nproc_per_node} ranks"
+    first = Stage(script, folder=folder / "undisturbed", shape=shape, seed=0)
+    _play(first, f"Undisturbed: {size}", (), view, problems, on_failure)
+    second = Stage(script, folder=folder / "with-faults", shape=shape, seed=0, num_spares=1)
+    events: list[Event] = []
+    if not problems:
+        events = _play(second, f"With faults: {size} + 1 spare node", faults, view, problems, on_failure)
+        problems += unnoticed(events)
+    undisturbed, struck = _read_result(first.result_path), _read_result(second.result_path)
+    if undisturbed and struck and (unequal := differences(undisturbed, struck)):
+        problems.append(f"the results differ in {', '.join(unequal)}")
+    return Outcome(
+        seed=seed,
+        undisturbed=undisturbed,
+        struck=struck,
+        incidents=account_for(events),
+        cycles=count_cycles(events),
+        wall_s=clock.now_s() - started_s,
+        problems=tuple(problems),
+    )
+
+
+def _play(
+    stage: Stage,
+    title: str,
+    faults: tuple[Fault, ...],
+    view: View,
+    problems: list[str],
+    on_failure: Callable[[str], None],
+) -> list[Event]:
+    """Run one stage to its end; return its journal, and add to ``problems`` what went wrong."""
+    num_before = len(problems)
+    stage.folder.mkdir(parents=True)
+    with stage:
+        with view.act(title):
+            try:
+                left = _follow(stage, faults, view)
+                problems += [f"{fault.action} at iteration {fault.iteration}: it never came to that" for fault in left]
+                problems += stage.problems()
+            except OutlastError as error:
+                problems.append(str(error))
+        if len(problems) > num_before:
+            on_failure(stage.tails())
+        return stage.events()
+
+
+def _follow(stage: Stage, faults: tuple[Fault, ...], view: View) -> list[Fault]:
+    """Strike when it is time, until all agents have ended; return the faults that were left.
+
+    Blocks: until the run is over, bounded by a deadline in proportion to its length.
+
+    Raises:
+        DeadlineExceeded: It took too long.
+    """
+    pending, struck_cycle = list(faults), -1
+    limit_s = _STARTING_S + _PER_ITERATION_S * stage.shape.iterations
+    deadline_s = clock.now_s() + limit_s
+    while True:
+        running = stage.running  # asked before the look: nothing is missed
+        scene: Scene = stage.look()
+        if pending and is_time(pending[0], scene, world_size=stage.shape.world_size, after_cycle=struck_cycle):
+            stage.strike(pending.pop(0), scene)
+            struck_cycle = scene.cycle
+        view.show(scene)
+        if not running:
+            return pending
+        if clock.now_s() > deadline_s:
+            raise DeadlineExceeded(f"the training did not end within {limit_s:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def _make_folder(keep: str | None) -> Path:
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="outlast-demo-"))
+    folder = Path(keep)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"--keep {keep} is not empty; name a new folder")
+    except OSError as error:
+        raise ConfigError(f"--keep {keep} cannot be used: {error.strerror}; name another folder") from None
+    return folder.resolve()
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return result

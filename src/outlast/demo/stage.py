@@ -1,0 +1,220 @@
+"""The stage: the demo's nodes as real agents on this machine, and the hand that strikes them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from outlast.demo.plan import Fault, Shape
+from outlast.demo.scene import RankScene, Scene
+from outlast.errors import OutlastError
+from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.runtime.board import Board
+from outlast.runtime.journal import Journal, read_journal
+from outlast.testing.cluster import Agent, Cluster
+
+__all__ = ["Stage"]
+
+_LOSS = re.compile(r"^iteration\s+\d+\s+loss\s+([-+.\w]+)", re.MULTILINE)
+_TAIL_LINES = 25
+TIMEOUTS = (
+    "--ft-rank_section_timeouts=setup:60,step:3,checkpointing:30",
+    "--ft-rank_out_of_section_timeout=30",
+    "--ft-node_heartbeat_timeout=4",
+)
+
+
+class Stage:
+    """Train the example on nodes of this machine; use as a context manager, which ends every process.
+
+    Args:
+        script: The training script.
+        folder: Its own folder: journal, generations, result and output.
+        shape: The world's size and the number of iterations.
+        seed: The training's seed.
+        num_spares: Nodes more than train; which ones wait as spares is decided by who comes first.
+
+    Thread: the main thread.
+    """
+
+    def __init__(self, script: Path, *, folder: Path, shape: Shape, seed: int, num_spares: int = 0) -> None:
+        self.folder = folder
+        self.shape = shape
+        self.result_path = folder / "result.json"
+        self.killed: list[str] = []
+        """Nodes whose agent was killed on purpose."""
+        self._events: list[Event] = []
+        self._sizes: dict[str, int] = {}
+        self._journal: Journal | None = None
+        self._cluster = Cluster(
+            script,
+            f"--iterations={shape.iterations}",
+            f"--save-interval={shape.save_interval}",
+            f"--checkpoint-dir={folder / 'checkpoints'}",
+            f"--seed={seed}",
+            f"--out={self.result_path}",
+            run_dir=folder / "run",
+            num_nodes=shape.num_nodes,
+            num_spares=num_spares,
+            nproc_per_node=shape.nproc_per_node,
+            options=TIMEOUTS,
+        )
+
+    def __enter__(self) -> Stage:
+        self._cluster.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _uninterrupted():
+            self._cluster.close()
+            if self._journal is not None:
+                self._journal.close()
+
+    @property
+    def running(self) -> bool:
+        """Whether any agent runs."""
+        return any(agent.running for agent in self._cluster.agents)
+
+    def look(self) -> Scene:
+        """Return what the cluster looks like now."""
+        self._read_journal()
+        ranks = [one for agent in self._cluster.agents if agent.running for one in _read_boards(agent)]
+        return Scene(
+            ranks=tuple(sorted(ranks, key=lambda one: one.rank)),
+            events=self._events,
+            loss=self._read_loss(),
+            running=tuple(agent.name for agent in self._cluster.agents if agent.running),
+        )
+
+    def strike(self, fault: Fault, scene: Scene) -> None:
+        """Cause a fault, and write into the journal that and when it was caused."""
+        if fault.kind == IncidentKind.NODE_LOST:
+            assert fault.slot is not None
+            name = scene.holder(fault.slot)
+            self.killed.append(name)
+            self._note(fault, scene, node=name, pid=self._cluster.agent(name).pid)
+            self._cluster.agent(name).kill()
+            return
+        victim = next(one for one in scene.ranks if one.rank == fault.rank and one.cycle == scene.cycle)
+        self._note(fault, scene, node=victim.node, pid=victim.pid)
+        os.kill(victim.pid, signal.SIGKILL if fault.kind == IncidentKind.WORKER_DIED else signal.SIGSTOP)
+
+    def problems(self) -> list[str]:
+        """Return what went wrong with the processes, once all agents ended; empty = nothing.
+
+        Blocks: up to 5 s, if processes are left behind.
+        """
+        found = []
+        for agent in self._cluster.agents:
+            code = agent.wait(0)
+            if code != 0 and agent.name not in self.killed:
+                found.append(f"the agent of {agent.name} ended with exit code {code}")
+        try:
+            self._cluster.assert_no_orphans(within_s=5)
+        except AssertionError as error:
+            found.append(str(error))
+        if not self.result_path.is_file():
+            found.append("the training wrote no result")
+        return found
+
+    def events(self) -> list[Event]:
+        """Return all that is in the journal."""
+        self._read_journal()
+        return list(self._events)
+
+    def tails(self) -> str:
+        """Return the end of every agent's output."""
+        return "\n".join(agent.tail(_TAIL_LINES) for agent in self._cluster.agents)
+
+    def _note(self, fault: Fault, scene: Scene, *, node: str, pid: int) -> None:
+        if self._journal is None:
+            job = next((event.job for event in scene.events), "demo")
+            run_id = self._cluster.run_id
+            self._journal = Journal(self._cluster.run_dir, run_id=run_id, job=job, node="demo", proc="demo")
+        who = f"node {node}" if fault.rank is None else f"rank {fault.rank}"
+        self._journal.write(
+            EventKind.FAULT_SIMULATED,
+            cycle=scene.cycle,
+            rank=fault.rank,
+            iteration=scene.iteration,
+            fault=fault.action,
+            target=f"{who} (pid {pid})",
+            expected=fault.kind,
+            node=node,
+        )
+
+    def _read_journal(self) -> None:
+        """Read the journal, if it has grown since the last time."""
+        paths = (self._cluster.run_dir / "journal").glob("*.jsonl")
+        sizes = {path.name: path.stat().st_size for path in paths}
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._events = list(read_journal(self._cluster.run_dir))
+
+    def _read_loss(self) -> float | None:
+        for event in reversed(self._events):
+            if event.kind == EventKind.CYCLE_STARTED and 0 in event.data["ranks"]:
+                losses = _LOSS.findall(self._cluster.agent(event.node).output())
+                return float(losses[-1]) if losses else None
+        return None
+
+
+def _read_boards(agent: Agent) -> Iterator[RankScene]:
+    """Yield the ranks of an agent's running cycle, from the board in its memory."""
+    found: dict[int, RankScene] = {}
+    for path in _board_paths(agent.pid):
+        try:
+            board = Board.open(path)
+        except OutlastError:  # the cycle ended while we looked
+            continue
+        with closing(board):
+            for state in board.read_all():
+                if state.pid and state.cycle >= found.get(state.global_rank, _NOBODY).cycle:
+                    found[state.global_rank] = RankScene(
+                        rank=state.global_rank,
+                        node=agent.name,
+                        pid=state.pid,
+                        cycle=state.cycle,
+                        iteration=state.iteration,
+                        section="/".join(section.name for section in state.sections),
+                    )
+    yield from found.values()
+
+
+_NOBODY = RankScene(rank=-1, node="", pid=0, cycle=-1, iteration=0)
+
+
+def _board_paths(pid: int) -> list[str]:
+    """Return the paths of a process's boards, which are files without a name."""
+    folder = f"/proc/{pid}/fd"
+    paths: dict[tuple[int, int], str] = {}
+    try:
+        for number in os.listdir(folder):
+            path = f"{folder}/{number}"
+            try:
+                if os.readlink(path).startswith("/memfd:outlast-board"):
+                    status = os.stat(path)
+                    paths[status.st_dev, status.st_ino] = path
+            except FileNotFoundError:
+                continue
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
+        return []
+    return list(paths.values())
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let signals that end the demo wait: what is being ended must be ended to the last process."""
+    waiting = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

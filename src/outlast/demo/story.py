@@ -1,0 +1,32 @@
+"""The story: one line for people for each event that matters to them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from outlast.incidents import Event, EventKind, Incident, Rung, Verdict
+
+__all__ = ["tell"]
+
+
+def tell(event: Event) -> str | None:
+    """Return the line for an event; ``None`` when it is none of the story."""
+    data = event.data
+    match event.kind:
+        case EventKind.NODE_JOINED if data.get("spare"):
+            return f"{data['name']} waits as a spare"
+        case EventKind.CYCLE_STARTED:
+            ranks = data["ranks"]
+            return f"cycle {event.cycle}: {event.node} runs ranks {min(ranks)}-{max(ranks)} of {data['world_size']}"
+        case EventKind.FAULT_SIMULATED:
+            return f"FAULT: {data['fault']}: {data['target']}, at iteration {event.iteration}"
+        case EventKind.INCIDENT:
+            return f"noticed by {event.node}: {msgspec.convert(data['incident'], Incident).describe()}"
+        case EventKind.VERDICT:
+            verdict = msgspec.convert(data["verdict"], Verdict)
+            return f"decided: {verdict.reason}" if verdict.rung != Rung.STOP or verdict.exit_code else None
+        case EventKind.RESTORED if event.rank == 0:
+            rejected = f", {len(data['rejected'])} rejected" if data.get("rejected") else ""
+            return f"restored iteration {event.iteration} from the {data.get('tier', 'local')} tier{rejected}"
+        case _:
+            return None

@@ -1,0 +1,171 @@
+"""The account of incidents, made from events as a run writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from outlast.demo.account import account_for, count_cycles, unnoticed
+from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
+
+RANKS = (0, 1, 2, 3)
+
+
+def event(
+    kind: EventKind,
+    at_s: float,
+    cycle: int,
+    proc: str = "agent",
+    *,
+    rank: int | None = None,
+    iteration: int | None = None,
+    **data: Any,
+) -> Event:
+    ns = round(at_s * 1e9)
+    return Event(
+        kind=kind,
+        wall_ns=ns,
+        mono_ns=ns,
+        run_id="r",
+        job="j",
+        node="node-0",
+        proc=proc,
+        cycle=cycle,
+        rank=rank,
+        iteration=iteration,
+        data=data,
+    )
+
+
+def incident(kind: IncidentKind, node: str, **facts: Any) -> dict[str, Any]:
+    """Return an incident as it is read back from JSON."""
+    return msgspec.to_builtins(Incident(kind=kind, node=node, **facts))
+
+
+def verdict(at_s: float, cycle: int, cause: dict[str, Any], rung: Rung = Rung.RESTART_WORKERS) -> Event:
+    decided = {"rung": int(rung), "reason": "because"}
+    return event(EventKind.VERDICT, at_s, cycle, "coordinator", verdict=decided, incident=cause)
+
+
+def strike(at_s: float, cycle: int, kind: IncidentKind, node: str, *, rank: int | None, iteration: int) -> Event:
+    data = {"fault": "a fault", "target": "somebody", "expected": str(kind)}
+    made = event(EventKind.FAULT_SIMULATED, at_s, cycle, "demo", rank=rank, iteration=iteration, **data)
+    made.data["node"] = node
+    return made
+
+
+def started(at_s: float, cycle: int) -> list[Event]:
+    kind = EventKind.CYCLE_STARTED
+    return [event(kind, at_s, cycle, ranks=list(pair), world_size=4) for pair in ((0, 1), (2, 3))]
+
+
+def went_on(at_s: float, cycle: int, iteration: int) -> list[Event]:
+    """Return a restore and each rank's first finished iteration, the last rank 0.3 s after the first."""
+    restored = [event(EventKind.RESTORED, at_s, cycle, f"rank-{r}", rank=r, iteration=iteration) for r in RANKS]
+    first = [
+        event(EventKind.PROGRESS, at_s + 0.1 * r, cycle, f"rank-{r}", rank=r, iteration=iteration + 1) for r in RANKS
+    ]
+    later = [event(EventKind.PROGRESS, at_s + 5, cycle, f"rank-{r}", rank=r, iteration=iteration + 50) for r in RANKS]
+    return restored + first + later
+
+
+KILLED = incident(IncidentKind.WORKER_DIED, "node-1", rank=3, exit_code=-9, section="step")
+
+
+def test_a_killed_rank_is_accounted_for() -> None:
+    """From strike to detection, to the last rank's first iteration, and from the iteration reached to that restored."""
+    events = [
+        *started(0, 0),
+        *went_on(1, 0, 0),
+        strike(10, 0, IncidentKind.WORKER_DIED, "node-1", rank=3, iteration=31),
+        event(EventKind.INCIDENT, 10.02, 0, incident=KILLED),
+        event(EventKind.CYCLE_ENDED, 10.03, 0, iterations={"0": 32, "1": 32}),
+        event(EventKind.CYCLE_ENDED, 10.03, 0, iterations={"2": 31, "3": 31}),
+        verdict(10.05, 0, KILLED),
+        *started(10.1, 1),
+        *went_on(10.5, 1, 25),
+    ]
+    (row,) = account_for(events)
+    assert (row.kind, row.node, row.rank, row.cycle) == (IncidentKind.WORKER_DIED, "node-1", 3, 0)
+    assert row.detected_after_s == pytest.approx(0.02)
+    assert row.recovered_after_s == pytest.approx(0.8)
+    assert (row.iteration, row.restored_iteration, row.redone_iterations) == (32, 25, 7)
+    assert row.evidence == "its process ended with status -9, in section 'step'"
+    assert (row.action, row.verdict, row.fault) == ("restart_workers", "because", "a fault")
+    assert unnoticed(events) == ()
+    assert count_cycles(events) == 2
+
+
+def test_a_hang_is_noticed_by_another_rank_and_named_by_the_verdict() -> None:
+    """The first report counts for the time, the culprit for the row."""
+    reported = incident(IncidentKind.WORKER_HUNG, "node-0", rank=1, detected_after_s=3.0)
+    evidence = {"summary": "rank 2 is stopped at line 41", "stack_line": "line 41", "process_state": "T"}
+    culprit = incident(IncidentKind.WORKER_HUNG, "node-1", rank=2, evidence=evidence)
+    events = [
+        *started(0, 4),
+        strike(10, 4, IncidentKind.WORKER_HUNG, "node-1", rank=2, iteration=31),
+        event(EventKind.INCIDENT, 13.1, 4, incident=reported),
+        event(EventKind.INCIDENT, 13.2, 4, incident=reported),
+        verdict(13.3, 4, culprit),
+    ]
+    (row,) = account_for(events)
+    assert (row.node, row.rank) == ("node-1", 2)
+    assert row.detected_after_s == pytest.approx(3.1)
+    assert row.evidence == "rank 2 is stopped at line 41, process state T"
+    assert (row.recovered_after_s, row.restored_iteration, row.redone_iterations) == (None, None, None)
+    assert row.iteration == 31
+
+
+def test_a_node_lost_with_the_coordinator_counts_from_the_heirs_verdict() -> None:
+    """No event names the loss before the verdict: a peer's failure is only its effect."""
+    lost = incident(IncidentKind.NODE_LOST, "node-2", evidence={"summary": "it went down"})
+    effect = incident(IncidentKind.WORKER_FAILED, "node-1", rank=1, exit_code=1)
+    events = [
+        *started(0, 0),
+        strike(10, 0, IncidentKind.NODE_LOST, "node-2", rank=None, iteration=40),
+        event(EventKind.INCIDENT, 10.2, 0, incident=effect),
+        verdict(11.5, 0, lost, Rung.REPLACE_NODE),
+        *started(11.6, 1),
+        *went_on(12.0, 1, 40),
+    ]
+    (row,) = account_for(events)
+    assert (row.kind, row.rank, row.action) == (IncidentKind.NODE_LOST, None, "replace_node")
+    assert row.detected_after_s == pytest.approx(1.5)
+    assert row.redone_iterations == 0
+    assert unnoticed(events) == ()
+
+
+def test_a_cycle_that_fails_before_its_first_iteration_is_no_recovery() -> None:
+    """The next one in which every rank trains again is; a start from scratch redoes everything."""
+    events = [
+        *started(0, 0),
+        strike(10, 0, IncidentKind.WORKER_DIED, "node-1", rank=3, iteration=31),
+        verdict(10.1, 0, KILLED),
+        *started(10.2, 1),
+        event(EventKind.PROGRESS, 10.9, 1, "rank-0", rank=0, iteration=26),
+        verdict(11, 1, incident(IncidentKind.CANNOT_START, "node-1")),
+        *started(11.1, 2),
+        *(event(EventKind.PROGRESS, 12.0, 2, f"rank-{r}", rank=r, iteration=1) for r in RANKS),
+    ]
+    first, second = account_for(events)
+    assert first.recovered_after_s == pytest.approx(2.0)
+    assert (first.restored_iteration, first.redone_iterations) == (0, 31)
+    assert (second.fault, second.detected_after_s) == (None, None)
+    assert second.recovered_after_s == pytest.approx(1.0)
+
+
+def test_a_fault_taken_for_another_is_told() -> None:
+    """Another rank, another kind or no verdict at all: each is unnoticed, with what it was taken for."""
+    other = incident(IncidentKind.WORKER_DIED, "node-1", rank=2, exit_code=-9)
+    events = [
+        strike(10, 0, IncidentKind.WORKER_DIED, "node-1", rank=3, iteration=31),
+        verdict(10.1, 0, other),
+        strike(20, 1, IncidentKind.NODE_LOST, "node-0", rank=None, iteration=51),
+    ]
+    (row,) = account_for(events)
+    assert row.fault is None
+    wrong, missing = unnoticed(events)
+    assert "worker_died but taken for: because" in wrong
+    assert "node_lost but taken for: nothing" in missing

@@ -1,0 +1,121 @@
+"""The demo itself, on real processes, as its user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outlast.demo.example import find_example
+from outlast.demo.plan import least_iterations
+from outlast.incidents import EventKind
+from outlast.runtime.journal import read_journal
+
+COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "demo")
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """Start the demo with a folder of its own for temporary files, which also marks all its processes."""
+    return subprocess.Popen(
+        [*COMMAND, *options],
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def left_running(folder: Path) -> list[psutil.Process]:
+    def carries(pid: int) -> bool:
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+        return f"TMPDIR={folder}".encode() in environment.split(b"\0")
+
+    return [process for process in psutil.process_iter() if carries(process.pid)]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(150)
+def test_three_faults_change_no_bit(tmp_path: Path) -> None:
+    """Each fault is noticed for what it was and costs iterations; weights, moments and losses are as without any."""
+    temporary, kept = tmp_path / "tmp", tmp_path / "kept"
+    temporary.mkdir()
+    demo = start(temporary, "--json", "--seed=3", f"--iterations={least_iterations(5)}", f"--keep={kept}")
+    output, errors = demo.communicate(timeout=140)
+    assert demo.returncode == 0, output + errors
+    (line,) = output.splitlines()
+    result = json.loads(line)
+    assert result["bit_identical"] is True
+    assert result["cycles"] == 4
+    assert {one["kind"] for one in result["incidents"]} == {"worker_died", "worker_hung", "node_lost"}
+    for one in result["incidents"]:
+        assert 0 <= one["detected_after_s"] <= one["recovered_after_s"]
+        assert one["restored_iteration"] > 0
+        assert 0 <= one["redone_iterations"] <= 15
+    assert [one["fault"] for one in result["incidents"] if one["fault"] is None] == []
+    events = list(read_journal(kept / "with-faults" / "run"))
+    assert sum(event.kind == EventKind.FAULT_SIMULATED for event in events) == 3
+    assert not any(event.kind == EventKind.INCIDENT for event in read_journal(kept / "undisturbed" / "run"))
+    assert list(temporary.glob("outlast-demo-*")) == []
+    assert left_running(temporary) == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_told_to_end_it_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
+    """No process and no file outlives it."""
+    demo = start(tmp_path)
+    try:
+        deadline = time.monotonic() + 40
+        while not list(tmp_path.glob("outlast-demo-*/undisturbed/run/journal/*rank-0.jsonl")):
+            assert demo.poll() is None, demo.communicate()
+            assert time.monotonic() < deadline, "the training did not start"
+            time.sleep(0.02)
+        demo.send_signal(number)
+        demo.communicate(timeout=30)
+        assert demo.returncode == code
+        assert left_running(tmp_path) == []
+        assert list(tmp_path.glob("outlast-demo-*")) == []
+    finally:
+        for process in left_running(tmp_path):
+            process.kill()
+        demo.wait(timeout=10)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("--iterations=20",), "too few for three faults"),
+        (("--keep={full}",), "is not empty"),
+        (("--keep={file}",), "cannot be used"),
+        (("--sed=1",), "--sed"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(tmp_path: Path, options: tuple[str, ...], part: str) -> None:
+    """Exit code 2, and what to change."""
+    (tmp_path / "file").write_text("")
+    names = {"full": str(tmp_path), "file": str(tmp_path / "file")}
+    demo = start(tmp_path, *(option.format(**names) for option in options))
+    output, errors = demo.communicate(timeout=30)
+    assert demo.returncode == 2
+    assert output == ""
+    assert part in errors
+    assert len(errors.splitlines()) == 1
+    assert list(tmp_path.glob("outlast-demo-*")) == []
+
+
+def test_it_trains_the_example_that_users_copy() -> None:
+    """The script is the one in examples/, not a copy of it."""
+    assert find_example() == Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"

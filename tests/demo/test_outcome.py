@@ -1,0 +1,81 @@
+"""What the demo prints at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+from rich.console import Console
+
+from outlast.demo.account import Account
+from outlast.demo.outcome import Outcome, differences, render
+from outlast.incidents import IncidentKind
+
+RESULT = {"iterations": 100, "final_loss": 2.5, "weights": "aa", "optimizer": "bb", "losses": "cc"}
+HUNG = Account(
+    kind=IncidentKind.WORKER_HUNG,
+    cycle=0,
+    node="node-1",
+    rank=2,
+    fault="SIGSTOP of a rank",
+    iteration=34,
+    detected_after_s=3.01,
+    evidence='stopped [T] at File "/a/long/path/train_gpt.py", line 41 in forward',
+    action="restart_workers",
+    verdict="because",
+    restored_iteration=30,
+    recovered_after_s=3.4,
+    redone_iterations=4,
+)
+GOOD = Outcome(seed=0, undisturbed=RESULT, struck=dict(RESULT), incidents=(HUNG,), cycles=2, wall_s=40.0, problems=())
+
+
+def text(outcome: Outcome) -> str:
+    console = Console(file=io.StringIO(), width=240)
+    console.print(render(outcome))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_identical_means_every_digest_there_and_equal() -> None:
+    """A digest that is missing in one or in both results is a difference."""
+    assert differences(RESULT, dict(RESULT)) == ()
+    assert differences(RESULT, {**RESULT, "weights": "ab"}) == ("weights",)
+    assert set(differences({}, {})) == {"weights", "optimizer", "losses"}
+    assert not dataclasses.replace(GOOD, undisturbed={}, struck={}).bit_identical
+    assert GOOD.ok
+    assert not dataclasses.replace(GOOD, problems=("the spare never came",)).ok
+
+
+def test_the_json_object_has_what_the_documents_promise() -> None:
+    """One line, with the verdict, the incidents and their costs."""
+    printed = json.loads(GOOD.to_json())
+    assert "\n" not in GOOD.to_json()
+    assert printed["bit_identical"] is True
+    assert (printed["cycles"], printed["final_loss"], printed["wall_s"]) == (2, 2.5, 40.0)
+    (one,) = printed["incidents"]
+    assert (one["kind"], one["rank"], one["node"]) == ("worker_hung", 2, "node-1")
+    assert (one["detected_after_s"], one["recovered_after_s"], one["redone_iterations"]) == (3.01, 3.4, 4)
+
+
+def test_the_table_tells_each_incident_and_the_comparison() -> None:
+    """Kind, victim, evidence with short paths, deed, times, and both results' digests."""
+    shown = text(GOOD)
+    for part in ("worker_hung", "rank 2 on node-1", "train_gpt.py, line 41", "3.01 s", "3.40 s", "the same"):
+        assert part in shown
+    assert "/a/long/path" not in shown
+    assert "stopped [T]" in shown
+    assert "bit-identical" in shown
+
+
+def test_a_failure_says_what_went_wrong_and_where_everything_is() -> None:
+    """Each problem has its line, differing digests are named, and nothing claims success."""
+    failed = dataclasses.replace(
+        GOOD, struck={**RESULT, "losses": "xx"}, problems=("the results differ in losses",), folder="/kept"
+    )
+    shown = text(failed)
+    assert "failed: the results differ in losses" in shown
+    assert "differ" in shown
+    assert "/kept" in shown
+    assert "bit-identical" not in shown
+    assert text(dataclasses.replace(failed, struck={}, incidents=()))

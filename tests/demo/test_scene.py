@@ -1,0 +1,79 @@
+"""When a fault may strike, and what a scene says of nodes and generations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from outlast.demo.plan import Fault
+from outlast.demo.scene import RankScene, Scene, is_time
+from outlast.incidents import Event, EventKind, IncidentKind
+
+KILL = Fault(kind=IncidentKind.WORKER_DIED, iteration=12, rank=1)
+LOSE = Fault(kind=IncidentKind.NODE_LOST, iteration=12, slot=1)
+
+
+def event(kind: EventKind, node: str, cycle: int, *, iteration: int | None = None, **data: object) -> Event:
+    return Event(
+        kind=kind,
+        wall_ns=0,
+        mono_ns=0,
+        run_id="r",
+        job="j",
+        node=node,
+        proc="p",
+        cycle=cycle,
+        iteration=iteration,
+        data=data,
+    )
+
+
+def scene(*iterations: int, cycle: int = 1, restored: int = 5, durable: int = 10) -> Scene:
+    """Return two nodes of one rank each and a spare, in a cycle that went on from a generation."""
+    events = [
+        *(event(EventKind.NODE_JOINED, "a", 0, name=name) for name in "abc"),
+        event(EventKind.CYCLE_STARTED, "a", cycle, node_rank=0, ranks=[0], world_size=2),
+        event(EventKind.CYCLE_STARTED, "b", cycle, node_rank=1, ranks=[1], world_size=2),
+        event(EventKind.RESTORED, "a", cycle, iteration=restored),
+        event(EventKind.SAVE_COMMITTED, "a", cycle, iteration=durable),
+    ]
+    ranks = [
+        RankScene(rank=rank, node="ab"[rank], pid=rank + 1, cycle=cycle, iteration=iteration)
+        for rank, iteration in enumerate(iterations)
+    ]
+    return Scene(ranks=tuple(ranks), events=events, running=("a", "b", "c"))
+
+
+def test_a_fault_strikes_when_all_ranks_are_there_and_a_newer_generation_is_committed() -> None:
+    """Every rank has done the iteration, and what would be lost is less than what was won since the last restart."""
+    assert is_time(KILL, scene(12, 13), world_size=2, after_cycle=0)
+    assert not is_time(KILL, scene(12, 11), world_size=2, after_cycle=0)
+    assert not is_time(KILL, scene(12), world_size=2, after_cycle=0)
+    assert not is_time(KILL, scene(12, 13, restored=10), world_size=2, after_cycle=0)
+
+
+def test_one_fault_a_cycle_and_none_in_a_cycle_that_ends() -> None:
+    """A cycle that was struck, or whose end is decided, is left alone."""
+    ready = scene(12, 13)
+    assert not is_time(KILL, ready, world_size=2, after_cycle=1)
+    ending = dataclasses.replace(ready, events=[*ready.events, event(EventKind.VERDICT, "a", 1)])
+    assert not is_time(KILL, ending, world_size=2, after_cycle=0)
+    assert not is_time(KILL, Scene(ranks=(), events=()), world_size=2, after_cycle=-1)
+
+
+def test_a_node_is_lost_only_while_a_spare_waits() -> None:
+    """A spare that has not joined yet, or is gone, is none."""
+    ready = scene(12, 13)
+    assert ready.spares == ("c",)
+    assert is_time(LOSE, ready, world_size=2, after_cycle=0)
+    assert not is_time(LOSE, dataclasses.replace(ready, running=("a", "b")), world_size=2, after_cycle=0)
+
+
+def test_the_scene_knows_who_holds_a_slot_and_what_is_safe() -> None:
+    """The newest cycle's holder, the newest generation, and the foremost rank's iteration."""
+    now = scene(12, 13)
+    assert now.holder(1) == "b"
+    assert (now.durable, now.iteration, now.cycle) == (10, 13, 1)
+    with pytest.raises(LookupError, match="slot 2"):
+        now.holder(2)
