@@ -1,0 +1,83 @@
+"""A save under way, as its caller sees it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from outlast.errors import CheckpointError, DeadlineExceeded
+
+__all__ = ["SaveHandle", "SaveResult"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveResult:
+    """A committed save."""
+
+    generation: int
+    num_bytes: int
+    """Of this rank's shard."""
+    duration_s: float
+    """From the call to the commit."""
+    stall_s: float
+    """What the training thread waited."""
+
+
+class SaveHandle:
+    """Wait for a save's commit, or ask for it.
+
+    Thread: any.
+    """
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+        """Number of optimizer steps that the saved state had done."""
+        self._finished = threading.Event()
+        self._result: SaveResult | None = None
+        self._error: CheckpointError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the save is committed or has failed."""
+        return self._finished.is_set()
+
+    @property
+    def result(self) -> SaveResult | None:
+        """The committed save; ``None`` while it is under way, or when it failed."""
+        return self._result
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why the save failed; ``None`` while it is under way, or when it is committed."""
+        return self._error
+
+    def wait(self, timeout_s: float | None = None) -> SaveResult:
+        """Wait for the commit and return it.
+
+        Raises:
+            CheckpointError: The save failed; earlier generations are what they were.
+            DeadlineExceeded: It was neither committed nor failed in time; it goes on.
+
+        Blocks: up to ``timeout_s``; ``None``: until the save's own deadline.
+        """
+        if not self._finished.wait(timeout_s):
+            raise DeadlineExceeded(
+                f"the save of iteration {self.iteration} is not committed after {timeout_s} s; wait longer",
+                iteration=self.iteration,
+            )
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def succeed(self, result: SaveResult) -> None:
+        """Say that the save is committed; what was said first stays."""
+        if not self._finished.is_set():
+            self._result = result
+            self._finished.set()
+
+    def fail(self, error: CheckpointError) -> None:
+        """Say that the save failed; what was said first stays."""
+        if not self._finished.is_set():
+            self._error = error
+            self._finished.set()

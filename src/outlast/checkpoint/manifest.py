@@ -1,0 +1,115 @@
+"""The manifest of a generation: what belongs to it, and by which digests it is known."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from outlast.checkpoint.shard import num_chunks
+from outlast.errors import Corrupt, Untrusted
+
+__all__ = [
+    "MANIFEST",
+    "SCHEMA",
+    "Manifest",
+    "ShardEntry",
+    "TensorEntry",
+    "decode_manifest",
+    "encode_manifest",
+    "topology_digest",
+]
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a shard."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """This rank's part."""
+    global_shape: tuple[int, ...]
+    offset: int
+    """In the file."""
+
+
+class ShardEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's file."""
+
+    rank: int
+    file: str
+    num_bytes: int
+    chunks: tuple[str, ...]
+    """xxh3_64 of every 8 MiB, hexadecimal."""
+    tensors: tuple[TensorEntry, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A generation; the manifest's presence in a folder of the final name is its commit."""
+
+    schema: int
+    run: str
+    topology: str
+    world_size: int
+    iteration: int
+    attempt: str
+    restored_from: int | None
+    """The generation that the saving processes had loaded."""
+    shards: tuple[ShardEntry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.num_bytes for shard in self.shards)
+
+
+class _Sealed(msgspec.Struct, frozen=True):
+    manifest: msgspec.Raw
+    sha256: str
+
+
+def topology_digest(world_size: int) -> str:
+    """Return what ranks of another arrangement do not share."""
+    return hashlib.sha256(f"ranks={world_size}".encode()).hexdigest()[:16]
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's file: the manifest and its SHA-256. Equal manifests give equal bytes."""
+    body = msgspec.json.encode(manifest)
+    return msgspec.json.encode(_Sealed(msgspec.Raw(body), hashlib.sha256(body).hexdigest()))
+
+
+def decode_manifest(data: bytes) -> tuple[Manifest, str]:
+    """Read a manifest's file.
+
+    Returns:
+        The manifest and its SHA-256.
+
+    Raises:
+        Corrupt: It is not a manifest, or was changed after it was written.
+        Untrusted: A later version of this package wrote it.
+    """
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        body = bytes(sealed.manifest)
+        if hashlib.sha256(body).hexdigest() != sealed.sha256:
+            raise Corrupt("the manifest differs from its own SHA-256")
+        schema = msgspec.json.decode(body, type=_Schema).schema
+        if schema > SCHEMA:
+            raise Untrusted(f"the manifest has schema {schema}, this version reads up to {SCHEMA}; update outlast")
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Corrupt(f"the manifest cannot be read ({error})") from error
+    for rank, shard in enumerate(manifest.shards):
+        if shard.rank != rank or len(shard.chunks) != num_chunks(shard.num_bytes):
+            raise Corrupt(f"the manifest's entry of rank {rank} contradicts itself")
+    if len(manifest.shards) != manifest.world_size:
+        raise Corrupt("the manifest lacks ranks")
+    return manifest, sealed.sha256
+
+
+class _Schema(msgspec.Struct, frozen=True):
+    schema: int

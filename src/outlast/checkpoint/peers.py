@@ -1,0 +1,100 @@
+"""The other ranks: one gather of bytes for the training thread, and a store for the committer's."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+
+from outlast.errors import PeerLost
+from outlast.runtime.group import Group
+
+__all__ = ["Peers"]
+
+
+class Peers:
+    """All ranks that save and load together; works alone, too.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout_s: Longest time that a gather waits for a peer.
+
+    Collective: all ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, timeout_s: float) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._group = Group.open(timeout_s=timeout_s) if world_size > 1 else None
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what every rank gave, by rank.
+
+        Raises:
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks.
+        Blocks: until all ranks have come.
+        """
+        if self._group is None:
+            return [data]
+        import torch.distributed as dist
+
+        group = self._group.process_group
+        try:
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+            longest = max(1, *(int(length) for length in lengths))
+            mine = torch.zeros(longest, dtype=torch.uint8)
+            mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+            all_ranks = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+            dist.all_gather(all_ranks, mine, group=group)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"a peer left while the ranks agreed on a checkpoint ({error}); see the log of the rank that left"
+            ) from error
+        return [
+            bytes(padded[: int(length)].numpy().tobytes()) for padded, length in zip(all_ranks, lengths, strict=True)
+        ]
+
+    def store(self, *, timeout_s: float) -> Any:
+        """Return a connection of its own to the ranks' store, for one thread."""
+        if self._group is None:
+            return _OwnStore()
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        default: Any = _get_default_store()
+        store = default.clone()
+        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        return store
+
+    def close(self) -> None:
+        """Leave, without waiting for anyone. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def cut(self) -> None:
+        """Fail whatever waits for a peer. Thread: any."""
+        if self._group is not None:
+            self._group.cut()
+
+
+class _OwnStore:
+    """The part of a store that one rank alone needs."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None

@@ -1,0 +1,145 @@
+"""One rank's file of a generation: safetensors with an identity, and a digest for every chunk.
+
+The file is 8 bytes of header length, a JSON header padded with spaces so that the data begins at a multiple of
+4 KiB, and the tensors without gaps, those of wide elements first, so that each is aligned to its element. Plain
+values are one more tensor of bytes, ``outlast.tree``. Nothing here imports torch: the writer uses it too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from outlast.errors import Corrupt
+
+__all__ = [
+    "CHUNK_BYTES",
+    "DTYPE_NAMES",
+    "TREE",
+    "Identity",
+    "Span",
+    "digest",
+    "lay_out",
+    "num_chunks",
+    "read_header",
+    "shard_name",
+]
+
+CHUNK_BYTES = 8 << 20
+ALIGNMENT = 4096
+TREE = "outlast.tree"
+"""Name of the tensor that holds the plain values."""
+MAX_HEADER_BYTES = 1 << 30
+
+DTYPE_NAMES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.complex64": "C64",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint64": "U64",
+    "torch.uint32": "U32",
+    "torch.uint16": "U16",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+"""torch's name of an element type to safetensors'."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose bytes a shard holds; a shard in the wrong place is as invalid as a torn one."""
+
+    run: str
+    topology: str
+    rank: int
+    world_size: int
+    iteration: int
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a tensor lies."""
+
+    name: str
+    dtype: str
+    """safetensors' name of the element type."""
+    shape: tuple[int, ...]
+    offset: int
+    """In the file."""
+    num_bytes: int
+
+
+def shard_name(rank: int) -> str:
+    """Return the file name of a rank's shard."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def num_chunks(num_bytes: int) -> int:
+    """Return the number of chunks of a file."""
+    return -(-num_bytes // CHUNK_BYTES)
+
+
+def digest(chunk: bytes | memoryview) -> str:
+    """Return a chunk's digest."""
+    return xxhash.xxh3_64_hexdigest(chunk)
+
+
+def lay_out(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]], identity: Identity
+) -> tuple[bytes, list[Span], int]:
+    """Decide where everything goes in a shard.
+
+    Args:
+        tensors: Name, safetensors element type, shape, number of bytes, bytes of an element.
+        identity: Whose shard it is.
+
+    Returns:
+        The file's head up to where the data begins, the tensors' places, and the file's size in bytes.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -tensor[4])  # stable: else as given
+    header: dict[str, object] = {"__metadata__": {"outlast": msgspec.json.encode(identity).decode()}}
+    offset, spans = 0, []
+    for name, dtype, shape, num_bytes, _ in ordered:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        spans.append(Span(name, dtype, shape, offset, num_bytes))
+        offset += num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    head = len(text).to_bytes(8, "little") + text
+    start = len(head)
+    return head, [Span(s.name, s.dtype, s.shape, s.offset + start, s.num_bytes) for s in spans], start + offset
+
+
+def read_header(data: memoryview) -> tuple[Identity, dict[str, Span]]:
+    """Read the head of a shard, every field of which is checked against the file's size.
+
+    Raises:
+        Corrupt: It is not a shard of ours.
+    """
+    try:
+        length = int.from_bytes(data[:8], "little")
+        start = 8 + length
+        if not 2 <= length <= min(MAX_HEADER_BYTES, len(data) - 8):
+            raise ValueError(f"header of {length} bytes in a file of {len(data)}")
+        header = json.loads(bytes(data[8:start]))
+        identity = msgspec.json.decode(header.pop("__metadata__")["outlast"], type=Identity)
+        spans = {}
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= len(data) - start:
+                raise ValueError(f"tensor {name!r} lies outside the file")
+            spans[name] = Span(name, entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+    except (ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError) as error:
+        raise Corrupt(f"the header cannot be read ({error})") from error
+    return identity, spans
