@@ -1,4 +1,4 @@
-"""Processes: dying with one's parent, ending a whole group, reading what a status means."""
+"""Processes: dying with one's parent, ending a whole group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 
-__all__ = ["describe_exit", "die_with_parent", "exit_code_of", "is_alive", "kill_group"]
+__all__ = ["die_with_parent", "is_alive", "kill_group"]
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -25,21 +25,6 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
         raise OSError(errno, os.strerror(errno))
     if os.getppid() != parent_pid:
         os._exit(128 + sig)
-
-
-def exit_code_of(status: int) -> int:
-    """Return a ``waitpid`` status as an exit code; negative: the signal that ended the process."""
-    return os.waitstatus_to_exitcode(status)
-
-
-def describe_exit(exit_code: int) -> str:
-    """Return what an exit code means, for people."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
-    except ValueError:
-        return f"signal {-exit_code}"
 
 
 def kill_group(pgid: int, sig: int) -> bool:

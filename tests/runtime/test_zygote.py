@@ -1,0 +1,157 @@
+"""The zygote: workers like those of fresh interpreters, and none that outlives its owner."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from outlast.errors import OutlastError
+from outlast.runtime.zygote import Clear, Cleared, Exited, Ready, SendSignal, Spawn, Started, Zygote
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def zygote() -> Iterator[Zygote]:
+    zygote = Zygote(preload=("json", "no_such_module"), env=dict(os.environ))
+    try:
+        yield zygote
+    finally:
+        zygote.close()
+
+
+def receive(zygote: Zygote, kind: Any) -> object:
+    """Return the next reply, which must be of a kind."""
+    assert select.select([zygote], [], [], 30)[0], "no reply within 30 s"
+    reply = zygote.receive()
+    assert isinstance(reply, kind), reply
+    return reply
+
+
+def spawn(zygote: Zygote, tmp_path: Path, code: str, *args: str, key: int = 0) -> int:
+    script = tmp_path / f"script{key}.py"
+    script.write_text(code)
+    out = str(tmp_path / f"out{key}")
+    zygote.send(Spawn(key=key, argv=(str(script), *args), env={**os.environ, "RANK": str(key)}, stdout=out, stderr=out))
+    started = receive(zygote, Started)
+    assert isinstance(started, Started)
+    return started.pid
+
+
+def test_worker_sees_what_a_fresh_interpreter_would(zygote: Zygote, tmp_path: Path) -> None:
+    """A forked script is ``__main__``, has its argv, path and environment, a session of its own and fresh numbers."""
+    ready = receive(zygote, Ready)
+    assert isinstance(ready, Ready)
+    assert list(ready.failed) == ["no_such_module"]
+    code = (
+        "import json, os, random, sys\n"
+        "print(json.dumps([__name__, __file__, sys.argv[1:], sys.path[0], os.environ['RANK'], os.getsid(0),\n"
+        "                  random.random(), sys.modules['__main__'].__file__]))\n"
+    )
+    numbers = set()
+    for key in range(2):
+        pid = spawn(zygote, tmp_path, code, "--lr", "1", key=key)
+        exited = receive(zygote, Exited)
+        assert isinstance(exited, Exited)
+        assert exited.exit_code == 0
+        name, file, argv, path, rank, sid, number, main_file = json.loads((tmp_path / f"out{key}").read_text())
+        assert (name, argv, rank, sid) == ("__main__", ["--lr", "1"], str(key), pid)
+        assert file == main_file == str(tmp_path / f"script{key}.py")
+        assert path == str(tmp_path)
+        numbers.add(number)
+    assert len(numbers) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "text"),
+    [
+        ("raise SystemExit(75)", 75, ""),
+        ("raise SystemExit('bad luck')", 1, "bad luck"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+        ("def f():\n    raise ValueError('boo')\nf()", 1, "ValueError: boo"),
+        ("import atexit; atexit.register(print, 'last words')", 0, "last words"),
+    ],
+)
+def test_exit_is_told_as_it_was(code: str, exit_code: int, text: str, zygote: Zygote, tmp_path: Path) -> None:
+    """Exit codes, signals and tracebacks are those of the script, without a line of ours."""
+    receive(zygote, Ready)
+    spawn(zygote, tmp_path, code)
+    exited = receive(zygote, Exited)
+    assert isinstance(exited, Exited)
+    assert exited.exit_code == exit_code
+    output = (tmp_path / "out0").read_text()
+    assert text in output
+    assert "zygote" not in output
+
+
+def test_clear_ends_workers_and_their_children(zygote: Zygote, tmp_path: Path) -> None:
+    """After Cleared nothing of the workers is left, not even what they started and what ignores SIGTERM."""
+    receive(zygote, Ready)
+    code = (
+        "import os, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "os.write(os.open(sys.argv[1], os.O_WRONLY), b'%d\\n' % child.pid)\n"
+        "time.sleep(600)\n"
+    )
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    pid = spawn(zygote, tmp_path, code, str(fifo))
+    with fifo.open() as lines:
+        child = int(lines.readline())
+    zygote.send(SendSignal(signal=signal.SIGTERM))
+    zygote.send(Clear(token=7))
+    cleared = receive(zygote, Exited | Cleared)
+    if isinstance(cleared, Exited):
+        cleared = receive(zygote, Cleared)
+    assert cleared == Cleared(token=7)
+    assert not psutil.pid_exists(pid)
+    _, alive = psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=5)
+    assert not alive
+
+
+def test_owner_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
+    """When the zygote's owner is SIGKILLed, the zygote and its workers are gone within 2 s."""
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(600)")
+    code = (
+        "import os, sys, time\n"
+        "from outlast.runtime.zygote import *\n"
+        "zygote = Zygote(preload=(), env=dict(os.environ))\n"
+        "zygote.receive()\n"
+        f"zygote.send(Spawn(key=0, argv=({str(script)!r},), env=dict(os.environ)))\n"
+        "print(zygote.pid, zygote.receive().pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+    assert len(processes) == 2
+    owner.kill()
+    owner.wait(timeout=10)
+    owner.stdout.close()
+    _, alive = psutil.wait_procs(processes, timeout=2)
+    assert not alive
+
+
+def test_dead_zygote_is_an_error_not_a_hang(zygote: Zygote, tmp_path: Path) -> None:
+    """A killed zygote's workers die with it; its owner reads the end and gets an error from the next request."""
+    receive(zygote, Ready)
+    worker = psutil.Process(spawn(zygote, tmp_path, "import time; time.sleep(600)"))
+    os.kill(zygote.pid, signal.SIGKILL)
+    assert select.select([zygote], [], [], 10)[0]
+    assert zygote.receive() is None
+    _, alive = psutil.wait_procs([worker], timeout=2)
+    assert not alive
+    with pytest.raises(OutlastError, match="is gone"):
+        zygote.send(Clear())
