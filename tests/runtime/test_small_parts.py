@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -51,7 +52,7 @@ def test_endpoints_are_read(text: str, endpoints: list[Endpoint]) -> None:
 @pytest.mark.parametrize("text", ["", ":5", "a:b", "a:70000", "a:1,,b:2"])
 def test_bad_endpoints_are_refused(text: str) -> None:
     """What is no endpoint is refused with the form that is wanted."""
-    with pytest.raises(ConfigError, match="host:port|names no host"):
+    with pytest.raises(ConfigError, match=r"host:port|names no host"):
         parse_endpoints(text)
 
 
@@ -101,10 +102,15 @@ def test_process_dies_with_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    assert processes.is_alive(child)
     fd = os.pidfd_open(child)
     parent.kill()
     parent.wait(timeout=10)
     parent.stdout.close()
     assert select.select([fd], [], [], 5)[0]
     os.close(fd)
+
+
+def test_exits_are_described() -> None:
+    """Exit codes and signals read as people say them."""
+    assert processes.describe_exit(3) == "exit code 3"
+    assert processes.describe_exit(-signal.SIGKILL) == "signal 9 (SIGKILL)"

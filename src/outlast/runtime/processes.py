@@ -1,4 +1,4 @@
-"""Processes: dying with one's parent, ending a whole group."""
+"""Processes: dying with one's parent, ending a whole group, saying what an exit means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 
-__all__ = ["die_with_parent", "is_alive", "kill_group"]
+__all__ = ["describe_exit", "die_with_parent", "kill_group"]
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -27,6 +27,16 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
         os._exit(128 + sig)
 
 
+def describe_exit(exit_code: int) -> str:
+    """Return what an exit code means, for people; negative: the signal that ended the process."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
 def kill_group(pgid: int, sig: int) -> bool:
     """Send a signal to a process group; return whether anyone was there to get it."""
     try:
@@ -37,12 +47,3 @@ def kill_group(pgid: int, sig: int) -> bool:
         # Some member changed its user; the ones that we may signal got it.
         return True
     return True
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
