@@ -45,9 +45,12 @@ class Scene:
 
     @property
     def iteration(self) -> int:
-        """Iterations done by the foremost rank of the newest cycle, or by any before it has done one."""
+        """Iterations done by the foremost rank of the newest cycle; 0 while none has restored anything."""
         cycle = self.cycle
-        return max((one.iteration for one in self.ranks if one.cycle == cycle), default=0)
+        on_boards = [one.iteration for one in self.ranks if one.cycle == cycle]
+        kinds = (EventKind.RESTORED, EventKind.PROGRESS, EventKind.SESSION_ENDED)
+        written = [event.iteration or 0 for event in self.events if event.kind in kinds and event.cycle == cycle]
+        return max([*on_boards, *written], default=0)
 
     @property
     def durable(self) -> int | None:

@@ -105,39 +105,50 @@ class LiveView(View):
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._live: Live | None = None
         self._next_s = 0.0
+        self._scene: Scene | None = None
+        self._iteration = 0
 
     def show(self, scene: Scene) -> None:
         """Draw the picture anew, a few times a second."""
-        if self._live is None or clock.now_s() < self._next_s:
-            return
-        self._next_s = clock.now_s() + _REFRESH_S
-        self._lines.extend(self._new_lines(scene))
-        self._live.update(self._draw(scene), refresh=True)
+        self._scene = scene
+        if clock.now_s() >= self._next_s:
+            self._next_s = clock.now_s() + _REFRESH_S
+            self._redraw(scene)
 
     def _open(self, title: str) -> None:
         self._title = title
         self._lines.clear()
+        self._scene, self._iteration = None, 0
         self._live = Live(Text(title, style="bold"), console=self._console, auto_refresh=False)
         self._live.start()
 
     def _close(self) -> None:
+        if self._scene is not None:
+            self._redraw(self._scene)
         if self._live is not None:
             self._live.stop()
             self._live = None
 
+    def _redraw(self, scene: Scene) -> None:
+        if self._live is not None:
+            self._lines.extend(self._new_lines(scene))
+            self._live.update(self._draw(scene), refresh=True)
+
     def _draw(self, scene: Scene) -> RenderableType:
+        self._iteration = scene.iteration or self._iteration  # while a cycle restores, where the last one was
         loss = "-" if scene.loss is None else f"{scene.loss:.4f}"
         durable = "none" if scene.durable is None else str(scene.durable)
         head = Table.grid(padding=(0, 2))
         head.add_row(
-            ProgressBar(total=self.shape.iterations, completed=scene.iteration, width=30),
-            f"iteration [bold]{scene.iteration}[/] of {self.shape.iterations}",
+            ProgressBar(total=self.shape.iterations, completed=self._iteration, width=30),
+            f"iteration [bold]{self._iteration}[/] of {self.shape.iterations}",
             f"loss [bold]{loss}[/]",
             f"saved {durable}",
             f"cycle {max(scene.cycle, 0)}",
         )
         lines = [Text(line, style=_style(line), no_wrap=True, overflow="ellipsis") for line in self._lines]
-        return Group(Text(self._title, style="bold"), head, self._ranks(scene), *lines)
+        ranks = [self._ranks(scene)] if scene.running else []
+        return Group(Text(self._title, style="bold"), head, *ranks, *lines)
 
     def _ranks(self, scene: Scene) -> Table:
         table = Table(box=None, padding=(0, 2), header_style="dim")
