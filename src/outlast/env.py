@@ -25,10 +25,10 @@ __all__ = [
     "WorkerEnv",
     "clean_name",
     "environ",
-    "replace_environ",
-    "set_default",
     "hostname",
     "read_worker",
+    "replace_environ",
+    "set_default",
 ]
 
 RUN_ID = "OUTLAST_RUN_ID"
@@ -99,16 +99,14 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         for name in names:
             if (text := env.get(name)) not in (None, ""):
                 try:
-                    return int(text)  # type: ignore[arg-type]
+                    return int(text)
                 except ValueError:
                     raise ConfigError(f"environment variable {name}={text!r} is not a number; unset it") from None
         return default
 
     if RUN_ID in env and BOARD in env:
         launcher = "outlast"
-    elif "TORCHELASTIC_RUN_ID" in env:
-        launcher = "torchrun"
-    elif "RANK" in env and "WORLD_SIZE" in env:
+    elif "TORCHELASTIC_RUN_ID" in env or ("RANK" in env and "WORLD_SIZE" in env):
         launcher = "torchrun"
     elif "SLURM_PROCID" in env and number("SLURM_NTASKS", default=1) > 1:
         launcher = "srun"

@@ -125,3 +125,43 @@ def test_bad_input_ends_with_2_and_starts_nothing(script: str) -> None:
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("outlast: --nnodes=")
     assert os.listdir() == ["train.py"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--redirects=9", "train.py"], "see outlast run --help"),
+        (["--logs-specs=none-such", "train.py"], "none-such"),
+        (["--log-dir=train.py", "train.py"], "train.py"),
+        (["--nproc-per-node=gpu", "train.py"], "Cuda is not available"),
+    ],
+)
+def test_what_torch_refuses_is_one_line_too(argv: list[str], says: str, script: str) -> None:
+    """Options that only torch can judge end the same way: one line, exit code 2, no worker."""
+    code = "import sys; from outlast.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", *argv], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert "hello" not in done.stdout
+
+
+@pytest.mark.process
+def test_ladder_file_that_cannot_be_read_is_refused(script: str) -> None:
+    """A ladder.json that is none is named before anything starts, not taken for an empty one."""
+    os.mkdir("run")
+    Path("run", "ladder.json").write_text("{}x")
+    code = "import sys; from outlast.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", "--run-dir=run", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "ladder.json cannot be used" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -117,8 +117,8 @@ class Agent(SimpleElasticAgent):
     ) -> None:
         super().__init__(spec)
         self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
-        self.num_cycles = 0
-        """Cycles that this node took part in."""
+        self.job = ""
+        """Name of the job, once the coordinator told it."""
         self._command, self._base_env, self._logs_specs = command, base_env, logs_specs
         self._workers = workers
         self._link, self._mailbox, self._addr = link, mailbox, addr
@@ -133,7 +133,6 @@ class Agent(SimpleElasticAgent):
         """What was told of the last cycle, should it have to be told again."""
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self._signal = 0
-        self._job = ""
         self._journal: Journal | None = None
         self._final = False
         self._failures: dict[int, ProcessFailure] = {}
@@ -242,11 +241,9 @@ class Agent(SimpleElasticAgent):
         if not news.is_first:
             self._register()
             return
-        self._job = news.job
+        self.job = news.job
         node = self._link.node
-        self._journal = Journal(
-            self.options.run_dir, run_id=self.options.run_id, job=self._job, node=node, proc="agent"
-        )
+        self._journal = Journal(self.options.run_dir, run_id=self.options.run_id, job=self.job, node=node, proc="agent")
         spec = self._worker_group.spec
         self._journal.write(
             EventKind.JOB_STARTED,
@@ -321,7 +318,7 @@ class Agent(SimpleElasticAgent):
                 start,
                 spec=spec,
                 options=self.options,
-                job=self._job,
+                job=self.job,
                 node=self._link.node,
                 base_env=self._base_env,
                 logs_specs=self._logs_specs,
@@ -351,7 +348,6 @@ class Agent(SimpleElasticAgent):
             self._fail(self._plain_incident(IncidentKind.CANNOT_START, str(error)))
             return
         self._worker_group.state = WorkerState.HEALTHY
-        self.num_cycles += 1
 
     def _on_started(self, news: Started) -> None:
         cycle = self._cycle
@@ -579,7 +575,7 @@ class Agent(SimpleElasticAgent):
         number = cycle if cycle is not None else self._cycle.number if self._cycle is not None else 0
         return Incident(
             kind=kind,
-            job=self._job,
+            job=self.job,
             cycle=number,
             node=self._link.node,
             exit_code=exit_code,

@@ -14,26 +14,25 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from torch.distributed import DistError
 
 from outlast import clock
 from outlast.config import FaultToleranceConfig
-from outlast.errors import ConfigError, RendezvousError
+from outlast.errors import RendezvousError
 from outlast.incidents import EventKind
 from outlast.launch import messages as m
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.job import JobSettings
+from outlast.launch.ladder_file import load_ladder, save_ladder
 from outlast.launch.lifeline import LifelineServer
 from outlast.monitor.learned import LearnedTimeouts
 from outlast.policy.deadlines import Expired
-from outlast.policy.ladder import LadderState, begin_job
+from outlast.policy.ladder import LadderState
 from outlast.policy.timeouts import Observation
-from outlast.runtime.files import write_atomically
 from outlast.runtime.journal import Journal
 from outlast.runtime.store import TCPStore
 
-__all__ = ["ControlServer", "beat_key", "channel_key", "load_ladder"]
+__all__ = ["ControlServer", "beat_key", "channel_key"]
 
 log = logging.getLogger(__name__)
 _FOREVER = datetime.timedelta(days=365)
@@ -47,21 +46,6 @@ def channel_key(node: str, epoch: str) -> str:
 def beat_key(node: str, epoch: str) -> str:
     """Return the key of the counter that one life of a node's agent advances."""
     return f"beat/{node}/{epoch}"
-
-
-def load_ladder(run_dir: Path | None, *, is_new_job: bool) -> LadderState:
-    """Return what earlier jobs of the run, or this one, left in ``ladder.json``.
-
-    Raises:
-        ConfigError: The file is there and is no ladder state.
-    """
-    if run_dir is None or not (path := run_dir / "ladder.json").exists():
-        return LadderState()
-    try:
-        state = msgspec.json.decode(path.read_bytes(), type=LadderState)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} cannot be used ({error}); move it away to begin with fresh budgets") from error
-    return begin_job(state) if is_new_job else state
 
 
 class ControlServer:
@@ -180,11 +164,10 @@ class ControlServer:
     def _remember(self, state: LadderState) -> None:
         if self._run_dir is None:
             return
-        path = self._run_dir / "ladder.json"
         try:
-            write_atomically(path, msgspec.json.format(msgspec.json.encode(state), indent=1))
+            save_ladder(self._run_dir, state)
         except OSError as error:
-            log.warning("%s cannot be written (%s): a later job will not know what was tried", path, error)
+            log.warning("ladder.json cannot be written (%s): a later job will not know what was tried", error)
 
     def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
         if not self._config.calc_ft_timeouts or self._run_dir is None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import clock, env
-from outlast.errors import ExitReason
+from outlast.errors import ConfigError, ExitReason
+from outlast.launch.ladder_file import load_ladder
 from outlast.launch.options import RunOptions
+from outlast.launch.summary import summarise
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.zygote import Zygote
 
@@ -41,6 +43,7 @@ def launch(options: RunOptions) -> int:
     Blocks: until the job is over.
     """
     started_s = clock.now_s()
+    load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is said before anything starts
     worker_env = _worker_base_env(options)
     env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
     kind, argv = _command(options)
@@ -52,19 +55,20 @@ def launch(options: RunOptions) -> int:
     # Both import torch, at the same time: the zygote for the workers, this process for the agent.
     zygote = new_zygote()
     try:
-        agent = _make_agent(options, zygote, new_zygote, (kind, argv), worker_env)
+        try:
+            agent = _make_agent(options, zygote, new_zygote, (kind, argv), worker_env)
+        except (ValueError, OSError) as error:
+            # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
+            raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
         agent.run()
     finally:
         zygote.close()
     stop = agent.stop
-    duration_s = clock.now_s() - started_s
-    level = logging.INFO if stop.exit_code == ExitReason.FINISHED else logging.ERROR
     log.log(
-        level,
-        "[outlast] job over after %.1f s and %d cycle%s here, exit code %d: %s; journal in %s",
-        duration_s,
-        agent.num_cycles,
-        "" if agent.num_cycles == 1 else "s",
+        logging.INFO if stop.exit_code == ExitReason.FINISHED else logging.ERROR,
+        "[outlast] job over after %.1f s (%s), exit code %d: %s; journal in %s",
+        clock.now_s() - started_s,
+        summarise(options.run_dir, agent.job).describe(),
         stop.exit_code,
         stop.reason,
         options.run_dir,
