@@ -1,0 +1,49 @@
+"""A demo that cannot show what it is to show says so, and keeps what is needed to see why."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from outlast.demo import show
+from outlast.demo.plan import Shape
+from outlast.demo.view import SilentView
+
+SHAPE = Shape(num_nodes=1, nproc_per_node=1, iterations=50)
+
+
+@pytest.mark.process
+def test_a_training_that_fails_is_told_with_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code, the end of the output and the folder are told; nothing is called identical."""
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit('the text cannot be read')")
+    monkeypatch.setattr(show, "find_example", lambda: script)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tails: list[str] = []
+    outcome = show.perform(SHAPE, seed=0, keep=None, view=SilentView(SHAPE), on_failure=tails.append)
+    assert not outcome.ok
+    assert not outcome.bit_identical
+    assert any("the agent of node-0 ended with exit code 1" in problem for problem in outcome.problems)
+    assert any("no result" in problem for problem in outcome.problems)
+    (tail,) = tails
+    assert "the text cannot be read" in tail
+    assert outcome.folder is not None
+    assert Path(outcome.folder).parent == tmp_path
+    assert list(Path(outcome.folder).glob("undisturbed/run/journal/*.jsonl"))
+    assert not Path(outcome.folder, "with-faults").exists(), "there is nothing to compare with"
+
+
+@pytest.mark.process
+def test_a_training_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait is bounded, and what still runs is ended with the demo."""
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(show, "find_example", lambda: script)
+    monkeypatch.setattr(show, "_STARTING_S", 1.0)
+    monkeypatch.setattr(show, "_PER_ITERATION_S", 0.0)
+    view = SilentView(SHAPE)
+    outcome = show.perform(SHAPE, seed=0, keep=str(tmp_path / "kept"), view=view, on_failure=lambda tails: None)
+    assert outcome.problems == ("the training did not end within 1 s",)
+    assert outcome.folder == str(tmp_path / "kept")
