@@ -1,0 +1,88 @@
+"""Ranks that do given things with a CheckpointManager, and tell in JSON what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+BODY = """
+import json, logging, os, random, signal, sys
+import numpy as np
+import torch
+import torch.distributed as dist
+from outlast.checkpoint import CheckpointManager
+from outlast.config import CheckpointConfig
+from outlast.env import read_worker
+from outlast.errors import CheckpointError
+from outlast.runtime.journal import Journal
+
+folder, rank, world = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if world > 1:
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+torch.manual_seed(rank)
+model = torch.nn.Linear(64, 64)
+optim = torch.optim.AdamW(model.parameters())
+state = {"model": model, "optim": optim, "losses": []}
+
+def train():
+    optim.zero_grad()
+    loss = model(torch.randn(4, 64)).square().mean()
+    loss.backward()
+    optim.step()
+    state["losses"].append(loss.item())
+
+def content():
+    parts = [model.weight, *(part for moments in optim.state.values() for part in moments.values())]
+    return [float(part.detach().double().sum()) for part in parts] + state["losses"]
+
+def tell(**what):
+    print(json.dumps(what), flush=True)
+
+def manage(**arguments):
+    options = {"directory": folder, "save_timeout": 20.0, **arguments.pop("config", {})}
+    journal = Journal(folder + "-journal", run_id="r", job="job", node="n", proc=f"rank-{rank}")
+    return CheckpointManager(CheckpointConfig(**options), env=read_worker(), journal=journal, **arguments)
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(folder: Path, script: str, *, world: int = 1, cycle: int = 0, timeout_s: float = 40) -> list[tuple[int, Any]]:
+    """Run ``script`` on each rank; return each one's exit code and the last JSON line (or all of its output)."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "OUTLAST_CYCLE": str(cycle)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BODY + script, str(folder)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(world)
+    ]
+    ended = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=timeout_s)
+            lines = [line for line in output.splitlines() if line.startswith("{")]
+            ended.append((process.returncode, json.loads(lines[-1]) if lines else output + errors))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            process.stderr.close()
+    return ended

@@ -1,0 +1,131 @@
+"""A copy that is torn, changed or in the wrong place is passed over by all ranks together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from saving_ranks import start
+
+SAVE = """
+manager = manage()
+saved = []
+for iteration in (1, 2):
+    train()
+    manager.save(state, iteration).wait(20)
+    saved.append(content())
+tell(saved=saved)
+manager.close()
+"""
+LOAD = """
+manager = manage()
+try:
+    restored = manager.load_latest(state)
+    rejected = [(one.generation, one.tier, one.rank, one.file, one.reason) for one in restored.rejected]
+    tell(iteration=restored.iteration, loaded=content(), rejected=rejected)
+except CheckpointError as error:
+    tell(error=str(error), kind=type(error).__name__)
+manager.close()
+"""
+
+
+def _flip(folder: Path) -> None:
+    shard = folder / "step-2" / "rank-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+def _truncate(folder: Path) -> None:
+    shard = folder / "step-2" / "rank-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def _other_rank(folder: Path) -> None:
+    shutil.copy(folder / "step-2" / "rank-00000.safetensors", folder / "step-2" / "rank-00001.safetensors")
+
+
+def _older(folder: Path) -> None:
+    shutil.copy(folder / "step-1" / "rank-00001.safetensors", folder / "step-2" / "rank-00001.safetensors")
+
+
+def _no_manifest(folder: Path) -> None:
+    (folder / "step-2" / "manifest.json").unlink()
+
+
+def _edited_manifest(folder: Path) -> None:
+    manifest = folder / "step-2" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"iteration":2', '"iteration":3'))
+
+
+def _other_run(folder: Path) -> None:
+    (folder / "run.json").write_text(json.dumps({"run": "another"}))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[list[float]]]]:
+    """Two generations of two ranks, and what each rank saved."""
+    folder = tmp_path_factory.mktemp("saved") / "ckpt"
+    ended = start(folder, SAVE, world=2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    return folder, [told["saved"] for _, told in ended]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_flip, "differs from its digest"),
+        (_truncate, "bytes long instead of"),
+        (_other_rank, "instead of"),
+        (_older, "instead of"),
+        (_no_manifest, "there is no manifest"),
+        (_edited_manifest, "differs from its own SHA-256"),
+    ],
+)
+def test_all_ranks_pass_over_a_bad_copy_together(
+    tmp_path: Path, saved: tuple[Path, list[list[list[float]]]], damage: Callable[[Path], None], reason: str
+) -> None:
+    """Rank, file and reason are named alike on both ranks, and the older generation is loaded bit by bit."""
+    folder = tmp_path / "ckpt"
+    shutil.copytree(saved[0], folder)
+    damage(folder)
+    ended = start(folder, LOAD, world=2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    first, second = (told for _, told in ended)
+    assert first["iteration"] == second["iteration"] == 1
+    assert [first["loaded"], second["loaded"]] == [content[0] for content in saved[1]]
+    assert first["rejected"] == second["rejected"]
+    assert any(
+        (generation, tier, rank) == (2, "local", 1) and reason in why and file.startswith("step-2/")
+        for generation, tier, rank, file, why in first["rejected"]
+    ), first
+
+
+@pytest.mark.process
+def test_generations_of_another_run_are_an_error_not_a_start_from_scratch(
+    tmp_path: Path, saved: tuple[Path, list[list[list[float]]]]
+) -> None:
+    """With nothing but foreign generations the load fails on all ranks and names them."""
+    folder = tmp_path / "ckpt"
+    shutil.copytree(saved[0], folder)
+    _other_run(folder)
+    for code, told in start(folder, LOAD, world=2):
+        assert code == 0, told
+        assert told["kind"] == "Untrusted"
+        assert "generation 2" in told["error"]
+        assert "generation 1" in told["error"]
+
+
+@pytest.mark.process
+def test_another_world_size_is_told_as_such(tmp_path: Path, saved: tuple[Path, list[list[list[float]]]]) -> None:
+    """One rank cannot load what two saved, and the error says with how many ranks to start."""
+    folder = tmp_path / "ckpt"
+    shutil.copytree(saved[0], folder)
+    ((code, told),) = start(folder, LOAD)
+    assert code == 0, told
+    assert told["kind"] == "Untrusted"
+    assert "start with 2 ranks" in told["error"]
