@@ -27,7 +27,7 @@ Examples:
 """,
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws order, victims, moments.")
-@click.option("--iterations", type=click.IntRange(min=1), default=100, show_default=True, help="Length of each run.")
+@click.option("--iterations", type=int, default=100, show_default=True, help="Length of each run, at least 50.")
 @click.option("--keep", metavar="DIR", help="Keep journals, output and generations of both runs in this new folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
