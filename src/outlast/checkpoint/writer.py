@@ -12,7 +12,6 @@ import mmap
 import os
 import signal
 import socket
-import threading
 from pathlib import Path
 
 from outlast.checkpoint.frames import Reply, Request, receive_request, send_reply
@@ -22,18 +21,18 @@ from outlast.runtime.processes import die_with_parent
 __all__ = ["main", "serve", "write_shard"]
 
 
-def write_shard(request: Request, fd: int, *, die_halfway: bool = False, pause: threading.Event | None = None) -> Reply:
+def write_shard(request: Request, fd: int, *, die_halfway: bool = False, wait_for: str | None = None) -> Reply:
     """Write one arena into its file and make it durable; errors of the disk are the reply's.
 
     Args:
         request: What and where.
         fd: The arena.
         die_halfway: For fault injection: end this process by SIGKILL with half of the file written.
-        pause: For fault injection: wait for this before writing.
+        wait_for: For fault injection: a FIFO; wait until somebody opens it for writing.
     """
     try:
-        if pause is not None:
-            pause.wait()
+        if wait_for is not None:
+            os.close(os.open(wait_for, os.O_RDONLY | os.O_CLOEXEC))
         path = Path(request.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         chunks = []
@@ -61,12 +60,12 @@ def _write_all(fd: int, data: memoryview) -> None:
             written += os.write(fd, rest)
 
 
-def serve(connection: socket.socket, *, die_at: str | None = None, pause: threading.Event | None = None) -> None:
+def serve(connection: socket.socket, *, die_at: str | None = None, wait_for: str | None = None) -> None:
     """Serve requests until the worker is gone."""
     while (received := receive_request(connection)) is not None:
         request, fd = received
         try:
-            reply = write_shard(request, fd, die_halfway=die_at == "data", pause=pause)
+            reply = write_shard(request, fd, die_halfway=die_at == "data", wait_for=wait_for)
         finally:
             os.close(fd)
         send_reply(connection, reply)
@@ -77,20 +76,16 @@ def main() -> None:
     parser.add_argument("fd", type=int)
     parser.add_argument("parent", type=int)
     parser.add_argument("--die-at", choices=["data"], help="end by SIGKILL halfway through a file")
-    parser.add_argument("--wait-for-usr1", action="store_true", help="begin to write when SIGUSR1 arrives")
+    parser.add_argument("--wait-for", help="begin to write when somebody opens this FIFO for writing")
     args = parser.parse_args()
     # Signals to the whole process group are for the worker to act on: it may still need this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file size limit is an error like a full disk
-    pause = None
-    if args.wait_for_usr1:
-        pause = threading.Event()
-        signal.signal(signal.SIGUSR1, lambda *_: pause.set())
     die_with_parent(args.parent)
     with socket.socket(fileno=args.fd) as connection:
         try:
-            serve(connection, die_at=args.die_at, pause=pause)
+            serve(connection, die_at=args.die_at, wait_for=args.wait_for)
         except ConnectionError:
             return  # the worker is gone
 
