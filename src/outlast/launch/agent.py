@@ -119,6 +119,8 @@ class Agent(SimpleElasticAgent):
         self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
         self.job = ""
         """Name of the job, once the coordinator told it."""
+        self.is_host = False
+        """Whether this process hosts the control store."""
         self._command, self._base_env, self._logs_specs = command, base_env, logs_specs
         self._workers = workers
         self._link, self._mailbox, self._addr = link, mailbox, addr
@@ -238,6 +240,7 @@ class Agent(SimpleElasticAgent):
 
     def _on_link_up(self, news: LinkUp) -> None:
         self._deadline = None
+        self.is_host = news.is_host
         if not news.is_first:
             self._register()
             return

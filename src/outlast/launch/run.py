@@ -64,11 +64,13 @@ def launch(options: RunOptions) -> int:
     finally:
         zygote.close()
     stop = agent.stop
+    # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
+    totals = f" ({summarise(options.run_dir, agent.job).describe()})" if agent.is_host else ""
     log.log(
         logging.INFO if stop.exit_code == ExitReason.FINISHED else logging.ERROR,
-        "[outlast] job over after %.1f s (%s), exit code %d: %s; journal in %s",
+        "[outlast] job over after %.1f s%s, exit code %d: %s; journal in %s",
         clock.now_s() - started_s,
-        summarise(options.run_dir, agent.job).describe(),
+        totals,
         stop.exit_code,
         stop.reason,
         options.run_dir,
