@@ -77,8 +77,8 @@ class Committer:
         store: A store connection for this thread alone.
         writer: The writer process.
         timeout_s: Longest time from a save's start to its outcome.
-        on_outcome: Called in this thread with each save after its handle is done, its error or ``None``, and
-            whether it was written at all.
+        on_outcome: Called in this thread with each save before its handle is done, its error or ``None``, and
+            its result, ``None`` when it was committed before and not written again.
         most_recent_k: Committed generations to keep; -1 = all.
         at_stage: For fault injection: called with a stage's name just before it.
     """
@@ -94,7 +94,7 @@ class Committer:
         store: Any,
         writer: WriterClient,
         timeout_s: float,
-        on_outcome: Callable[[Save, CheckpointError | None, bool], None],
+        on_outcome: Callable[[Save, CheckpointError | None, SaveResult | None], None],
         most_recent_k: int = -1,
         at_stage: Callable[[str], None] | None = None,
     ) -> None:
@@ -148,22 +148,23 @@ class Committer:
                     rank=self._rank,
                     iteration=save.iteration,
                 )
+            result = SaveResult(
+                generation=save.iteration,
+                num_bytes=save.num_bytes,
+                duration_s=(clock.now_ns() - save.started_ns) / 1e9,
+                stall_s=save.stall_s,
+            )
             if error is None:
                 self._committed.add(save.iteration)
-                save.handle.succeed(
-                    SaveResult(
-                        generation=save.iteration,
-                        num_bytes=save.num_bytes,
-                        duration_s=(clock.now_ns() - save.started_ns) / 1e9,
-                        stall_s=save.stall_s,
-                    )
-                )
-            else:
-                save.handle.fail(error)
             try:
-                self._on_outcome(save, error, written)
+                self._on_outcome(save, error, result if written else None)
             except Exception:
                 log.exception("what follows the save of iteration %d failed", save.iteration)
+            # Last, so that whoever waited finds the outcome logged and in the journal.
+            if error is None:
+                save.handle.succeed(result)
+            else:
+                save.handle.fail(error)
 
     def _commit(self, save: Save) -> None:
         self._post(save, f"ready/{self._rank}", self._write(save))

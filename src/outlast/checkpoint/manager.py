@@ -357,7 +357,7 @@ class CheckpointManager:
             except CheckpointError:
                 continue  # the handle has it
 
-    def _after(self, save: Save, error: CheckpointError | None, written: bool) -> None:
+    def _after(self, save: Save, error: CheckpointError | None, result: SaveResult | None) -> None:
         """Report a save's outcome. Thread: the committer's."""
         self._free.put(save.arena)
         rank = self._place.global_rank
@@ -368,8 +368,7 @@ class CheckpointManager:
             self._write_incident(IncidentKind.SAVE_FAILED, save.iteration, str(error), {})
             return
         self._num_failures = 0
-        result = save.handle.result
-        if result is None or not written:
+        if result is None:
             return
         self._durable = max(self._durable or 0, save.iteration)
         log.info("committed iteration %d, tier %s, in %.2f s", save.iteration, TIER, result.duration_s)
