@@ -221,7 +221,8 @@ class Coordinator:
         self._ending = self._end_cycle(reason, examine=False, but=None)
         for slot in adoption.missing:
             why = f"it carried slot {slot} and went down with the control store"
-            self._ending.lose(self.settings.former_host or "", why)
+            incident = self._ending.lose(self.settings.former_host or "", why)
+            self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         for name, facts in self._early.items():
             if (node := self.nodes.get(name)) is not None:
                 self._take_facts(facts, node)
