@@ -62,9 +62,7 @@ def test_repeating_the_same_generation_is_no_progress() -> None:
 
 def test_progress_in_every_cycle_goes_on() -> None:
     """A script that crashes in every cycle after a save is restarted for as long as it takes."""
-    ends = [
-        CycleEnd(cycle=n, incident=died(), progress_known=True, durable_iteration=n * 10) for n in range(200)
-    ]
+    ends = [CycleEnd(cycle=n, incident=died(), progress_known=True, durable_iteration=n * 10) for n in range(200)]
     state, verdicts = climb(LadderState(), Limits(max_restarts=1), *ends, max_cycles=200)
     assert {v.rung for v in verdicts} == {Rung.RESTART_WORKERS}
     assert state.restarts_total == 200
@@ -84,9 +82,7 @@ def test_total_bounds_restarts_in_spite_of_progress() -> None:
 @pytest.mark.parametrize("known", [False, True])
 def test_no_restart_allowed_fails_like_torchrun(known: bool) -> None:
     """With max_restarts=0 the first crash ends the job with 1: nothing was tried, so nothing was repeated."""
-    _, verdicts = climb(
-        LadderState(), Limits(max_restarts=0), CycleEnd(cycle=0, incident=died(), progress_known=known)
-    )
+    _, verdicts = climb(LadderState(), Limits(max_restarts=0), CycleEnd(cycle=0, incident=died(), progress_known=known))
     assert [(v.rung, v.exit_code) for v in verdicts] == [(Rung.STOP, ExitReason.FAILED)]
 
 
@@ -167,14 +163,10 @@ def test_lost_node_moves_its_slot() -> None:
 @pytest.mark.parametrize(
     ("num_spares", "rung", "quarantine"), [(1, Rung.REPLACE_NODE, ("b",)), (0, Rung.RESTART_WORKERS, ())]
 )
-def test_node_that_cannot_start_gives_its_slot_away(
-    num_spares: int, rung: Rung, quarantine: tuple[str, ...]
-) -> None:
+def test_node_that_cannot_start_gives_its_slot_away(num_spares: int, rung: Rung, quarantine: tuple[str, ...]) -> None:
     """A node that cannot start its workers is passed over where a spare waits; else it tries again."""
     cannot = Incident(kind=IncidentKind.CANNOT_START, node="b")
-    state, verdict = decide(
-        LadderState(), CycleEnd(cycle=0, incident=cannot, num_spares=num_spares), Limits()
-    )
+    state, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=cannot, num_spares=num_spares), Limits())
     assert (verdict.rung, verdict.quarantine) == (rung, quarantine)
     assert state.quarantined == quarantine
 

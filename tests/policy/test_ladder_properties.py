@@ -132,9 +132,7 @@ def test_finished_is_never_restarted(past: list[CycleEnd], end: CycleEnd, limits
 
 
 @given(histories, durables, st.booleans(), limits_strategy)
-def test_preemption_is_never_charged(
-    past: list[CycleEnd], durable: int | None, saved: bool, limits: Limits
-) -> None:
+def test_preemption_is_never_charged(past: list[CycleEnd], durable: int | None, saved: bool, limits: Limits) -> None:
     """Being told to leave raises no counter and stops nothing, even with every budget spent."""
     before = follow(past, limits)
     end = CycleEnd(cycle=0, incident=None, preempted=True, preempted_saved=saved, durable_iteration=durable)
@@ -174,9 +172,7 @@ def test_best_durable_never_falls(past: list[CycleEnd], end: CycleEnd, limits: L
 
 
 @given(histories, any_end, limits_strategy)
-def test_quarantine_takes_only_the_incidents_node(
-    past: list[CycleEnd], end: CycleEnd, limits: Limits
-) -> None:
+def test_quarantine_takes_only_the_incidents_node(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
     """Only the node where the incident began loses its slot, only to a spare, and only once."""
     before = follow(past, limits)
     state, verdict = decide(before, end, limits)
@@ -197,9 +193,7 @@ def test_memory_survives_the_job(past: list[CycleEnd], end: CycleEnd, limits: Li
 
 
 @given(histories, any_end, limits_strategy)
-def test_verdict_is_one_line_with_a_code_when_it_ends(
-    past: list[CycleEnd], end: CycleEnd, limits: Limits
-) -> None:
+def test_verdict_is_one_line_with_a_code_when_it_ends(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
     """Every verdict has a one-line reason, and an exit code exactly when it ends the job."""
     _, verdict = decide(follow(past, limits), end, limits)
     assert verdict.reason
