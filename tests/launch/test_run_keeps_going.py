@@ -236,3 +236,20 @@ def test_output_goes_where_torchrun_puts_it(tmp_path: Path) -> None:
         assert "to stderr" not in cluster.agent(0).output()
     (stderr,) = tmp_path.glob("logs/*/attempt_0/0/stderr.log")
     assert "to stderr" in stderr.read_text()
+
+
+def test_stopped_coordinator_is_waited_for_and_then_given_up_on(tmp_path: Path) -> None:
+    """A host that is stopped, not dead, answers nothing: a node whose cycle ended waits its bounded time and then
+    ends with the reason, instead of waiting for ever."""
+    script = write(tmp_path, UNTIL_TOLD)
+    options = ["--rdzv-conf=join_timeout=1"]
+    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1, options=options) as cluster:
+        cluster.wait_for("rank 0 runs", timeout_s=60)
+        cluster.wait_for("rank 1 runs", timeout_s=60)
+        host = next(agent for agent in cluster.agents if "hosts the control store" in agent.output())
+        other = next(agent for agent in cluster.agents if agent is not host)
+        host.signal(signal.SIGSTOP)
+        (rank,) = next(e.data["ranks"] for e in cluster.events() if e.node == other.name and "ranks" in e.data)
+        psutil.Process(cluster.worker_pid(rank)).kill()
+        assert other.wait(timeout_s=40) == ExitReason.FAILED
+        assert "gave no answer" in other.output()

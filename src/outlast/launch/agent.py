@@ -41,7 +41,8 @@ from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import messages as m
 from outlast.launch.cycle import Cycle, prepare, torch_workers
-from outlast.launch.link import Link, LinkDown, LinkFailed, LinkUp
+from outlast.launch.link import LinkDown, LinkFailed, LinkUp
+from outlast.launch.member import Member
 from outlast.launch.options import RunOptions
 from outlast.launch.rendezvous import open_cycle_store
 from outlast.launch.workers import Workers
@@ -54,6 +55,7 @@ from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Starte
 __all__ = ["Agent", "Notice"]
 
 log = logging.getLogger(__name__)
+_ANSWER_MARGIN_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,8 @@ class Agent(SimpleElasticAgent):
         base_env: Environment that every worker gets.
         logs_specs: Where output goes.
         workers: This node's hold on its workers; the agent closes it.
-        link: The link to the coordinator, not yet started.
+        member: This node's membership; its link is not yet started.
         mailbox: Where the link and the signal handlers deliver.
-        addr: Address of this node for its peers.
 
     Thread: the main thread.
     """
@@ -111,9 +112,8 @@ class Agent(SimpleElasticAgent):
         base_env: dict[str, str],
         logs_specs: LogsSpecs,
         workers: Workers,
-        link: Link,
+        member: Member,
         mailbox: Mailbox[object],
-        addr: str,
     ) -> None:
         super().__init__(spec)
         self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
@@ -123,17 +123,14 @@ class Agent(SimpleElasticAgent):
         """Whether this process hosts the control store."""
         self._command, self._base_env, self._logs_specs = command, base_env, logs_specs
         self._workers = workers
-        self._link, self._mailbox, self._addr = link, mailbox, addr
+        self._member, self._mailbox = member, mailbox
         self._state = State.JOINING
         self._cycle: Cycle | None = None
         self._start: m.Start | None = None
         """A cycle to start once the zygote has cleared away the last one."""
         self._cycle_store: TCPStore | None = None
-        self._place: m.Place | None = None
-        """Where this node was in the last cycle that it started."""
-        self._ended: m.CycleFacts | None = None
-        """What was told of the last cycle, should it have to be told again."""
-        self._deadline: tuple[float, Callable[[], None]] | None = None
+        self._deadlines: dict[str, tuple[float, Callable[[], None]]] = {}
+        """What to do at a time, by what is waited for."""
         self._signal = 0
         self._journal: Journal | None = None
         self._final = False
@@ -142,7 +139,7 @@ class Agent(SimpleElasticAgent):
     # -- torch's interface -------------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        self._link.start()
+        self._member.link.start()
         while not self._final:
             self._wait_and_handle()
         state = WorkerState.FAILED if self._failures and self.stop.exit_code else WorkerState.SUCCEEDED
@@ -165,7 +162,7 @@ class Agent(SimpleElasticAgent):
             self._cycle.close(wait_for_logs=True)
             self._cycle = None
         self._workers.close()
-        self._link.close()
+        self._member.link.close()
         self._cycle_store = None
         if self._journal is not None:
             self._journal.close()
@@ -173,15 +170,17 @@ class Agent(SimpleElasticAgent):
     # -- the loop ----------------------------------------------------------------------------------------------
 
     def _wait_and_handle(self) -> None:
-        timeout_s = None if self._deadline is None else max(0.0, self._deadline[0] - clock.now_s())
+        next_s = min((at_s for at_s, _ in self._deadlines.values()), default=None)
+        timeout_s = None if next_s is None else max(0.0, next_s - clock.now_s())
         readable, _, _ = select.select([self._workers.fileno(), self._mailbox.fileno()], [], [], timeout_s)
         if self._workers.fileno() in readable:
             self._on_workers()
         if self._mailbox.fileno() in readable:
             for news in self._mailbox.take_all():
                 self._on_news(news)
-        if self._deadline is not None and clock.now_s() >= self._deadline[0]:
-            action, self._deadline = self._deadline[1], None
+        now_s = clock.now_s()
+        for name in [name for name, (at_s, _) in self._deadlines.items() if now_s >= at_s]:
+            _, action = self._deadlines.pop(name)
             action()
 
     def _on_workers(self) -> None:
@@ -204,6 +203,7 @@ class Agent(SimpleElasticAgent):
             case m.Prepare():
                 self._on_prepare(news)
             case m.Start():
+                self._deadlines.pop("answer", None)
                 self._start = news
                 self._start_if_ready()
             case m.CycleOver():
@@ -211,7 +211,8 @@ class Agent(SimpleElasticAgent):
             case m.Stop():
                 self._on_stop(news)
             case m.Wait():
-                log.info("[outlast] node %s waits: %s", self._link.node, news.reason)
+                self._deadlines.pop("answer", None)
+                log.info("[outlast] node %s waits: %s", self._member.node, news.reason)
             case _Hang():
                 self._on_hang(news)
             case Notice():
@@ -224,7 +225,7 @@ class Agent(SimpleElasticAgent):
                     news.error,
                 )
                 if self._state in (State.JOINING, State.FINISHED):
-                    self._set_deadline(self.options.join_timeout_s, self._give_up_on_link)
+                    self._set_deadline("link", self.options.join_timeout_s, self._give_up_on_link)
             case LinkFailed():
                 self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=news.error))
             case _Broken():
@@ -233,19 +234,24 @@ class Agent(SimpleElasticAgent):
             case _:
                 raise AssertionError(f"unexpected news {news!r}")
 
-    def _set_deadline(self, seconds: float, action: Callable[[], None]) -> None:
-        self._deadline = (clock.now_s() + seconds, action)
+    def _set_deadline(self, name: str, seconds: float, action: Callable[[], None]) -> None:
+        self._deadlines[name] = (clock.now_s() + seconds, action)
 
     # -- joining and starting ----------------------------------------------------------------------------------
 
     def _on_link_up(self, news: LinkUp) -> None:
-        self._deadline = None
+        self._deadlines.pop("link", None)
         self.is_host = news.is_host
         if not news.is_first:
-            self._register()
+            log.warning("[outlast] the control store is back, at %s", self._member.link.endpoint)
+            self._member.register(
+                is_running=self._state == State.RUNNING,
+                is_joining=self._state == State.JOINING,
+                has_finished=self._state == State.FINISHED,
+            )
             return
         self.job = news.job
-        node = self._link.node
+        node = self._member.node
         self._journal = Journal(self.options.run_dir, run_id=self.options.run_id, job=self.job, node=node, proc="agent")
         spec = self._worker_group.spec
         self._journal.write(
@@ -255,64 +261,28 @@ class Agent(SimpleElasticAgent):
             nproc_per_node=spec.local_world_size,
         )
         if news.is_host:
-            log.info("[outlast] node %s hosts the control store at %s", node, self._link.endpoint)
+            log.info("[outlast] node %s hosts the control store at %s", node, self._member.link.endpoint)
         self._join(None)
 
-    def _register(self) -> None:
-        """Tell the control store that is back, or its heir, where this node is."""
-        log.warning("[outlast] the control store is back, at %s", self._link.endpoint)
-        running = self._state in (State.RUNNING, State.FINISHED)
-        self._link.send(
-            m.Register(
-                node=self._link.node,
-                epoch=self._link.epoch,
-                addr=self._addr,
-                nproc=self._worker_group.spec.local_world_size,
-                wish=self.options.wish,
-                place=self._place,
-                running=running,
-            )
-        )
-        if self._state == State.JOINING:
-            self._join(self._ended)
-        elif self._state == State.FINISHED and self._ended is not None:
-            self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=self._ended))
-
     def _join(self, ended: m.CycleFacts | None) -> None:
-        self._ended = ended
         if self._state != State.LEAVING:
             self._state = State.JOINING
-        self._link.send(
-            m.Join(
-                node=self._link.node,
-                epoch=self._link.epoch,
-                addr=self._addr,
-                nproc=self._worker_group.spec.local_world_size,
-                wish=self.options.wish,
-                ended=ended,
-            )
-        )
+        if ended is not None:
+            # The coordinator gives up earlier than this, if it still runs: a stopped one answers nothing at all.
+            self._set_deadline("answer", self.options.join_timeout_s + _ANSWER_MARGIN_S, self._give_up_on_link)
+        self._member.join(ended)
 
-    def _on_prepare(self, prepare_: m.Prepare) -> None:
-        self._cycle_store = open_cycle_store(self._addr)
-        self._link.send(
-            m.Master(
-                node=self._link.node,
-                epoch=self._link.epoch,
-                cycle=prepare_.cycle,
-                addr=self._addr,
-                port=self._cycle_store.port,
-            )
-        )
+    def _on_prepare(self, request: m.Prepare) -> None:
+        self._cycle_store = open_cycle_store(self._member.addr)
+        self._member.host_cycle(request.cycle, self._cycle_store.port)
 
     def _start_if_ready(self) -> None:
         start = self._start
         if start is None or not self._workers.are_cleared or self._state != State.JOINING:
             return
         self._start = None
-        if self._place is not None and start.cycle <= self._place.cycle:
-            return  # told twice, after a reconnection
-        self._place = m.Place(cycle=start.cycle, slot=start.node_rank, num_slots=start.num_nodes)
+        if not self._member.take_place(start):
+            return
         if start.node_rank != 0:
             self._cycle_store = None
         spec = self._worker_group.spec
@@ -322,7 +292,7 @@ class Agent(SimpleElasticAgent):
                 spec=spec,
                 options=self.options,
                 job=self.job,
-                node=self._link.node,
+                node=self._member.node,
                 base_env=self._base_env,
                 logs_specs=self._logs_specs,
                 command=self._command,
@@ -372,7 +342,7 @@ class Agent(SimpleElasticAgent):
             log.info(
                 "[outlast] cycle %d: node %s runs ranks %d-%d of %d (node rank %d)",
                 start.cycle,
-                self._link.node,
+                self._member.node,
                 start.base_rank,
                 start.base_rank + len(cycle.workers) - 1,
                 start.world_size,
@@ -419,9 +389,9 @@ class Agent(SimpleElasticAgent):
             self._leave(saved=cycle.is_saved)
             return
         self._state = State.FINISHED
-        facts = self._ended = cycle.facts(None)
+        facts = cycle.facts(None)
         self._write(EventKind.CYCLE_ENDED, reason="finished", iterations=cycle.iterations())
-        self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=facts))
+        self._member.finish(facts)
 
     def _fail(self, incident: Incident) -> None:
         """End the running cycle because of what happened here."""
@@ -438,15 +408,7 @@ class Agent(SimpleElasticAgent):
         incident = cycle.describe_hang(hang.report)
         self._write(EventKind.INCIDENT, rank=incident.rank, iteration=incident.iteration, incident=incident)
         # The other nodes look at their ranks while this one does.
-        self._link.send(
-            m.Hung(
-                node=self._link.node,
-                epoch=self._link.epoch,
-                cycle=cycle.number,
-                incident=incident,
-                expired=tuple(hang.report.expired),
-            )
-        )
+        self._member.report_hang(incident, hang.report.expired, cycle.number)
         positions = cycle.examine(hang.report)
         self._end_cycle(cycle.facts(None, positions), incident.describe())
 
@@ -469,7 +431,7 @@ class Agent(SimpleElasticAgent):
         self._workers.expect_clear()
         if self.options.restart_grace_s > 0 and not cycle.all_ended:
             self._workers.terminate()
-            self._set_deadline(self.options.restart_grace_s, self._workers.clear)
+            self._set_deadline("grace", self.options.restart_grace_s, self._workers.clear)
         else:
             self._workers.clear()
         cycle.close()
@@ -500,7 +462,7 @@ class Agent(SimpleElasticAgent):
         name = signal.Signals(notice.signal).name
         if self._state in (State.LEAVING, State.STOPPING):
             log.warning("[outlast] received %s again: ending the workers now", name)
-            self._deadline = None
+            self._deadlines.pop("grace", None)
             self._workers.kill()
             return
         self._signal = notice.signal
@@ -518,7 +480,7 @@ class Agent(SimpleElasticAgent):
         )
         self._state = State.LEAVING
         self._workers.notify(cycle)
-        self._set_deadline(grace_s, self._on_grace_over)
+        self._set_deadline("grace", grace_s, self._on_grace_over)
 
     def _on_grace_over(self) -> None:
         log.warning("[outlast] the workers did not end in time; killing them")
@@ -529,17 +491,9 @@ class Agent(SimpleElasticAgent):
         facts = cycle.facts(None) if cycle is not None and not cycle.over else None
         if cycle is not None and not cycle.over:
             self._write(EventKind.CYCLE_ENDED, reason="left", iterations=cycle.iterations())
-        self._link.send(
-            m.Leave(
-                node=self._link.node,
-                epoch=self._link.epoch,
-                saved=saved,
-                signal=self._signal or signal.SIGTERM,
-                facts=facts,
-                whole_job=whole_job,
-            )
-        )
-        code = ExitReason.PREEMPTED if saved else 128 + (self._signal or signal.SIGTERM)
+        number = self._signal or signal.SIGTERM
+        self._member.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
+        code = ExitReason.PREEMPTED if saved else 128 + number
         what = "state saved" if saved else "nothing was saved on the way out"
         self._failures = {}
         self._finish(m.Stop(exit_code=code, reason=f"told to leave; {what}"))
@@ -558,7 +512,7 @@ class Agent(SimpleElasticAgent):
         self._workers.notify(cycle)
         preempted = stop.exit_code == ExitReason.PREEMPTED
         grace_s = self.options.fault_tolerance.shutdown_grace if preempted else self.options.workers_stop_timeout_s
-        self._set_deadline(grace_s, self._on_grace_over)
+        self._set_deadline("grace", grace_s, self._on_grace_over)
 
     def _finish(self, stop: m.Stop) -> None:
         self.stop = stop
@@ -567,7 +521,7 @@ class Agent(SimpleElasticAgent):
 
     def _give_up_on_link(self) -> None:
         seconds = self.options.join_timeout_s
-        reason = f"the control store stayed out of reach for {seconds:.0f} s (--rdzv-conf join_timeout=...)"
+        reason = f"the control store gave no answer for {seconds:.0f} s (--rdzv-conf join_timeout=...)"
         self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=reason))
 
     # -- small things ------------------------------------------------------------------------------------------
@@ -580,7 +534,7 @@ class Agent(SimpleElasticAgent):
             kind=kind,
             job=self.job,
             cycle=number,
-            node=self._link.node,
+            node=self._member.node,
             exit_code=exit_code,
             evidence={"summary": summary},
         )

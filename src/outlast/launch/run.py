@@ -116,6 +116,7 @@ def _make_agent(
     from outlast.launch.job import JobSettings
     from outlast.launch.link import JobInProgress, Link, LinkFailed
     from outlast.launch.logs import make_logs_specs
+    from outlast.launch.member import Member
     from outlast.launch.rendezvous import NamedRendezvous
     from outlast.launch.workers import Workers
     from outlast.policy.ladder import Limits
@@ -180,9 +181,13 @@ def _make_agent(
         base_env=base_env,
         logs_specs=make_logs_specs(args, Path(options.run_dir)),
         workers=Workers(zygote, new_zygote),
-        link=link,
+        member=Member(
+            link,
+            addr=args.local_addr or _own_address(endpoints[0].host),
+            nproc=spec.local_world_size,
+            wish=options.wish,
+        ),
         mailbox=mailbox,
-        addr=args.local_addr or _own_address(endpoints[0].host),
     )
     _install_handlers(args.signals_to_handle, lambda number: mailbox.put(Notice(number)))
     return agent
