@@ -28,6 +28,30 @@ __all__ = ["Bar", "BenchResult", "describe_machine"]
 _UNITS_OF_RATIOS = "x"
 
 
+def describe_machine() -> dict[str, Any]:
+    """Return what the figures depend on: processor, memory, load, versions."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass  # no such file on this machine: the architecture is all there is to tell
+    return platform.machine()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
     """One figure and the limit that it must keep."""
@@ -70,7 +94,7 @@ class BenchResult:
     bars: tuple[Bar, ...]
     notes: tuple[str, ...] = ()
     """Lines for people: breakdowns, runs that failed and were done again."""
-    machine: Mapping[str, Any] = field(default_factory=lambda: describe_machine())
+    machine: Mapping[str, Any] = field(default_factory=describe_machine)
 
     @property
     def ok(self) -> bool:
@@ -102,30 +126,6 @@ class BenchResult:
             )
         machine = ", ".join(f"{name} {value}" for name, value in self.machine.items())
         return Group(table, *(Text(f" {note}") for note in self.notes), Text(f" {machine}", style="dim"))
-
-
-def describe_machine() -> dict[str, Any]:
-    """Return what the figures depend on: processor, memory, load, versions."""
-    return {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
-    }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass  # no such file on this machine: the architecture is all there is to tell
-    return platform.machine()
 
 
 def _round(value: float | None) -> float | None:

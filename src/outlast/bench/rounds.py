@@ -35,9 +35,9 @@ def run_rounds(measures: Mapping[str, Callable[[], T]], *, repeats: int, say: Sa
     return found
 
 
-def median(values: Sequence[float]) -> float | None:
-    """Return the median; ``None`` of nothing."""
-    return statistics.median(values) if values else None
+def median(values: Sequence[float]) -> float:
+    """Return the median of at least one value."""
+    return float(statistics.median(values))
 
 
 def _tell(value: object) -> str:
