@@ -28,9 +28,10 @@ run = outlast.init(outlast.Config(checkpoint=checkpoint, run_dir=folder + "/run"
 model = torch.nn.Linear(2, 2)
 ddp = torch.nn.parallel.DistributedDataParallel(model) if run.world_size > 1 else model
 state = {"model": ddp, "steps": torch.zeros(1)}
-for iteration in run.steps(state, total=100_000):
+for iteration in run.steps(state, total=3000):
     if not state["steps"].item():
-        print("pid", run.global_rank, os.getpid(), flush=True)
+        # In one piece: torchrun runs ranks unbuffered, and they share a pipe.
+        print(f"pid {run.global_rank} {os.getpid()}\\n", end="", flush=True)
     if iteration == int(state["steps"].item()) and what == "look":
         print("restored", iteration, flush=True)
         break
@@ -38,7 +39,7 @@ for iteration in run.steps(state, total=100_000):
     state["steps"] += 1
     time.sleep(0.005)
     if iteration == 5:
-        print("running", flush=True)
+        print("running\\n", end="", flush=True)
     if what == "hang" and iteration == 5 and run.global_rank == 0:
         while True:
             time.sleep(0.1)
