@@ -44,7 +44,7 @@ def test_ranks_of_a_slurm_step_meet_without_settings(monkeypatch: pytest.MonkeyP
 
 
 def test_cut_ends_its_own_connections_and_no_others() -> None:
-    """A waiting peer learns of the cut; a descriptor that was closed and used again for something else is left alone."""
+    """A waiting peer learns of the cut; a descriptor that is used for something else by now is left alone."""
     ours, peer = socket.socketpair()
     gone, other_peer = socket.socketpair()
     fds = [ours.fileno(), gone.fileno()]
