@@ -163,7 +163,7 @@ class Coordinator:
             self._over_at_s = self._over_at_s or now_s
             self.nodes.send(node, self.stop)
             return
-        node.ready = True
+        self.nodes.mark(node, ready=True)
         self._finished.pop(node.name, None)
         if join.ended is not None:
             self._take_facts(join.ended, node)
@@ -193,9 +193,9 @@ class Coordinator:
             self.phase = Phase.ADOPTING  # this agent was started anew, and hosts for a job in progress
         if self.phase == Phase.ADOPTING:
             self._adoption.register(message, now_s)
-            node.ready = not message.running
+            self.nodes.mark(node, ready=not message.running)
         elif message.running:
-            node.ready = False
+            self.nodes.mark(node, ready=False)
             self.nodes.send(
                 node,
                 m.CycleOver(cycle=message.place.cycle if message.place else -1, reason="it came back too late"),
@@ -363,18 +363,18 @@ class Coordinator:
         if self.phase != Phase.FORMING:
             return
         if self._ending is not None:
-            if not all(node is None or node.ready for node in map(self.nodes.holder, self.nodes.slots)):
+            if self.nodes.any_busy_holder():
                 return
             ending, self._ending = self._ending, None
             end = ending.summarise(num_spares=len(self.nodes.spares(self.state.quarantined)))
             self._learn(self.cycle, observations(ending.facts), ending.expired)
             if self._decide(end, now_s).rung >= Rung.REQUEUE_JOB:
                 return
-        ready = self.nodes.ready()
-        if len(ready) < (self.settings.min_nodes or len(self.nodes.slots)):
-            self._wait_for_nodes(len(self.nodes.slots) - len(ready), now_s)
+        num_slots, num_ready = len(self.nodes.slots), self.nodes.num_ready
+        if num_ready < (self.settings.min_nodes or num_slots):
+            self._wait_for_nodes(num_slots - num_ready, now_s)
             return
-        slots = fill_slots(self.nodes.slots, ready, barred=self.state.quarantined)
+        slots = fill_slots(self.nodes.slots, self.nodes.ready(), barred=self.state.quarantined)
         if any(slot.holder is None for slot in slots):
             smaller = shrink(slots, min_nodes=self.settings.min_nodes) if self.cycle and self._has_majority else None
             if smaller is None or any(slot.holder is None for slot in smaller):
@@ -423,7 +423,7 @@ class Coordinator:
         for index, slot in enumerate(self.nodes.slots):
             node = self.nodes.holder(slot)
             assert node is not None
-            node.ready = False
+            self.nodes.mark(node, ready=False)
             self.nodes.send(
                 node,
                 m.Start(

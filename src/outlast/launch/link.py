@@ -33,6 +33,8 @@ __all__ = ["JobInProgress", "Link", "LinkDown", "LinkFailed", "LinkUp"]
 log = logging.getLogger(__name__)
 _FOREVER = datetime.timedelta(days=365)
 _CALL_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 20.0
+"""Where nobody listens it fails at once; hundreds that come together may have to wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,52 +128,50 @@ class Link:
         Blocks: a host up to ``goodbye_timeout_s``; others hardly.
         """
         self.send(m.Bye(node=self.node, epoch=self.epoch))
-        server = self._server
-        if server is not None:
-            server.closed.wait(goodbye_timeout_s)
+        if self._server is not None:
+            self._server.closed.wait(goodbye_timeout_s)
         self._closing.set()
         self._outgoing.put(None)
-        self._sender.join(1.0)
+        # Threads inside a store call must not be left to the interpreter's end, which they would abort.
+        self._sender.join(3.0)
         if self._listener is not None:
             self._listener.join(1.0)
         if self._lifeline is not None:
             self._lifeline.close()
-        if server is not None:
-            server.close()
+        if self._server is not None:
+            self._server.close()
 
     # -- threads -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         is_first = True
         try:
-            while not self._closing.is_set():
-                store = self._reach(is_first=is_first)
-                if store is None:
-                    return
-                values = store.multi_get(["job", "host", "lifelines"])
-                job, host, port = (bytes(value).decode() for value in values)
-                self._hold_lifeline(int(port))
-                self._job = JobInProgress(job, host)
-                self._broken = threading.Event()
-                listener_store = store.clone()
-                store.add(beat_key(self.node, self.epoch), 1)
-                threading.Thread(
-                    target=self._listen,
-                    args=(listener_store, self._broken),
-                    name="outlast-link-listen",
-                    daemon=True,
-                ).start()
+            while (store := self._reach(is_first=is_first)) is not None:
                 if not is_first:
                     self._discard_outgoing()
-                self._deliver(LinkUp(job=job, is_host=self._server is not None, is_first=is_first))
+                assert self._job is not None
+                self._deliver(LinkUp(job=self._job.job, is_host=self._server is not None, is_first=is_first))
                 is_first = False
                 self._pump(store)
-        except (DistError, RuntimeError, RendezvousError) as error:
-            if not self._closing.is_set():
-                self._deliver(LinkFailed(str(error)))
+                if self._closing.is_set():
+                    return
+        except RendezvousError as error:
+            self._deliver(LinkFailed(str(error)))
         except BaseException as error:
             log.exception("the link to the control store ended on an error")
             self._deliver(LinkFailed(f"{type(error).__name__}: {error}"))
+
+    def _settle(self, store: TCPStore) -> None:
+        """Take up life on a store: the job's name, a lifeline, a first beat, a thread that listens."""
+        job, host, port = (bytes(value).decode() for value in store.multi_get(["job", "host", "lifelines"]))
+        self._hold_lifeline(int(port))
+        self._job = JobInProgress(job, host)
+        self._broken = threading.Event()
+        store.add(beat_key(self.node, self.epoch), 1)
+        self._listener = threading.Thread(
+            target=self._listen, args=(store.clone(), self._broken), name="outlast-link-listen", daemon=True
+        )
+        self._listener.start()
 
     def _hold_lifeline(self, port: int) -> None:
         if self._lifeline is not None:
@@ -239,9 +239,11 @@ class Link:
         while not self._closing.is_set():
             for endpoint in self._endpoints:
                 try:
-                    return self._reach_at(endpoint)
-                except RendezvousError as failure:
-                    error = str(failure)
+                    store = self._reach_at(endpoint)
+                    self._settle(store)
+                    return store
+                except (RendezvousError, DistError, RuntimeError) as failure:
+                    error = _first_line(failure)
             if is_first and clock.now_s() > deadline_s:
                 raise RendezvousError(error)
             self._closing.wait(0.2)
@@ -255,7 +257,7 @@ class Link:
             self._server = self._serve(hosted, self._job)
             self._server.start()
             return hosted.clone()
-        store = stores.connect(endpoint, timeout_s=2.0, call_timeout_s=_CALL_TIMEOUT_S)
+        store = stores.connect(endpoint, timeout_s=_CONNECT_TIMEOUT_S, call_timeout_s=_CALL_TIMEOUT_S)
         self.endpoint = endpoint
         return store
 

@@ -41,6 +41,7 @@ class Nodes:
         self.out: Outbox = []
         """What is to be sent, in order."""
         self.num_joins = 0
+        self._ready: set[str] = set()
         self._slots: tuple[Slot, ...] = tuple(Slot() for _ in range(num_slots))
         self._holders: frozenset[str] = frozenset()
 
@@ -68,7 +69,16 @@ class Nodes:
         candidate = Candidate(order=self.num_joins, nproc=message.nproc, wish=message.wish)
         node = Node(name=message.node, epoch=message.epoch, candidate=candidate, beat_at_s=now_s)
         self.by_name[node.name] = node
+        self._ready.add(node.name)
         return node
+
+    def mark(self, node: Node, *, ready: bool) -> None:
+        """Note that a node waits for a cycle, or is in one."""
+        node.ready = ready
+        if ready:
+            self._ready.add(node.name)
+        else:
+            self._ready.discard(node.name)
 
     def get(self, name: str) -> Node | None:
         """Return a node, if it is there."""
@@ -77,6 +87,7 @@ class Nodes:
     def remove(self, name: str) -> None:
         """Forget a node; the slot that it holds stays its until another one is given it."""
         self.by_name.pop(name, None)
+        self._ready.discard(name)
 
     def holder(self, slot: Slot) -> Node | None:
         """Return the node that holds a slot, if it is there."""
@@ -86,9 +97,20 @@ class Nodes:
         """Return whether a node holds a slot."""
         return node.name in self._holders
 
+    @property
+    def num_ready(self) -> int:
+        """Number of nodes that wait for a cycle; asked for at every message, so it costs the same for any number."""
+        return len(self._ready)
+
     def ready(self) -> dict[str, Candidate]:
         """Return the nodes that wait for a cycle."""
-        return {node.name: node.candidate for node in self.by_name.values() if node.ready}
+        return {name: self.by_name[name].candidate for name in self.by_name if name in self._ready}
+
+    def any_busy_holder(self) -> bool:
+        """Return whether a node that is there and holds a slot is still in a cycle."""
+        return len(self.by_name) > len(self._ready) and any(
+            name in self.by_name and name not in self._ready for name in self._holders
+        )
 
     def spares(self, barred: Sequence[str]) -> list[Node]:
         """Return the nodes that wait for a slot and may have one."""
