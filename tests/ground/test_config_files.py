@@ -131,9 +131,7 @@ def test_empty_file_means_defaults(tmp_path: Path) -> None:
         assert load_config(tmp_path / name).checkpoint is None
 
 
-def test_yaml_without_its_library_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_yaml_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without PyYAML a YAML file is refused with the package to install."""
     monkeypatch.setitem(sys.modules, "yaml", None)
     path = tmp_path / "c.yaml"

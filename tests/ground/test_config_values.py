@@ -72,9 +72,7 @@ def test_settings_survive_the_environment() -> None:
 
 def test_unknown_key_names_its_source_and_the_nearest() -> None:
     """A mapping's unknown key is refused with its source and the closest valid name."""
-    with pytest.raises(
-        ConfigError, match=r"mine: unknown key 'safty_factor'; did you mean 'safety_factor'\?"
-    ):
+    with pytest.raises(ConfigError, match=r"mine: unknown key 'safty_factor'; did you mean 'safety_factor'\?"):
         from_mapping(FaultToleranceConfig, {"safty_factor": 2}, where="mine")
 
 

@@ -37,9 +37,9 @@ def test_description_tells_who_where_when_and_why() -> None:
 
 
 def test_description_of_a_death_names_the_signal() -> None:
-    """A worker ended by a signal is described with that signal's number."""
+    """A worker ended by a signal is described with that signal's name."""
     incident = Incident(kind=IncidentKind.WORKER_DIED, node="a", rank=0, exit_code=-11)
-    assert incident.describe() == "rank 0 on node a was ended by signal 11"
+    assert incident.describe() == "rank 0 on node a was ended by SIGSEGV"
 
 
 def test_incident_survives_json() -> None:

@@ -92,9 +92,7 @@ def test_full_disk_is_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCa
     assert "No space left" in caplog.text
 
 
-def test_disk_that_fills_within_a_line_loses_only_that_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_fills_within_a_line_loses_only_that_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line cut short by a full disk is counted, and the next one is whole again."""
     journal = open_journal(tmp_path)
     journal.write(EventKind.PROGRESS, iteration=1)
@@ -142,9 +140,7 @@ for number in itertools.count():
 @pytest.mark.process
 def test_killed_writer_leaves_every_earlier_event(tmp_path: Path) -> None:
     """A SIGKILLed process has lost none of the events that it had written before."""
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as writer:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
         writer.send_signal(signal.SIGKILL)

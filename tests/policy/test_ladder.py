@@ -228,7 +228,7 @@ def test_reason_reads_at_night() -> None:
     end = CycleEnd(cycle=2, incident=died(iteration=57), progress_known=True, durable_iteration=50)
     _, verdict = decide(LadderState(best_durable=50), end, Limits())
     assert verdict.reason == (
-        "rank 1 on node a (pid 4711) was ended by signal 9 at iteration 57; restarting the workers, "
+        "rank 1 on node a (pid 4711) was ended by SIGKILL at iteration 57; restarting the workers, "
         "going on from iteration 50 (restart 1 of 3 without progress)"
     )
 

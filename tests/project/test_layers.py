@@ -163,9 +163,7 @@ def test_imports_make_no_circle() -> None:
 @pytest.mark.parametrize("name", [name for name in MODULES if LAYERS.get(top(name)) == 1])
 def test_policy_is_pure(name: str) -> None:
     """Decisions use no I/O, no torch, no clock and no randomness."""
-    libraries = (
-        "asyncio datetime io multiprocessing numpy os pathlib psutil random secrets select signal socket"
-    )
+    libraries = "asyncio datetime io multiprocessing numpy os pathlib psutil random secrets select signal socket"
     forbidden = {
         *libraries.split(),
         "subprocess",
@@ -205,9 +203,7 @@ def test_only_device_names_cuda(name: str) -> None:
             word = node.attr if isinstance(node, ast.Attribute) else node.id
             assert word != "cuda", f"{name}:{node.lineno} names CUDA"
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            assert node.value.split(":")[0] not in ("cuda", "nccl"), (
-                f"{name}:{node.lineno} names {node.value!r}"
-            )
+            assert node.value.split(":")[0] not in ("cuda", "nccl"), f"{name}:{node.lineno} names {node.value!r}"
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -262,10 +258,7 @@ def test_no_error_is_swallowed_whole(name: str) -> None:
 def test_import_is_light(module: str) -> None:
     """The root, the settings, the policy and the command line are imported without torch or numpy."""
     code = (
-        f"import sys, {module}; heavy = {{'torch', 'numpy'}} & set(sys.modules); "
-        "sys.exit(str(heavy) if heavy else 0)"
+        f"import sys, {module}; heavy = {{'torch', 'numpy'}} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
