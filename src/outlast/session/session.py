@@ -25,7 +25,7 @@ from outlast.monitor.rank_monitor import RankMonitor, SectionTimer
 from outlast.policy.deadlines import Timeouts
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
-from outlast.runtime.group import Group, connect_world
+from outlast.runtime.group import Group, connect_world, settle
 from outlast.runtime.journal import Journal
 from outlast.session.departure import Departure
 from outlast.session.state import give_back, without_wrappers
@@ -346,6 +346,7 @@ class Session:
             self._consensus.close()
         if self._world is not None:
             self._world.cut()
+            settle()
         if not keep_notices:
             self._departure.close()
         self._monitor.close()
