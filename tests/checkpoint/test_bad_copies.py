@@ -52,6 +52,10 @@ def _older(folder: Path) -> None:
     shutil.copy(folder / "step-1" / "rank-00001.safetensors", folder / "step-2" / "rank-00001.safetensors")
 
 
+def _of_another_run(folder: Path) -> None:
+    shutil.copy(folder.with_name("foreign") / "rank-00001.safetensors", folder / "step-2" / "rank-00001.safetensors")
+
+
 def _no_manifest(folder: Path) -> None:
     (folder / "step-2" / "manifest.json").unlink()
 
@@ -67,8 +71,9 @@ def _other_run(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[list[float]]]]:
-    """Two generations of two ranks, and what each rank saved."""
+    """Two generations of two ranks, and what each rank saved; beside them another run's."""
     folder = tmp_path_factory.mktemp("saved") / "ckpt"
+    assert [code for code, _ in start(folder.with_name("foreign"), SAVE, world=2)] == [0, 0]
     ended = start(folder, SAVE, world=2)
     assert [code for code, _ in ended] == [0, 0], ended
     return folder, [told["saved"] for _, told in ended]
@@ -82,6 +87,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[lis
         (_truncate, "bytes long instead of"),
         (_other_rank, "instead of"),
         (_older, "instead of"),
+        (_of_another_run, "is the shard of run"),
         (_no_manifest, "there is no manifest"),
         (_edited_manifest, "differs from its own SHA-256"),
     ],
@@ -92,6 +98,7 @@ def test_all_ranks_pass_over_a_bad_copy_together(
     """Rank, file and reason are named alike on both ranks, and the older generation is loaded bit by bit."""
     folder = tmp_path / "ckpt"
     shutil.copytree(saved[0], folder)
+    shutil.copytree(saved[0].with_name("foreign") / "step-2", tmp_path / "foreign")
     damage(folder)
     ended = start(folder, LOAD, world=2)
     assert [code for code, _ in ended] == [0, 0], ended

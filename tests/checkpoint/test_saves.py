@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,89 @@ manager.close()
     assert "2 saves in a row failed" in told["last"]
     assert told["durable"] == 3
     assert {"step-1", "step-3"} <= set(told["names"])
+
+
+@pytest.mark.process
+def test_what_a_failed_save_wrote_is_removed(tmp_path: Path) -> None:
+    """The room that a failed attempt took is free for the next: neither its file nor its folder stays."""
+    script = """
+import resource
+manager = manage(config={"async_save": False})
+assert manager.save(state, 1).error is None
+resource.prlimit(manager._writer.pid, resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+assert manager.save(state, 2).error is not None
+tell(names=sorted(os.listdir(folder)))
+manager.close()
+"""
+    ((code, told),) = start(tmp_path / "ckpt", script)
+    assert code == 0, told
+    assert told == {"names": ["latest", "run.json", "step-1"]}
+
+
+@pytest.mark.process
+def test_a_stopped_writer_fails_its_save_and_is_replaced(tmp_path: Path) -> None:
+    """A writer that makes no progress is ended at the save's deadline; the next save has a new one."""
+    script = """
+manager = manage(config={"async_save": False, "save_timeout": 3.0})
+assert manager.save(state, 1).error is None
+stopped = manager._writer.pid
+os.kill(stopped, signal.SIGSTOP)
+failed = str(manager.save(state, 2).error)
+assert manager.save(state, 3).error is None
+tell(failed=failed, replaced=manager._writer.pid != stopped, gone=not os.path.exists(f"/proc/{stopped}"))
+manager.close()
+"""
+    ((code, told),) = start(tmp_path / "ckpt", script)
+    assert code == 0, told
+    assert "did not finish" in told["failed"]
+    assert told["replaced"]
+    assert told["gone"]
+
+
+@pytest.mark.process
+def test_a_training_that_did_not_load_does_not_save_among_older_generations(tmp_path: Path) -> None:
+    """Generations that nobody loaded would be taken for newer: the first save says so and keeps them as they are."""
+    script = """
+manager = manage(config={"async_save": False, "most_recent_k": 2})
+for iteration in (100, 200):
+    manager.save(state, iteration)
+manager.close()
+manager = manage(config={"async_save": False, "most_recent_k": 2})
+try:
+    manager.save(state, 1)
+except CheckpointError as error:
+    refused = str(error)
+restored = manager.load_latest(state)
+manager.save(state, 201)
+tell(refused=refused, restored=restored.iteration, names=sorted(os.listdir(folder)))
+manager.close()
+"""
+    ((code, told),) = start(tmp_path / "ckpt", script)
+    assert code == 0, told
+    assert "holds generations up to 200" in told["refused"]
+    assert told["restored"] == 200
+    assert told["names"] == ["latest", "run.json", "step-200", "step-201"]
+
+
+@pytest.mark.process
+def test_the_writer_ends_with_its_worker(tmp_path: Path) -> None:
+    """A worker that is killed leaves no writer process behind."""
+    script = """
+manager = manage()
+manager.save(state, 1).wait(20)
+tell(writer=manager._writer.pid)
+kill_self()
+"""
+    ((code, told),) = start(tmp_path / "ckpt", script)
+    assert code == -9, told
+    deadline_s = time.monotonic() + 10
+    while _runs(told["writer"]):
+        assert time.monotonic() < deadline_s, "the writer outlived its worker"
+        os.sched_yield()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -23,6 +23,7 @@ import msgspec
 from outlast import clock
 from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.directory import Agreed, Attempt, Directory
+from outlast.checkpoint.finite import MAY_BE_INFINITE
 from outlast.checkpoint.frames import Request
 from outlast.checkpoint.handle import SaveHandle, SaveResult
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
@@ -41,22 +42,25 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """One staged save."""
+    """One save, staged or failed at that."""
 
     iteration: int
     attempt: Attempt
-    arena: Arena
-    num_bytes: int
-    tensors: tuple[TensorEntry, ...]
     handle: SaveHandle
     started_ns: int
     stall_s: float
     restored_from: int | None
+    arena: Arena | None = None
+    num_bytes: int = 0
+    tensors: tuple[TensorEntry, ...] = ()
+    error: str | None = None
+    """Why there is nothing staged on this rank: the others must hear of it, or they would wait."""
 
 
 class _Ready(msgspec.Struct, frozen=True):
     """What a rank posts when its shard is durable, or is not going to be."""
 
+    iteration: int
     shard: ShardEntry | None = None
     error: str | None = None
 
@@ -103,7 +107,7 @@ class Committer:
         self._store, self._writer, self._timeout_s = store, writer, timeout_s
         self._on_outcome, self._most_recent_k = on_outcome, most_recent_k
         self._at_stage = at_stage or (lambda name: None)
-        self._committed = set(agreed.committed)
+        self._committed: set[int] = set()
         self._claimed = False
         self._posted: list[tuple[int, str]] = []
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
@@ -116,9 +120,9 @@ class Committer:
         """Generations known to be whole."""
         return frozenset(self._committed)
 
-    def forget(self, generations: frozenset[int]) -> None:
-        """Take generations for not committed: their numbers will be used again. Only before the first save."""
-        self._committed -= generations
+    def start_from(self, generations: frozenset[int]) -> None:
+        """Take generations, and no others, for committed. Only before the first save."""
+        self._committed = set(generations)
 
     def submit(self, save: Save) -> None:
         """Commit a staged save. Thread: the training thread."""
@@ -156,6 +160,8 @@ class Committer:
             )
             if error is None:
                 self._committed.add(save.iteration)
+            else:
+                self._clear_up(save)
             try:
                 self._on_outcome(save, error, result if written else None)
             except Exception:
@@ -175,24 +181,42 @@ class Committer:
             raise CheckpointError(
                 f"iteration {save.iteration} is not saved: {outcome.error}", rank=self._rank, iteration=save.iteration
             )
+        self._forget_posted(save.attempt.ordinal)
         oldest = self._oldest_kept(save)
         if self._agreed.leader == self._rank:
             self._follow_up(save, oldest)
         self._committed = {generation for generation in self._committed if generation >= oldest}
-        self._forget_posted(save.attempt.ordinal)
+
+    def _clear_up(self, save: Save) -> None:
+        if self._agreed.leader == self._rank and not self._stop.is_set():
+            self._directory.discard(save.iteration, save.attempt)
+            try:
+                self._directory.remove_stale(save.attempt)
+            except OSError as error:
+                log.warning("what failed saves left cannot be removed: %s", error)
 
     def _write(self, save: Save) -> _Ready:
+        if save.arena is None:
+            return _Ready(save.iteration, error=f"rank {self._rank}: {save.error}")
         self._at_stage("data")
         file = shard_name(self._rank)
         path = self._directory.temporary(save.iteration, save.attempt) / file
         reply = self._writer.write(
-            Request(path=os.fspath(path), num_bytes=save.num_bytes), save.arena.fd, timeout_s=self._left_s(save)
+            Request(path=os.fspath(path), num_bytes=save.num_bytes, numbers=_numbers(save.tensors)),
+            save.arena.fd,
+            timeout_s=self._left_s(save),
         )
         if reply.error is not None:
-            return _Ready(error=f"rank {self._rank}: {reply.error}")
-        return _Ready(
-            ShardEntry(rank=self._rank, file=file, num_bytes=save.num_bytes, chunks=reply.chunks, tensors=save.tensors)
+            return _Ready(save.iteration, error=f"rank {self._rank}: {reply.error}")
+        shard = ShardEntry(
+            rank=self._rank,
+            file=file,
+            num_bytes=save.num_bytes,
+            chunks=reply.chunks,
+            tensors=save.tensors,
+            finite=reply.finite,
         )
+        return _Ready(save.iteration, shard)
 
     def _lead(self, save: Save) -> None:
         """Write the manifest and rename; tell how it went. Errors of this rank are told, then raised."""
@@ -214,9 +238,16 @@ class Committer:
         shards = []
         for rank in range(self._world_size):
             ready = msgspec.json.decode(self._await(save, f"ready/{rank}"), type=_Ready)
+            if ready.iteration != save.iteration:
+                return f"rank {rank} saves iteration {ready.iteration} meanwhile; all ranks must save the same ones"
             if ready.shard is None:
                 return ready.error
             shards.append(ready.shard)
+        folder = self._directory.temporary(save.iteration, save.attempt)
+        for rank in self._agreed.members:
+            path = folder / shards[rank].file
+            if not path.exists() or path.stat().st_size != shards[rank].num_bytes:
+                return f"rank {self._rank} does not see what rank {rank} wrote as {path}; is it the same file system?"
         manifest = Manifest(
             schema=SCHEMA,
             run=self._agreed.run,
@@ -231,7 +262,6 @@ class Committer:
         if not self._claimed:
             self._directory.claim(self._agreed.run)
             self._claimed = True
-        folder = self._directory.temporary(save.iteration, save.attempt)
         with open(folder / MANIFEST, "xb") as file:
             file.write(encode_manifest(manifest))
             file.flush()
@@ -292,3 +322,10 @@ class Committer:
 
     def _left_s(self, save: Save) -> float:
         return self._timeout_s - (clock.now_ns() - save.started_ns) / 1e9
+
+
+def _numbers(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, int, int], ...]:
+    """Return what of a shard may be infinite or NaN: element type, offset, bytes."""
+    return tuple(
+        (tensor.dtype, tensor.offset, tensor.num_bytes) for tensor in tensors if tensor.dtype in MAY_BE_INFINITE
+    )

@@ -25,6 +25,7 @@ __all__ = ["Attempt", "Directory", "agree_directory"]
 RUN = "run.json"
 TRACKER = "latest"
 _GENERATION = re.compile(r"step-(\d+)")
+_DOOMED = re.compile(r"step-\d+\.doomed")
 _PASSED = re.compile(r"step-\d+\.(?:tmp|aside)-(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)")
 
 
@@ -110,13 +111,17 @@ class Directory:
             write_atomically(self.path / RUN, msgspec.json.encode(_Run(run)))
 
     def remove_stale(self, attempt: Attempt) -> list[str]:
-        """Remove what earlier attempts of this job left; return the names.
+        """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.
 
         Only what is provably not in use: of these processes' earlier attempts, which are decided, and of earlier
         cycles and processes of this job, which are gone. Another job's leftovers stay.
         """
         removed = []
         for name in os.listdir(self.path):
+            if _DOOMED.fullmatch(name):
+                shutil.rmtree(self.path / name, ignore_errors=True)
+                removed.append(name)
+                continue
             if (match := _PASSED.fullmatch(name)) is None or match["job"] != clean_name(attempt.job):
                 continue
             if match["token"] == attempt.token:
@@ -127,6 +132,10 @@ class Directory:
                 shutil.rmtree(self.path / name, ignore_errors=True)
                 removed.append(name)
         return removed
+
+    def discard(self, iteration: int, attempt: Attempt) -> None:
+        """Delete what a failed attempt wrote: its room may be what the next one lacks."""
+        shutil.rmtree(self.temporary(iteration, attempt), ignore_errors=True)
 
     def remove(self, iteration: int) -> None:
         """Delete a generation: first its name, so that no half of it is ever seen."""
@@ -140,8 +149,8 @@ class Directory:
 class _Seen(msgspec.Struct, frozen=True):
     run: str | None
     ranks: list[int]
-    whole: dict[str, str]
-    """Generation to its manifest's SHA-256."""
+    generations: list[int]
+    """Whole or not."""
     error: str | None = None
 
 
@@ -155,8 +164,10 @@ class Agreed:
     """The lowest rank of each set of ranks that see the same folder."""
     leader: int
     """The one of this rank's set."""
-    committed: frozenset[int]
-    """Generations with the same manifest everywhere."""
+    members: tuple[int, ...]
+    """The ranks of this rank's set."""
+    generations: frozenset[int]
+    """Generations that some rank sees, whole or not."""
 
 
 def agree_directory(directory: Directory, peers: Peers) -> Agreed:
@@ -188,11 +199,8 @@ def agree_directory(directory: Directory, peers: Peers) -> Agreed:
         run=known[0] if known else f"run-{token}",
         leaders=tuple(sorted(set(sets))),
         leader=sets[peers.rank],
-        committed=frozenset(
-            int(number)
-            for number, sha in everyone[0].whole.items()
-            if all(o.whole.get(number) == sha for o in everyone)
-        ),
+        members=tuple(rank for rank, leader in enumerate(sets) if leader == sets[peers.rank]),
+        generations=frozenset(generation for one in everyone for generation in one.generations),
     )
 
 
@@ -201,18 +209,20 @@ def _look(directory: Directory, token: str) -> _Seen:
         names = os.listdir(directory.path)
         prefix = f".probe-{token}-"
         ranks = [int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
-        whole: dict[str, str] = {}
-        newest_run = None
-        for iteration in directory.generations():
-            try:
-                manifest, sha = directory.manifest(iteration)
-            except CheckpointError:
-                continue  # the load says why
-            whole[str(iteration)] = sha
-            newest_run = newest_run or manifest.run
-        return _Seen(directory.run() or newest_run, ranks, whole)
+        generations = directory.generations()
+        return _Seen(directory.run() or _run_of_newest(directory, generations), ranks, generations)
     except (OSError, CheckpointError) as error:
-        return _Seen(None, [0], {}, str(error))
+        return _Seen(None, [0], [], str(error))
+
+
+def _run_of_newest(directory: Directory, generations: list[int]) -> str | None:
+    """Return the run that the newest readable manifest names: the folder's own word for it was lost."""
+    for iteration in generations:
+        try:
+            return directory.manifest(iteration)[0].run
+        except CheckpointError:
+            continue  # the load says why
+    return None
 
 
 def _raise_first(errors: list[bytes]) -> None:

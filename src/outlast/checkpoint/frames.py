@@ -16,12 +16,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     num_bytes: int
+    numbers: tuple[tuple[str, int, int], ...] = ()
+    """Element type, offset and bytes of the tensors whose elements may be infinite or NaN."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """How a request ended."""
 
     chunks: tuple[str, ...] = ()
+    finite: bool = True
     error: str | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from outlast import clock
 from outlast.errors import CheckpointError, DeadlineExceeded
 
 __all__ = ["SaveHandle", "SaveResult"]
@@ -26,12 +27,17 @@ class SaveResult:
 class SaveHandle:
     """Wait for a save's commit, or ask for it.
 
+    Args:
+        iteration: Number of optimizer steps that the saved state had done.
+        limit_s: Seconds from now after which nobody waits any more, whatever became of the save.
+
     Thread: any.
     """
 
-    def __init__(self, iteration: int) -> None:
+    def __init__(self, iteration: int, *, limit_s: float) -> None:
         self.iteration = iteration
         """Number of optimizer steps that the saved state had done."""
+        self._limit_ns = clock.now_ns() + int(limit_s * 1e9)
         self._finished = threading.Event()
         self._result: SaveResult | None = None
         self._error: CheckpointError | None = None
@@ -58,13 +64,15 @@ class SaveHandle:
             CheckpointError: The save failed; earlier generations are what they were.
             DeadlineExceeded: It was neither committed nor failed in time; it goes on.
 
-        Blocks: up to ``timeout_s``; ``None``: until the save's own deadline.
+        Blocks: up to ``timeout_s``; ``None``: until the save's own deadline, which also passes when the store of the
+            ranks does not answer.
         """
-        if not self._finished.wait(timeout_s):
-            raise DeadlineExceeded(
-                f"the save of iteration {self.iteration} is not committed after {timeout_s} s; wait longer",
-                iteration=self.iteration,
-            )
+        left_s = max(0.0, (self._limit_ns - clock.now_ns()) / 1e9)
+        if not self._finished.wait(left_s if timeout_s is None else timeout_s):
+            text = f"the save of iteration {self.iteration} is neither committed nor failed"
+            if timeout_s is None:
+                raise DeadlineExceeded(f"{text} at its deadline; is rank 0, which hosts the store, stopped?")
+            raise DeadlineExceeded(f"{text} after {timeout_s} s; wait longer", iteration=self.iteration)
         if self._error is not None:
             raise self._error
         assert self._result is not None

@@ -61,8 +61,8 @@ class Loaded:
     generation: int
     shard: Shard
     rejected: list[Rejection]
-    abandoned: frozenset[int]
-    """Newer generations that some rank has: their numbers will be used again."""
+    held: frozenset[int]
+    """This generation and the older ones that all ranks have a whole copy of, as far as can be told unread."""
 
 
 class Shard:
@@ -144,7 +144,11 @@ def agree_and_read(
                 generation=generation,
                 shard=shard,
                 rejected=sorted(newer, key=lambda rejection: (-rejection.generation, rejection.rank)),
-                abandoned=frozenset(number for number in seen if number > generation),
+                held=frozenset(
+                    number
+                    for number, sha in copies[0].items()
+                    if number <= generation and all(copy.get(number) == sha for copy in copies)
+                ),
             )
         del shard
         refused.add(generation)
@@ -249,12 +253,14 @@ def _read_and_vote(
         shard = _read(directory.generation(generation), manifest, peers.rank)
     except CheckpointError as error:
         return None, _Vote(_reject(error, generation, peers.rank))
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError, RuntimeError) as error:  # torch's lack of memory is a RuntimeError
         return None, _Vote(_reject(CheckpointError(f"cannot be read ({error})"), generation, peers.rank))
     try:
         usable(shard)
     except CheckpointError as error:
         return None, _Vote(None, str(error))
+    except Exception as error:  # noqa: BLE001 - a state_dict() may raise anything; the peers wait for the vote
+        return None, _Vote(None, f"{type(error).__name__}: {error}")
     return shard, _Vote(None)
 
 

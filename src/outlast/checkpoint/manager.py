@@ -5,21 +5,22 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-import queue
-import threading
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from outlast import clock
 from outlast import env as environment
 from outlast.checkpoint.arena import Arena, Stager
+from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.commit import GRACE_S, Committer, Save
 from outlast.checkpoint.directory import Attempt, Directory, agree_directory
 from outlast.checkpoint.handle import SaveHandle, SaveResult
 from outlast.checkpoint.load import TIER, Restored, Shard, agree_and_read
-from outlast.checkpoint.manifest import TensorEntry, topology_digest
+from outlast.checkpoint.manifest import describe, topology_digest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.random_numbers import capture_random, restore_random
+from outlast.checkpoint.report import Reporter
 from outlast.checkpoint.restore import check_fit, restore_into
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, decode, flatten, meshes_of
@@ -27,13 +28,11 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded
-from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.runtime.journal import Journal
 
 __all__ = ["CheckpointManager"]
 
 log = logging.getLogger(__name__)
-NUM_ARENAS = 2
 
 
 class CheckpointManager:
@@ -69,9 +68,7 @@ class CheckpointManager:
         self.on_commit: Callable[[int], None] | None = None
         """Called in a thread of its own with each generation that this process saved, once committed."""
         self._place = place = env if env is not None else _place_here()
-        self._journal = journal or Journal(
-            None, run_id=place.run_id, job=place.job, node=place.node, proc=f"rank-{place.global_rank}"
-        )
+        self._reporter = Reporter(place, journal)
         if place.world_size > 1 and not _is_initialised():
             raise ConfigError(
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
@@ -99,11 +96,9 @@ class CheckpointManager:
             self._peers.close()
             raise
         self._stager = Stager()
-        self._free: queue.SimpleQueue[Arena | None] = queue.SimpleQueue()
-        for _ in range(NUM_ARENAS):
-            self._free.put(None)
-        self._stop_touching = threading.Event()
+        self._arenas = ArenaPool(limit_s=self._limit_s)
         self._ordinal = 0
+        self._may_save = not self._agreed.generations
         self._newest: SaveHandle | None = None
         self._pending: list[SaveHandle] = []
         self._restored_from: int | None = None
@@ -149,11 +144,13 @@ class CheckpointManager:
             self._directory, self._peers, run=self._agreed.run, topology=self._topology, usable=usable
         )
         if loaded is None:
+            self._may_save = True
             return None
         loaded.shard.release()
         restore_into(state, saved.pop("state"))
         restore_random(saved["random"])
-        self._committer.forget(loaded.abandoned)
+        self._committer.start_from(loaded.held)
+        self._may_save = True
         self._restored_from = self._durable = loaded.generation
         restored = Restored(
             iteration=loaded.generation,
@@ -162,7 +159,7 @@ class CheckpointManager:
             rejected=loaded.rejected,
             load_s=(clock.now_ns() - started_ns) / 1e9,
         )
-        self._report(restored)
+        self._reporter.restored(restored)
         self._prepare(state)
         return restored
 
@@ -181,15 +178,24 @@ class CheckpointManager:
             A handle; done at once when the generation is the one that was loaded.
 
         Raises:
-            CheckpointError: ``max_consecutive_save_failures`` saves failed in a row, or a value cannot be saved.
+            CheckpointError: ``max_consecutive_save_failures`` saves failed in a row, a value cannot be saved, or the
+                directory holds generations and :meth:`load_latest` was not called.
+            ConfigError: ``iteration`` is not a number of steps.
 
         Collective: all ranks, with the same iterations in the same order.
         Blocks: while the state is copied, and while two earlier saves are under way; with ``async_save`` off, until
             the save is committed or has failed.
         """
         started_ns = clock.now_ns()
+        iteration = _checked(iteration)
         if self._closed:
             raise CheckpointError("the manager is closed")
+        if not self._may_save:
+            # They would be taken for newer than what this training saves, and be loaded in its place.
+            raise CheckpointError(
+                f"{self._directory.path} holds generations up to {max(self._agreed.generations)} that this training "
+                "did not load; call load_latest() first, or give an empty directory"
+            )
         limit = self.config.max_consecutive_save_failures
         if 0 < limit <= self._num_failures:
             raise CheckpointError(
@@ -198,50 +204,31 @@ class CheckpointManager:
                 rank=self._place.global_rank,
                 iteration=iteration,
             )
-        handle = SaveHandle(iteration)
+        handle = SaveHandle(iteration, limit_s=self._limit_s)
         if iteration == self._restored_from:
             log.info("iteration %d is committed already; it is not written again", iteration)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
-        attempt = Attempt(job=self._place.job, cycle=self._place.cycle, token=self._agreed.token, ordinal=self._ordinal)
-        flat = flatten({"state": capture(state), "random": capture_random()})
+        save = Save(
+            iteration=iteration,
+            attempt=self._next_attempt(),
+            handle=handle,
+            started_ns=started_ns,
+            stall_s=0.0,
+            restored_from=self._restored_from,
+        )
+        try:
+            flat = flatten({"state": capture(state), "random": capture_random()})
+        except Exception as error:
+            self._submit(dataclasses.replace(save, error=str(error)))
+            raise
         self._start_writer()
-        arena, num_bytes, spans = self._stager.stage(flat, self._identity(iteration, attempt), self._provide)
-        self._ordinal += 1
-        stall_s = (clock.now_ns() - started_ns) / 1e9
-        shapes = {named.name: named.global_shape for named in flat.tensors}
-        self._pending = [*(pending for pending in self._pending if not pending.done), handle]
-        self._newest = handle
-        log.info("Scheduling async checkpoint save of iteration %d, tier %s", iteration, TIER)
-        self._journal.write(
-            EventKind.SAVE_SCHEDULED, rank=self._place.global_rank, iteration=iteration, stall_s=stall_s
-        )
-        self._committer.submit(
-            Save(
-                iteration=iteration,
-                attempt=attempt,
-                arena=arena,
-                num_bytes=num_bytes,
-                tensors=tuple(
-                    TensorEntry(
-                        name=span.name,
-                        dtype=span.dtype,
-                        shape=span.shape,
-                        global_shape=shapes.get(span.name, span.shape),
-                        offset=span.offset,
-                    )
-                    for span in spans
-                ),
-                handle=handle,
-                started_ns=started_ns,
-                stall_s=stall_s,
-                restored_from=self._restored_from,
-            )
-        )
+        save = self._stage(save, flat)
+        self._submit(save)
         if not self.config.async_save:
             self._wait_for([handle], None)
-        elif self._ordinal == 1:
-            self._touch_others(arena.num_bytes)
+        elif save.attempt.ordinal == 0 and save.arena is not None:
+            self._arenas.prepare(save.arena.num_bytes)
         return handle
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -266,7 +253,7 @@ class CheckpointManager:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._stop_touching.set()
+        self._arenas.stop()
         ended = self._committer.stop(0.0 if all(handle.done for handle in self._pending) else 0.5)
         if not ended and any(not handle.done for handle in self._pending):
             self._writer.kill()
@@ -276,16 +263,54 @@ class CheckpointManager:
             log.warning("a store that does not answer keeps the committing thread; it ends with the process")
         self._peers.close()
         self._stager.close()
-        while not self._free.empty():
-            if (arena := self._free.get()) is not None:
-                arena.close()
+        self._arenas.close()
 
     def _at_exit(self) -> None:
         """Leave fast, in the middle of whatever: the process ends, and perhaps a peer hangs."""
-        self._stop_touching.set()
+        self._arenas.stop()
         self._peers.cut()
         self._writer.kill()
         self._committer.stop(0.5)
+
+    @property
+    def _limit_s(self) -> float:
+        """Seconds in which a save, and the one before it, are decided."""
+        return 2 * (self.config.save_timeout + GRACE_S)
+
+    def _next_attempt(self) -> Attempt:
+        """Name an attempt; failed ones count, so that the ranks' counts stay alike."""
+        place, ordinal = self._place, self._ordinal
+        self._ordinal += 1
+        return Attempt(job=place.job, cycle=place.cycle, token=self._agreed.token, ordinal=ordinal)
+
+    def _stage(self, save: Save, flat: FlatState) -> Save:
+        """Copy a state; what goes wrong is the save's error, for all ranks."""
+        taken: list[Arena] = []
+
+        def provide(num_bytes: int) -> Arena:
+            taken.append(self._arenas.take(num_bytes))
+            return taken[0]
+
+        try:
+            arena, num_bytes, spans = self._stager.stage(flat, self._identity(save.iteration, save.attempt), provide)
+        except (CheckpointError, RuntimeError, OSError, MemoryError) as error:
+            if taken:
+                self._arenas.give_back(taken[0])
+            return dataclasses.replace(save, error=str(error))
+        return dataclasses.replace(
+            save,
+            arena=arena,
+            num_bytes=num_bytes,
+            tensors=describe(flat, spans),
+            stall_s=(clock.now_ns() - save.started_ns) / 1e9,
+        )
+
+    def _submit(self, save: Save) -> None:
+        self._pending = [*(pending for pending in self._pending if not pending.done), save.handle]
+        self._newest = save.handle
+        if save.error is None:
+            self._reporter.scheduled(save.iteration, stall_s=save.stall_s)
+        self._committer.submit(save)
 
     def _start_writer(self) -> None:
         try:
@@ -303,51 +328,14 @@ class CheckpointManager:
             attempt=str(attempt),
         )
 
-    def _provide(self, num_bytes: int) -> Arena:
-        """Return a free arena of at least that size; waits for one."""
-        try:
-            arena = self._free.get(timeout=2 * (self.config.save_timeout + GRACE_S))
-        except queue.Empty:
-            raise CheckpointError("earlier saves neither end nor fail; does the store's host still run?") from None
-        if arena is None or arena.num_bytes < num_bytes:
-            if arena is not None:
-                arena.close()
-            try:
-                arena = Arena(num_bytes + (num_bytes >> 6) + (1 << 16))  # plain values may grow a little
-            except OSError as error:
-                self._free.put(None)
-                raise CheckpointError(f"there is no memory to copy {num_bytes} bytes of state into: {error}") from error
-        return arena
-
     def _prepare(self, state: Mapping[str, Any]) -> None:
         """Have memory ready for the first save, which is going to be as large as what was loaded."""
         flat: FlatState = flatten({"state": capture(state), "random": capture_random()})
         identity = self._identity(0, Attempt(job=self._place.job, cycle=0, token=self._agreed.token, ordinal=0))
-        self._touch_others(self._stager.size_of(flat, identity) + (1 << 16))
-
-    def _touch_others(self, num_bytes: int) -> None:
-        """Touch arenas in the background, in the place of free ones that are too small."""
-        fresh = []
-        for _ in range(NUM_ARENAS):
-            try:
-                arena = self._free.get_nowait()
-            except queue.Empty:
-                break
-            if arena is None or arena.num_bytes < num_bytes:
-                if arena is not None:
-                    arena.close()
-                arena = Arena(num_bytes)
-                fresh.append(arena)
-            self._free.put(arena)
-        if fresh:
-            threading.Thread(target=self._touch, args=(fresh,), name="outlast-touch", daemon=True).start()
-
-    def _touch(self, arenas: list[Arena]) -> None:
-        for arena in arenas:
-            arena.touch(self._stop_touching)
+        self._arenas.prepare(self._stager.size_of(flat, identity) + (1 << 16))
 
     def _wait_for(self, handles: list[SaveHandle], timeout_s: float | None) -> None:
-        limit_s = 2 * (self.config.save_timeout + GRACE_S) if timeout_s is None else timeout_s
+        limit_s = self._limit_s if timeout_s is None else timeout_s
         end_ns = clock.now_ns() + int(limit_s * 1e9)
         for handle in handles:
             try:
@@ -358,60 +346,31 @@ class CheckpointManager:
                 continue  # the handle has it
 
     def _after(self, save: Save, error: CheckpointError | None, result: SaveResult | None) -> None:
-        """Report a save's outcome. Thread: the committer's."""
-        self._free.put(save.arena)
-        rank = self._place.global_rank
+        """Take note of a save's outcome. Thread: the committer's."""
+        if save.arena is not None:
+            self._arenas.give_back(save.arena)
         if error is not None:
             self._num_failures += 1
             self._last_error = error
-            log.warning("save failed: %s (%d in a row)", error, self._num_failures)
-            self._write_incident(IncidentKind.SAVE_FAILED, save.iteration, str(error), {})
+            self._reporter.failed(save.iteration, error, num_failures=self._num_failures)
             return
         self._num_failures = 0
         if result is None:
             return
         self._durable = max(self._durable or 0, save.iteration)
-        log.info("committed iteration %d, tier %s, in %.2f s", save.iteration, TIER, result.duration_s)
-        self._journal.write(
-            EventKind.SAVE_COMMITTED,
-            rank=rank,
-            iteration=save.iteration,
-            generation=save.iteration,
-            duration_s=result.duration_s,
-            num_bytes=result.num_bytes,
-        )
+        self._reporter.committed(result)
         if self.on_commit is not None:
             self.on_commit(save.iteration)
 
-    def _report(self, restored: Restored) -> None:
-        for rejection in restored.rejected:
-            if rejection.rank == self._place.global_rank:
-                log.warning("passed over: %s", rejection)
-                evidence = {"generation": rejection.generation, "tier": rejection.tier, "file": rejection.file}
-                self._write_incident(IncidentKind.COPY_REJECTED, rejection.generation, str(rejection), evidence)
-        log.info("loaded iteration %d, tier %s, in %.2f s", restored.iteration, restored.tier, restored.load_s)
-        self._journal.write(
-            EventKind.RESTORED,
-            rank=self._place.global_rank,
-            iteration=restored.iteration,
-            generation=restored.generation,
-            tier=restored.tier,
-            rejected=[str(rejection) for rejection in restored.rejected],
-            load_s=restored.load_s,
-        )
 
-    def _write_incident(self, kind: IncidentKind, iteration: int, summary: str, evidence: dict[str, Any]) -> None:
-        place = self._place
-        incident = Incident(
-            kind=kind,
-            job=place.job,
-            cycle=place.cycle,
-            node=place.node,
-            rank=place.global_rank,
-            iteration=iteration,
-            evidence={"summary": summary, **evidence},
-        )
-        self._journal.write(EventKind.INCIDENT, rank=place.global_rank, iteration=iteration, incident=incident)
+def _checked(iteration: int) -> int:
+    try:
+        number = operator.index(iteration)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"iteration={iteration!r} must be the number of optimizer steps done, 0 or more")
+    return number
 
 
 def _is_initialised() -> bool:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from outlast.checkpoint.shard import num_chunks
+from outlast.checkpoint.shard import Span, num_chunks
 from outlast.errors import Corrupt, Untrusted
+
+if TYPE_CHECKING:
+    from outlast.checkpoint.state import FlatState
 
 __all__ = [
     "MANIFEST",
@@ -16,6 +21,7 @@ __all__ = [
     "ShardEntry",
     "TensorEntry",
     "decode_manifest",
+    "describe",
     "encode_manifest",
     "topology_digest",
 ]
@@ -32,8 +38,11 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     """This rank's part."""
     global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    """Where this rank's part begins in the whole, in elements of each dimension."""
     offset: int
-    """In the file."""
+    """In the file, in bytes."""
+    num_bytes: int
 
 
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +54,8 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[str, ...]
     """xxh3_64 of every 8 MiB, hexadecimal."""
     tensors: tuple[TensorEntry, ...]
+    finite: bool
+    """Whether no number in it is infinite or NaN."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +76,37 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of all shards."""
         return sum(shard.num_bytes for shard in self.shards)
 
+    @property
+    def finite(self) -> bool:
+        """Whether no number of any rank is infinite or NaN."""
+        return all(shard.finite for shard in self.shards)
+
 
 class _Sealed(msgspec.Struct, frozen=True):
     manifest: msgspec.Raw
     sha256: str
+
+
+def describe(flat: FlatState, spans: Iterable[Span]) -> tuple[TensorEntry, ...]:
+    """Return the entries of a shard's tensors.
+
+    Args:
+        flat: The state that the shard holds.
+        spans: Where its tensors lie.
+    """
+    named = {one.name: one for one in flat.tensors}
+    return tuple(
+        TensorEntry(
+            name=span.name,
+            dtype=span.dtype,
+            shape=span.shape,
+            global_shape=named[span.name].global_shape if span.name in named else span.shape,
+            global_offset=named[span.name].global_offset if span.name in named else (0,) * len(span.shape),
+            offset=span.offset,
+            num_bytes=span.num_bytes,
+        )
+        for span in spans
+    )
 
 
 def topology_digest(world_size: int) -> str:

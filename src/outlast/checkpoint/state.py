@@ -35,6 +35,7 @@ class NamedTensor:
     tensor: torch.Tensor
     """This rank's part; not a copy."""
     global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +99,11 @@ class _Flattener:
             return self._tensor(value, path)
         if kind is dict or kind is collections.OrderedDict:
             if all(_is_scalar(key) for key in value):
-                tag = "d" if kind is dict else "D"
-                return [
-                    tag,
-                    [[key, self.node(item, f"{path}.{key}" if path else str(key))] for key, item in value.items()],
-                ]
+                items = [[key, self.node(item, f"{path}.{key}" if path else str(key))] for key, item in value.items()]
+                if kind is dict:
+                    return ["d", items]
+                # A module's state carries the modules' versions beside its items; without them it looks outdated.
+                return ["D", items, self.node(getattr(value, "_metadata", None), f"{path}._metadata")]
         elif kind is list or kind is tuple:
             if all(_is_scalar(item) for item in value):
                 return ["L" if kind is list else "P", list(value)]
@@ -122,8 +123,10 @@ class _Flattener:
         value = value.detach()
         layout = None
         global_shape = tuple(value.shape)
+        global_offset = (0,) * value.dim()
         if _is_dtensor(value):
             layout = _describe_layout(value, path)
+            global_offset = _global_offset(value)
             value = cast(Any, value).to_local()
         plain = value.layout == torch.strided and not value.is_quantized and type(value) is torch.Tensor
         if not plain or str(value.dtype) not in DTYPE_NAMES or value.device.type == "meta":
@@ -134,7 +137,7 @@ class _Flattener:
         while name in self._names:
             name += "'"  # keys 1 and "1" of one dict
         self._names.add(name)
-        self.tensors.append(NamedTensor(name, value, global_shape))
+        self.tensors.append(NamedTensor(name, value, global_shape, global_offset))
         return ["T", name] if layout is None else ["T", name, layout]
 
     def _pickled(self, value: Any, path: str) -> list[Any]:
@@ -184,8 +187,11 @@ def _decode(node: list[Any], get: Callable[[str], torch.Tensor], meshes: list[An
             return tuple(_decode(item, get, meshes) for item in items)
         case ["d", items]:
             return {key: _decode(item, get, meshes) for key, item in items}
-        case ["D", items]:
-            return collections.OrderedDict((key, _decode(item, get, meshes)) for key, item in items)
+        case ["D", items, metadata]:
+            ordered = collections.OrderedDict((key, _decode(item, get, meshes)) for key, item in items)
+            if (found := _decode(metadata, get, meshes)) is not None:
+                ordered._metadata = found  # type: ignore[attr-defined]
+            return ordered
         case ["T", name]:
             return get(name)
         case ["T", name, layout]:
@@ -210,6 +216,13 @@ def _describe_layout(value: Any, path: str) -> list[Any]:
             raise CheckpointError(f"state {path!r}: a DTensor placed as {placement} cannot be saved; reduce it first")
         placements.append(placement.dim if placement.is_shard() else None)
     return [placements, *_describe_mesh(value.device_mesh), list(value.shape), list(value.stride())]
+
+
+def _global_offset(value: Any) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return tuple(int(number) for number in offset)
 
 
 def _describe_mesh(mesh: Any) -> list[Any]:

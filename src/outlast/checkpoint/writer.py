@@ -14,6 +14,7 @@ import signal
 import socket
 from pathlib import Path
 
+from outlast.checkpoint.finite import is_finite
 from outlast.checkpoint.frames import Reply, Request, receive_request, send_reply
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
 from outlast.runtime.processes import die_with_parent
@@ -23,6 +24,8 @@ __all__ = ["main", "serve", "write_shard"]
 
 def write_shard(request: Request, fd: int, *, die_halfway: bool = False, wait_for: str | None = None) -> Reply:
     """Write one arena into its file and make it durable; errors of the disk are the reply's.
+
+    A file that cannot be finished is deleted: on a full disk its room is what the next save needs.
 
     Args:
         request: What and where.
@@ -46,9 +49,13 @@ def write_shard(request: Request, fd: int, *, die_halfway: bool = False, wait_fo
                     if die_halfway and start + CHUNK_BYTES >= request.num_bytes // 2:
                         os.kill(os.getpid(), signal.SIGKILL)
                 os.fsync(target)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
             finally:
                 os.close(target)
-        return Reply(chunks=tuple(chunks))
+            finite = all(is_finite(view[offset : offset + size], dtype) for dtype, offset, size in request.numbers)
+        return Reply(chunks=tuple(chunks), finite=finite)
     except OSError as error:
         return Reply(error=f"{request.path}: {error.strerror or error}")
 

@@ -1,0 +1,134 @@
+"""Ranks that do not do the same: told to all of them, and never taken for a saved generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from saving_ranks import start
+
+OUTCOMES = """
+def outcome(save):
+    try:
+        return save().wait(25).generation
+    except CheckpointError as error:
+        return str(error)
+"""
+
+
+@pytest.mark.process
+def test_ranks_that_save_different_iterations_commit_nothing(tmp_path: Path) -> None:
+    """The save fails on both ranks, with the reason, and no generation appears; the next one is whole."""
+    folder = tmp_path / "ckpt"
+    script = (
+        OUTCOMES
+        + """
+manager = manage()
+different = outcome(lambda: manager.save(state, 5 + rank))
+dist.barrier()
+names = [name for name in os.listdir(folder) if name.startswith("step-") and ".tmp-" not in name]
+dist.barrier()
+tell(different=different, names=names, durable=manager.durable_iteration, same=outcome(lambda: manager.save(state, 7)))
+manager.close()
+"""
+    )
+    for code, told in start(folder, script, world=2):
+        assert code == 0, told
+        assert "rank 1 saves iteration 6 meanwhile" in told["different"]
+        assert told["names"] == []
+        assert told["same"] == 7
+    assert len(list((folder / "step-7").glob("rank-*"))) == 2
+
+
+@pytest.mark.process
+def test_a_rank_that_cannot_save_is_not_waited_for(tmp_path: Path) -> None:
+    """One rank's value cannot be saved: its script hears it at once, the other's save fails with that reason long
+    before the timeout, and both go on with the same next save."""
+    folder = tmp_path / "ckpt"
+    script = (
+        OUTCOMES
+        + """
+manager = manage(config={"save_timeout": 1000.0})
+first = outcome(lambda: manager.save({**state, **({"bad": kill_self} if rank else {})}, 1))
+second = outcome(lambda: manager.save(state, 2))
+tell(first=first, second=second, durable=manager.durable_iteration)
+manager.close()
+"""
+    )
+    for code, told in start(folder, script, world=2):
+        assert code == 0, told
+        assert "'state.bad' of type function" in told["first"]
+        assert told["second"] == told["durable"] == 2
+    assert not (folder / "step-1").exists()
+    assert len(list((folder / "step-2").glob("rank-*"))) == 2
+
+
+@pytest.mark.process
+def test_a_save_is_waited_for_only_so_long_when_the_store_is_stopped(tmp_path: Path) -> None:
+    """With the rank that hosts the store stopped, waiting ends at the save's deadline, and so does the process."""
+    script = """
+from outlast.errors import DeadlineExceeded
+import outlast.checkpoint.manager as module
+module.GRACE_S = 0.5
+manager = manage(config={"save_timeout": 1.0})
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+if rank == 0:
+    signal.pause()
+os.kill(pids[0], signal.SIGSTOP)
+handle = manager.save(state, 1)
+try:
+    handle.wait()
+except DeadlineExceeded as error:
+    tell(text=str(error))
+manager.close()
+os.kill(pids[0], signal.SIGKILL)
+os._exit(0)
+"""
+    (code, _), (other_code, told) = start(tmp_path / "ckpt", script, world=2)
+    assert (code, other_code) == (-9, 0), told
+    assert "neither committed nor failed" in told["text"]
+
+
+@pytest.mark.process
+def test_nodes_with_folders_of_their_own_commit_and_load_together(tmp_path: Path) -> None:
+    """Each folder holds its ranks' shards and the same manifest; what one node lacks is loaded by none."""
+    base = tmp_path / "ckpt"
+    apart = "folder = folder + f'/node-{rank}'\nos.makedirs(folder, exist_ok=True)\n"
+    save = (
+        apart
+        + """
+manager = manage()
+saved = []
+for iteration in (1, 2):
+    train()
+    manager.save(state, iteration).wait(25)
+    saved.append(content())
+tell(saved=saved)
+manager.close()
+"""
+    )
+    ended = start(base, save, world=2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    for rank in (0, 1):
+        assert [path.name for path in (base / f"node-{rank}" / "step-2").glob("rank-*")] == [
+            f"rank-0000{rank}.safetensors"
+        ]
+    manifests = {(base / f"node-{rank}" / "step-2" / "manifest.json").read_bytes() for rank in (0, 1)}
+    assert len(manifests) == 1
+    (base / "node-1" / "step-2" / "manifest.json").unlink()
+    load = (
+        apart
+        + """
+manager = manage()
+restored = manager.load_latest(state)
+tell(iteration=restored.iteration, loaded=content(), rejected=[str(one) for one in restored.rejected])
+manager.close()
+"""
+    )
+    loaded = start(base, load, world=2)
+    for (code, told), (_, saved) in zip(loaded, ended, strict=True):
+        assert code == 0, told
+        assert told["iteration"] == 1
+        assert told["loaded"] == saved["saved"][0]
+        assert "rank 1" in told["rejected"][0]

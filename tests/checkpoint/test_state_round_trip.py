@@ -1,0 +1,160 @@
+"""Everything that a state may hold comes back as it was, in a file that others can read."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outlast.checkpoint import CheckpointManager
+from outlast.checkpoint.finite import is_finite
+from outlast.checkpoint.state import decode, flatten
+from outlast.config import CheckpointConfig
+from outlast.env import WorkerEnv
+from outlast.errors import CheckpointError, ConfigError
+
+
+def round_trip(value: Any) -> Any:
+    flat = flatten(value)
+    tensors = {named.name: named.tensor.clone() for named in flat.tensors}
+    return decode(flat.tree, tensors.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, (2.5, None, ("x",)), b"\0\xff", True]},
+        {1: {"b": 2}, "1": 3, -1: float("inf")},
+        {"big": 2**80, "small": -(2**70)},
+        [(), {}, [], "", collections.OrderedDict(b=1, a=(2,))],
+        (1 << 63, torch.float16, torch.Size([2, 3]), {1, 2}, 3j),
+    ],
+)
+def test_plain_values_come_back_with_their_types(value: Any) -> None:
+    """Tuples stay tuples, numbers keep their size, keys their type and order."""
+    found = round_trip(value)
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e5m2])
+def test_tensors_come_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Scalars, empty ones, slices and transposed ones, of any element type, through a real file."""
+    source = torch.arange(24).reshape(4, 6).to(dtype)
+    state = {"t": source.t(), "s": source[1:3, ::2], "0": source[0, 1], "e": source[:0], "n": np.arange(3, dtype="u4")}
+    target = {name: torch.zeros_like(value) if name != "n" else None for name, value in state.items()}
+    manager = _manager(tmp_path)
+    manager.save(state, 1).wait(20)
+    manager.close()
+    manager = _manager(tmp_path)
+    manager.load_latest(target)
+    manager.close()
+    for name in ("t", "s", "0", "e"):
+        found, expected = (value.contiguous().reshape(-1).view(torch.uint8) for value in (target[name], state[name]))
+        assert found.equal(expected), name
+    assert target["n"].dtype == np.uint32
+    assert target["n"].tolist() == [0, 1, 2]
+
+
+class _Versioned(torch.nn.Module):
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"] * 10  # as a module converts an older format
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+def test_a_modules_version_comes_back_with_its_state(tmp_path: Path) -> None:
+    """A module that converts states of its older versions leaves the present one's alone."""
+    module = _Versioned()
+    manager = _manager(tmp_path)
+    manager.save({"model": module}, 1).wait(20)
+    manager.close()
+    manager = _manager(tmp_path)
+    manager.load_latest({"model": module})
+    manager.close()
+    assert module.weight.tolist() == [1, 1, 1]
+
+
+def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
+    """Read by the format's public description: a padded JSON header, offsets without gaps, data on a page."""
+    state = {"w": torch.arange(10.0), "h": torch.ones(3, dtype=torch.bfloat16), "n": {"step": 7}}
+    manager = _manager(tmp_path)
+    manager.save(state, 3).wait(20)
+    manager.close()
+    data = (tmp_path / "step-3" / "rank-00000.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert (8 + length) % 4096 == 0
+    assert data[8:9] == b"{"
+    header = json.loads(data[8 : 8 + length])
+    metadata = header.pop("__metadata__")
+    assert all(isinstance(text, str) for text in metadata.values())
+    end = 0
+    for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
+        assert entry["data_offsets"][0] == end
+        end = entry["data_offsets"][1]
+    assert 8 + length + end == len(data)
+    begin, end = header["state.w"]["data_offsets"]
+    assert header["state.w"]["dtype"] == "F32"
+    assert header["state.w"]["shape"] == [10]
+    assert np.frombuffer(data[8 + length + begin : 8 + length + end], np.float32).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1e30, True), (float("nan"), False), (float("-inf"), False)])
+def test_the_manifest_says_whether_all_numbers_are_finite(tmp_path: Path, number: float, expected: bool) -> None:
+    """One NaN or infinity anywhere makes the generation's copy not finite; a sum that overflows does not."""
+    manager = _manager(tmp_path)
+    manager.save({"w": torch.full((300,), 3e38), "h": torch.tensor([1.0, number], dtype=torch.bfloat16)}, 1).wait(20)
+    manager.close()
+    manifest = json.loads((tmp_path / "step-1" / "manifest.json").read_text())["manifest"]
+    assert [shard["finite"] for shard in manifest["shards"]] == [expected]
+    assert [tensor["global_offset"] for tensor in manifest["shards"][0]["tensors"] if tensor["name"] == "state.w"] == [
+        [0]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("F64", torch.float64),
+        ("F32", torch.float32),
+        ("F16", torch.float16),
+        ("BF16", torch.bfloat16),
+        ("F8_E5M2", torch.float8_e5m2),
+        ("F8_E4M3", torch.float8_e4m3fn),
+        ("C64", torch.complex64),
+    ],
+)
+def test_finite_is_told_for_every_element_type(name: str, dtype: torch.dtype) -> None:
+    """The largest number of a type is finite, its NaN is not, wherever it stands."""
+    real = torch.float32 if dtype == torch.complex64 else dtype
+    numbers = torch.full((64,), torch.finfo(real).max, dtype=torch.float64).to(dtype)
+    assert is_finite(memoryview(numbers.view(torch.uint8).numpy()), name)
+    numbers[41] = float("nan")
+    assert not is_finite(memoryview(numbers.view(torch.uint8).numpy()), name)
+
+
+def test_what_cannot_be_loaded_safely_is_refused_at_the_save(tmp_path: Path) -> None:
+    """An arbitrary object is named with its place; nothing is committed, and the next save works."""
+    manager = _manager(tmp_path)
+    with pytest.raises(CheckpointError, match=r"state\.x\.1"):
+        manager.save({"x": [1, object()]}, 1)
+    with pytest.raises(ConfigError, match="number of optimizer steps"):
+        manager.save({"x": 1}, -1)
+    assert manager.save({"x": 1}, 2).wait(20).generation == 2
+    manager.close()
+    assert not (tmp_path / "step-1").exists()
+
+
+def _manager(folder: Path) -> CheckpointManager:
+    return CheckpointManager(CheckpointConfig(directory=str(folder), save_timeout=20), env=WorkerEnv())
