@@ -96,12 +96,14 @@ class Group:
                 copy = os.dup(fd)
             except OSError:
                 continue  # closed by its owner
+            if os.fstat(copy).st_ino != inode:
+                os.close(copy)  # it belongs to something else by now, perhaps no socket at all
+                continue
             with socket.socket(fileno=copy) as connection:
-                if os.fstat(copy).st_ino == inode:
-                    try:
-                        connection.shutdown(socket.SHUT_RDWR)
-                    except OSError as error:
-                        log.debug("connection %d was closed already: %s", fd, error)
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError as error:
+                    log.debug("connection %d was closed already: %s", fd, error)
 
     def close(self) -> None:
         """Cut the group and destroy it.
