@@ -11,6 +11,10 @@ from pathlib import Path
 from types import TracebackType
 
 
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""A launcher's variables; those of whoever runs the tests are none of the script's."""
+
+
 class Ranks:
     """The processes of one start of a script; all are gone when the ``with`` block is left."""
 
@@ -26,7 +30,8 @@ class Ranks:
             port = listener.getsockname()[1]
         self.processes: list[subprocess.Popen[str]] = []
         for rank in range(world_size):
-            variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+            inherited = {name: value for name, value in os.environ.items() if name not in PLACE}
+            variables = {**inherited, "OMP_NUM_THREADS": "1", **(environment or {})}
             if world_size > 1:
                 variables |= {
                     "RANK": str(rank),
