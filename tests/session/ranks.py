@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """A launcher's variables; those of whoever runs the tests are none of the script's."""
 
