@@ -39,6 +39,12 @@ def _flip(folder: Path) -> None:
     shard.write_bytes(data)
 
 
+def _flip_header(folder: Path) -> None:
+    shard = folder / "step-2" / "rank-00001.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data.replace(b'"shape":[64,64]', b'"shape":[64,65]', 1))
+
+
 def _truncate(folder: Path) -> None:
     shard = folder / "step-2" / "rank-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -84,6 +90,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[lis
     ("damage", "reason"),
     [
         (_flip, "differs from its digest"),
+        (_flip_header, "contradicts itself about tensor"),
         (_truncate, "bytes long instead of"),
         (_other_rank, "instead of"),
         (_older, "instead of"),

@@ -158,3 +158,22 @@ def test_what_cannot_be_loaded_safely_is_refused_at_the_save(tmp_path: Path) -> 
 
 def _manager(folder: Path) -> CheckpointManager:
     return CheckpointManager(CheckpointConfig(directory=str(folder), save_timeout=20), env=WorkerEnv())
+
+
+def test_what_was_loaded_is_nobody_elses_memory(tmp_path: Path) -> None:
+    """Each tensor of a loaded optimizer has storage of its own size, several chunks of a file and all."""
+    model = torch.nn.Linear(1500, 1000)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1500)).sum().backward()
+    optimizer.step()
+    manager = _manager(tmp_path)
+    assert manager.save({"optim": optimizer}, 1).wait(20).num_bytes > 8 << 20
+    manager.close()
+    fresh = torch.optim.AdamW(model.parameters())
+    manager = _manager(tmp_path)
+    manager.load_latest({"optim": fresh})
+    manager.close()
+    for parameter in model.parameters():
+        for name, value in fresh.state[parameter].items():
+            assert value.equal(optimizer.state[parameter][name])
+            assert value.untyped_storage().nbytes() == value.nbytes

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 
 from outlast.checkpoint.directory import Directory
-from outlast.checkpoint.manifest import Manifest, ShardEntry
+from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.shard import CHUNK_BYTES, DTYPE_NAMES, TREE, Identity, Span, digest, read_header, shard_name
+from outlast.checkpoint.shard import shard_name
+from outlast.checkpoint.shard_reader import Shard, read_shard
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import choose_recovery_point
 
 __all__ = ["Loaded", "Rejection", "Restored", "agree_and_read"]
 
 log = logging.getLogger(__name__)
-NUM_THREADS = 2
 TIER = "local"
 
 
@@ -63,38 +60,6 @@ class Loaded:
     rejected: list[Rejection]
     held: frozenset[int]
     """This generation and the older ones that all ranks have a whole copy of, as far as can be told unread."""
-
-
-class Shard:
-    """The verified bytes of one shard."""
-
-    def __init__(self, data: torch.Tensor, spans: dict[str, Span]) -> None:
-        self._data, self._spans = data, spans
-
-    def release(self) -> None:
-        """Let go of the bytes; what was taken out stays."""
-        self._data = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def tree(self) -> bytes:
-        """The plain values."""
-        return self._slice(TREE).numpy().tobytes()
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of its own memory.
-
-        Raises:
-            CheckpointError: There is no such tensor.
-        """
-        if name not in self._spans:
-            raise CheckpointError(f"tensor {name!r} is missing")
-        span = self._spans[name]
-        dtype = _dtypes()[span.dtype]
-        return self._slice(name).clone().view(dtype).reshape(span.shape)
-
-    def _slice(self, name: str) -> torch.Tensor:
-        span = self._spans[name]
-        return self._data[span.offset : span.offset + span.num_bytes]
 
 
 class _Listing(msgspec.Struct, frozen=True):
@@ -250,7 +215,7 @@ def _read_and_vote(
 ) -> tuple[Shard | None, _Vote]:
     try:
         manifest, _ = directory.manifest(generation)
-        shard = _read(directory.generation(generation), manifest, peers.rank)
+        shard = read_shard(directory.generation(generation), manifest, peers.rank)
     except CheckpointError as error:
         return None, _Vote(_reject(error, generation, peers.rank))
     except (OSError, MemoryError, RuntimeError) as error:  # torch's lack of memory is a RuntimeError
@@ -262,66 +227,3 @@ def _read_and_vote(
     except Exception as error:  # noqa: BLE001 - a state_dict() may raise anything; the peers wait for the vote
         return None, _Vote(None, f"{type(error).__name__}: {error}")
     return shard, _Vote(None)
-
-
-def _read(folder: Path, manifest: Manifest, rank: int) -> Shard:
-    entry = manifest.shards[rank]
-    data = torch.empty(entry.num_bytes, dtype=torch.uint8)
-    view = memoryview(data.numpy())  # type: ignore[arg-type]
-    fd = os.open(folder / shard_name(rank), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outlast-load") as pool:
-            problems = list(pool.map(lambda index: _read_chunk(fd, view, entry, index), range(len(entry.chunks))))
-    finally:
-        os.close(fd)
-    problem = next((problem for problem in problems if problem is not None), None)
-    try:
-        identity, spans = read_header(view)
-    except Corrupt as error:
-        raise problem or error from None
-    expected = Identity(
-        run=manifest.run,
-        topology=manifest.topology,
-        rank=rank,
-        world_size=manifest.world_size,
-        iteration=manifest.iteration,
-        attempt=manifest.attempt,
-    )
-    # A whole file in the wrong place differs in every digest; say what it is instead.
-    if identity != expected:
-        raise Untrusted(f"is the shard of {_differences(identity, expected)}")
-    if problem is not None:
-        raise problem
-    unknown = {span.dtype for span in spans.values()} - set(_dtypes())
-    if unknown or TREE not in spans:
-        raise Corrupt(f"has no {TREE}, or elements of unknown types {sorted(unknown)}")
-    return Shard(data, spans)
-
-
-def _differences(found: Identity, expected: Identity) -> str:
-    fields = [name for name in Identity.__struct_fields__ if getattr(found, name) != getattr(expected, name)]
-    return ", ".join(f"{name} {getattr(found, name)} instead of {getattr(expected, name)}" for name in fields)
-
-
-def _read_chunk(fd: int, view: memoryview, entry: ShardEntry, index: int) -> CheckpointError | None:
-    start = index * CHUNK_BYTES
-    end = min(start + CHUNK_BYTES, entry.num_bytes)
-    position = start
-    while position < end:
-        count = os.preadv(fd, [view[position:end]], position)
-        if not count:
-            return Incomplete(f"ends after {position} bytes instead of {entry.num_bytes}")
-        position += count
-    if digest(view[start:end]) != entry.chunks[index]:
-        tensors = [tensor.name for tensor in entry.tensors if start <= tensor.offset < end]
-        within = f" (tensors {', '.join(tensors[:3])})" if tensors else ""
-        return Corrupt(f"chunk {index}, bytes {start} to {end}{within}, differs from its digest")
-    return None
-
-
-def _dtypes() -> dict[str, torch.dtype]:
-    return {
-        short: getattr(torch, name.removeprefix("torch."))
-        for name, short in DTYPE_NAMES.items()
-        if hasattr(torch, name.removeprefix("torch."))
-    }

@@ -16,13 +16,14 @@ from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.commit import GRACE_S, Committer, Save
 from outlast.checkpoint.directory import Attempt, Directory, agree_directory
 from outlast.checkpoint.handle import SaveHandle, SaveResult
-from outlast.checkpoint.load import TIER, Restored, Shard, agree_and_read
+from outlast.checkpoint.load import TIER, Restored, agree_and_read
 from outlast.checkpoint.manifest import describe, topology_digest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.random_numbers import capture_random, restore_random
 from outlast.checkpoint.report import Reporter
 from outlast.checkpoint.restore import check_fit, restore_into
 from outlast.checkpoint.shard import Identity
+from outlast.checkpoint.shard_reader import Shard
 from outlast.checkpoint.state import FlatState, capture, decode, flatten, meshes_of
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig

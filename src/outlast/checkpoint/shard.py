@@ -8,6 +8,7 @@ values are one more tensor of bytes, ``outlast.tree``. Nothing here imports torc
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ __all__ = [
     "digest",
     "lay_out",
     "num_chunks",
+    "read_head",
     "read_header",
     "shard_name",
 ]
@@ -121,25 +123,43 @@ def lay_out(
     return head, [Span(s.name, s.dtype, s.shape, s.offset + start, s.num_bytes) for s in spans], start + offset
 
 
-def read_header(data: memoryview) -> tuple[Identity, dict[str, Span]]:
-    """Read the head of a shard, every field of which is checked against the file's size.
+def read_head(fd: int, size: int) -> bytes:
+    """Read the head of a shard, up to where its data begins.
+
+    Raises:
+        Corrupt: It cannot be one.
+    """
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        raise Corrupt(f"the header cannot be read (it would take {length} bytes of {size})")
+    head = b""
+    while len(head) < 8 + length:
+        part = os.pread(fd, 8 + length - len(head), len(head))
+        if not part:
+            raise Corrupt(f"the header ends after {len(head)} bytes instead of {8 + length}")
+        head += part
+    return head
+
+
+def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, Span]]:
+    """Take the head of a shard apart; every field is checked against the file's size.
+
+    Args:
+        head: As read by :func:`read_head`.
+        size: Bytes of the file.
 
     Raises:
         Corrupt: It is not a shard of ours.
     """
     try:
-        length = int.from_bytes(data[:8], "little")
-        start = 8 + length
-        if not 2 <= length <= min(MAX_HEADER_BYTES, len(data) - 8):
-            raise ValueError(f"header of {length} bytes in a file of {len(data)}")
-        header = json.loads(bytes(data[8:start]))
+        header = json.loads(bytes(head[8:]))
         identity = msgspec.json.decode(header.pop("__metadata__")["outlast"], type=Identity)
         spans = {}
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            if not 0 <= begin <= end <= len(data) - start:
+            if not 0 <= begin <= end <= size - len(head):
                 raise ValueError(f"tensor {name!r} lies outside the file")
-            spans[name] = Span(name, entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+            spans[name] = Span(name, entry["dtype"], tuple(entry["shape"]), len(head) + begin, end - begin)
     except (ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError) as error:
         raise Corrupt(f"the header cannot be read ({error})") from error
     return identity, spans
