@@ -65,3 +65,19 @@ def test_cut_ends_its_own_connections_and_no_others() -> None:
         assert replacement_peer.recv(1) == b"x"
         if replacement.fileno() != number:
             os.close(number)
+
+
+def test_cut_passes_over_a_descriptor_that_is_no_socket_any_more() -> None:
+    """A number that a file got meanwhile is left alone, and the connections after it are still ended."""
+    gone, ours, peer = socket.socket(), *socket.socketpair()
+    connections = tuple((one.fileno(), os.fstat(one.fileno()).st_ino) for one in (gone, ours))
+    number = gone.detach()
+    reused = os.memfd_create("reused")
+    os.dup2(reused, number)
+    with ours, peer:
+        Group(None, connections).cut()
+        peer.settimeout(5)
+        assert peer.recv(1) == b""
+    os.fstat(number)
+    os.close(number)
+    os.close(reused)
