@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import click
 
+from outlast.cli.ending import ending_on_signals
 from outlast.errors import ExitReason, OutlastError
 
 __all__ = ["bench"]
@@ -52,7 +51,7 @@ def bench(name: str, as_json: bool, repeats: int) -> int:
         click.echo(f"[bench {name}] {line}", err=True)
 
     try:
-        with _ending_on_signals():
+        with ending_on_signals():
             result = module.measure(repeats=repeats, say=say)
     except OutlastError as error:
         click.echo(f"outlast: {error}", err=True)
@@ -67,21 +66,3 @@ def bench(name: str, as_json: bool, repeats: int) -> int:
             console = Console(highlight=False, width=120)
         console.print(result.render())
     return int(ExitReason.FINISHED if result.ok else ExitReason.FAILED)
-
-
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that no process is left behind."""
-    import signal
-    import sys
-    from types import FrameType
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-
 import click
 
+from outlast.cli.ending import ending_on_signals
 from outlast.errors import ExitReason
 
 __all__ = ["demo"]
@@ -55,25 +50,10 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     else:
         console = Console(highlight=False, width=120)
         view = PlainView(shape, click.echo)
-    with _ending_on_signals():
+    with ending_on_signals():
         outcome = perform(shape, seed=seed, keep=keep, view=view, on_failure=lambda tails: click.echo(tails, err=True))
     if as_json:
         click.echo(outcome.to_json())
     else:
         console.print(render(outcome))
     return int(ExitReason.FINISHED if outcome.ok else ExitReason.FAILED)
-
-
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that no process is left behind."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
