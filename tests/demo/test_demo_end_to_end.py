@@ -18,7 +18,9 @@ from outlast.demo.plan import least_iterations
 from outlast.incidents import EventKind
 from outlast.runtime.journal import read_journal
 
-COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "demo")
+# A test runner that a shell put into the background ignores Ctrl-C, and so would all that it starts.
+HEAR_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+COMMAND = (sys.executable, "-c", HEAR_CTRL_C + "from outlast.cli.main import main; main()", "demo")
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
