@@ -13,6 +13,8 @@ from types import TracebackType
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """A launcher's variables; those of whoever runs the tests are none of the script's."""
 
+_LAUNCHERS = ("RANK", "LOCAL_", "GROUP_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OUTLAST_")
+
 
 class Ranks:
     """The processes of one start of a script; all are gone when the ``with`` block is left."""
