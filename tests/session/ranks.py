@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""A launcher's variables; those of whoever runs the tests are none of the script's."""
-
-_LAUNCHERS = ("RANK", "LOCAL_", "GROUP_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OUTLAST_")
+LAUNCHERS = ("RANK", "LOCAL_", "GROUP_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OUTLAST_")
+"""What a launcher's variables begin with; those of whoever runs the tests are none of the script's."""
 
 
 class Ranks:
@@ -31,7 +29,7 @@ class Ranks:
             port = listener.getsockname()[1]
         self.processes: list[subprocess.Popen[str]] = []
         for rank in range(world_size):
-            inherited = {name: value for name, value in os.environ.items() if name not in PLACE}
+            inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
             variables = {**inherited, "OMP_NUM_THREADS": "1", **(environment or {})}
             if world_size > 1:
                 variables |= {
