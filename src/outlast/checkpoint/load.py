@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -13,7 +12,7 @@ from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.shard import shard_name
-from outlast.checkpoint.shard_reader import Shard, read_shard
+from outlast.checkpoint.shard_reader import Shard, check_shard, read_shard
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import choose_recovery_point
 
@@ -170,10 +169,7 @@ def _list(directory: Directory, peers: Peers, *, run: str, topology: str) -> _Li
             manifest, sha = directory.manifest(generation)
             _check_manifest(manifest, peers, generation, run=run, topology=topology)
             file = f"step-{generation}/{shard_name(peers.rank)}"
-            size = _size_of(directory.path / file)
-            expected = manifest.shards[peers.rank].num_bytes
-            if size != expected:
-                raise Incomplete(f"is {size} bytes long instead of {expected}")
+            check_shard(directory.path / file, manifest, peers.rank)
         except CheckpointError as error:
             rejected.append(_reject(error, generation, peers.rank, file))
         else:
@@ -193,15 +189,6 @@ def _check_manifest(manifest: Manifest, peers: Peers, generation: int, *, run: s
         raise Untrusted(f"was saved by ranks of topology {manifest.topology}, these have {topology}")
     if manifest.iteration != generation:
         raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        raise Incomplete("the file is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"the file cannot be read ({error.strerror})") from error
 
 
 def _read_and_vote(

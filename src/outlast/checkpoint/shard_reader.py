@@ -27,7 +27,7 @@ from outlast.checkpoint.shard import (
 )
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
-__all__ = ["Shard", "read_shard"]
+__all__ = ["Shard", "check_shard", "read_shard"]
 
 NUM_THREADS = 2
 MAX_BUFFERS = 512
@@ -73,21 +73,8 @@ def read_shard(folder: Path, manifest: Manifest, rank: int) -> Shard:
     entry = manifest.shards[rank]
     fd = os.open(folder / shard_name(rank), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if (size := os.fstat(fd).st_size) != entry.num_bytes:
-            raise Incomplete(f"is {size} bytes long instead of {entry.num_bytes}")
-        head = read_head(fd, size)
-        identity, spans = read_header(memoryview(head), size)
-        expected = Identity(
-            run=manifest.run,
-            topology=manifest.topology,
-            rank=rank,
-            world_size=manifest.world_size,
-            iteration=manifest.iteration,
-            attempt=manifest.attempt,
-        )
-        # A whole file in the wrong place differs in every digest; say what it is instead.
-        if identity != expected:
-            raise Untrusted(f"is the shard of {_differences(identity, expected)}")
+        head, spans = _prove_head(fd, manifest, rank)
+        size = entry.num_bytes
         _check_spans(spans, start=len(head), size=size)
         parts = {span.name: torch.empty(span.num_bytes, dtype=torch.uint8) for span in spans.values()}
         again = bytearray(len(head))
@@ -101,6 +88,55 @@ def read_shard(folder: Path, manifest: Manifest, rank: int) -> Shard:
     if again != head:
         raise Corrupt("the header changed while it was read")
     return Shard(parts, spans)
+
+
+def check_shard(path: Path, manifest: Manifest, rank: int) -> None:
+    """Check cheaply, without its data, that a file can be a rank's shard of a generation.
+
+    Raises:
+        CheckpointError: It is missing, torn, or another one.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Incomplete("the file is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"the file cannot be read ({error.strerror})") from error
+    try:
+        if os.fstat(fd).st_size != manifest.shards[rank].num_bytes:
+            _prove_head(fd, manifest, rank)
+    except OSError as error:
+        raise CheckpointError(f"the file cannot be read ({error.strerror})") from error
+    finally:
+        os.close(fd)
+
+
+def _prove_head(fd: int, manifest: Manifest, rank: int) -> tuple[bytes, dict[str, Span]]:
+    """Return a shard's head and what lies where, if it is the rank's of this generation and as long as it should be.
+
+    A whole file in the wrong place differs in every digest, and perhaps in its length: what it is instead comes first.
+    """
+    size, expected_size = os.fstat(fd).st_size, manifest.shards[rank].num_bytes
+    try:
+        head = read_head(fd, size)
+        identity, spans = read_header(memoryview(head), size)
+    except Corrupt:
+        if size != expected_size:
+            raise Incomplete(f"is {size} bytes long instead of {expected_size}") from None
+        raise
+    expected = Identity(
+        run=manifest.run,
+        topology=manifest.topology,
+        rank=rank,
+        world_size=manifest.world_size,
+        iteration=manifest.iteration,
+        attempt=manifest.attempt,
+    )
+    if identity != expected:
+        raise Untrusted(f"is the shard of {_differences(identity, expected)}")
+    if size != expected_size:
+        raise Incomplete(f"is {size} bytes long instead of {expected_size}")
+    return head, spans
 
 
 class _Target:
