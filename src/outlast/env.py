@@ -22,6 +22,8 @@ __all__ = [
     "NODE",
     "RUN_DIR",
     "RUN_ID",
+    "UNTRUSTED",
+    "WRITER",
     "WorkerEnv",
     "clean_name",
     "environ",
@@ -45,6 +47,10 @@ BOARD = "OUTLAST_BOARD"
 """Path of the node's heartbeat board; set by an agent only."""
 CONFIG = "OUTLAST_FAULT_TOLERANCE"
 """The agent's ``FaultToleranceConfig`` as JSON, so that worker and agent use the same timeouts."""
+WRITER = "OUTLAST_WRITER"
+"""Address of the node's checkpoint writer (an abstract Unix socket, without its leading zero); set by an agent only."""
+UNTRUSTED = "OUTLAST_UNTRUSTED"
+"""JSON list of the copies that must not be loaded; set by an agent only."""
 
 
 def environ() -> dict[str, str]:
@@ -82,6 +88,10 @@ class WorkerEnv:
     """``outlast``, ``torchrun``, ``srun`` or ``python``."""
     fault_tolerance: str | None = None
     """The agent's fault tolerance settings as JSON."""
+    writer: str | None = None
+    """Address of the agent's checkpoint writer; ``None`` without an agent of ours."""
+    untrusted: str | None = None
+    """Copies that must not be loaded, as JSON; ``None`` = none known."""
 
 
 def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
@@ -138,6 +148,8 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         board=env.get(BOARD) or None,
         launcher=launcher,
         fault_tolerance=env.get(CONFIG) or None,
+        writer=env.get(WRITER) or None,
+        untrusted=env.get(UNTRUSTED) or None,
     )
 
 

@@ -49,6 +49,10 @@ class IncidentKind(StrEnum):
     """A generation could not be made durable; the earlier ones stay."""
     COPY_REJECTED = "copy_rejected"
     """A stored copy failed its verification and was passed over."""
+    REPLICATION_FAILED = "replication_failed"
+    """A partner took no copy, or not the right one; generations count without it until it does again."""
+    COPY_UNTRUSTED = "copy_untrusted"
+    """A copy led to invalid results soon after it was loaded; it and what descends from it is not loaded again."""
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,6 +90,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             IncidentKind.CANNOT_START: "could not start its workers",
             IncidentKind.SAVE_FAILED: "could not save",
             IncidentKind.COPY_REJECTED: "rejected a stored copy",
+            IncidentKind.REPLICATION_FAILED: "could not copy its shard to another node",
+            IncidentKind.COPY_UNTRUSTED: "loaded a copy that proved bad",
         }[self.kind]
         where = f" in section {self.section!r}" if self.section else ""
         when = f" at iteration {self.iteration}" if self.iteration is not None else ""

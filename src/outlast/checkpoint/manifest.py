@@ -69,6 +69,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str
     restored_from: int | None
     """The generation that the saving processes had loaded."""
+    restored_attempt: str | None = None
+    """The attempt that had written that one: with it, lineage is told from generations that were written twice."""
+    nodes: tuple[str, ...] = ()
+    """Name of each rank's node."""
+    num_copies: tuple[int, ...] = ()
+    """For each rank, verified copies on other nodes when the generation was committed; empty = not replicated."""
+    parity: int = 0
+    """Nodes whose shards share one parity; 0 = copies, or none."""
     shards: tuple[ShardEntry, ...]
 
     @property

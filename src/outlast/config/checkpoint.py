@@ -3,31 +3,84 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from outlast.config.base import require, require_finite
 
-__all__ = ["CheckpointConfig"]
+__all__ = ["CheckpointConfig", "Interval"]
+
+Interval = int | Literal["auto"]
+"""Iterations between two saves; 0 = never by itself; ``"auto"`` = from a save's cost and the failure rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """Where and how often generations are saved, and how many are kept.
 
+    Two places, either or both: ``directory`` is the global tier, ``local_directory`` the node's own. With an agent
+    (``outlast run``) a third needs no setting: the newest generation stays in the node's memory.
+
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
     """
 
-    directory: str
-    """Folder of the run's generations, seen by every rank or one per node; made when missing."""
+    directory: str | None = None
+    """Global tier: a path that every rank sees, or an fsspec URL (``s3://bucket/run``, ``gs://bucket/run``).
+    Written in the format of ``torch.distributed.checkpoint``; any number of ranks can load it."""
 
-    save_interval: int = 0
-    """Iterations between two saves; 0 = only when the script, or an orderly end, asks for one."""
+    local_directory: str | None = None
+    """Local tier: a folder on a disk of each node, or in memory (``/dev/shm/...``); each node makes one of its name in
+    it. Loaded by as many ranks as saved it."""
+
+    save_interval: Interval = 0
+    """Iterations between two saves to all tiers; 0 = only when the script, or an orderly end, asks for one; ``auto`` =
+    from what a save costs and ``rank_mttf_hours``."""
+
+    non_persistent_save_interval: Interval = 0
+    """Iterations between two saves to memory, local tier and replicas alone; 0 = only with ``save_interval``; ``auto``
+    as there."""
+
+    rank_mttf_hours: float = 8000.0
+    """Mean time to a failure of one rank, in hours, for ``auto``; Meta saw 7.9 h on 1,024 GPUs."""
 
     async_save: bool = True
     """Return from a save once the state is copied; off: once it is committed."""
 
+    overlap_staging: bool = False
+    """Return from a save before parameters and optimizer states are copied; the copy goes on beside the next forward
+    and backward, and the optimizer's ``step()`` waits for it. Only for training that changes them nowhere else."""
+
+    replication: bool | None = None
+    """Copy every rank's shard to other nodes; ``None`` = where there are several nodes and a local tier or an agent."""
+
+    replication_factor: int = 2
+    """Nodes that hold each shard, its own included."""
+
+    replication_jump: int | None = None
+    """Ranks between a rank and the one whose node gets its copy; ``None`` = the ranks of a node."""
+
+    replication_parity: int = 0
+    """Instead of copies: nodes whose shards share one XOR parity, which survives the loss of any one of them; 0 =
+    copies."""
+
+    replication_timeout: float = 10.0
+    """Seconds without progress after which a partner is given up; the save then counts without its copy."""
+
+    replication_key_file: str | None = None
+    """File with the secret that nodes prove to each other; ``None`` = rank 0 draws one and hands it out at the start."""
+
     most_recent_k: int = 3
-    """Committed generations to keep, at least 2 (the newest may prove bad); -1 = all."""
+    """Newest committed generations to keep in the global tier, at least 2 (the newest may prove bad); -1 = all."""
+
+    local_most_recent_k: int = 2
+    """The same for the local tier."""
+
+    save_retain_interval: int = 0
+    """Generations whose iteration is a multiple of it are kept for ever in the global tier; 0 = none."""
+
+    suspect_window: int = 20
+    """Iterations after a load in which an invalid result casts doubt on what was loaded; one generation older than
+    that is always kept."""
 
     max_consecutive_save_failures: int = 5
     """Failed saves in a row after which training stops with the last error; 0 = never."""
@@ -35,16 +88,88 @@ class CheckpointConfig:
     save_timeout: float = 600.0
     """Seconds that a save may take from its copy to its commit before it counts as failed."""
 
+    save: str | None = None
+    """Megatron's name of ``directory``."""
+
+    load: str | None = None
+    """Global tier to load from when ``directory`` holds no generation yet, for example of another run; read only."""
+
+    non_persistent_local_ckpt_dir: str | None = None
+    """Megatron's name of ``local_directory``."""
+
+    non_persistent_local_ckpt_algo: str = "atomic"
+    """``atomic``: each rank's local file holds all of its state. Megatron's ``fully_parallel``, where ranks hold parts
+    of each other's state, is refused: one lost node would take others' state along."""
+
     def __post_init__(self) -> None:
         require_finite(self)
-        require(bool(self.directory), "directory must not be empty; name a folder for the run's generations")
-        require(self.save_interval >= 0, f"save_interval={self.save_interval} must not be negative")
+        self._merge("save", "directory")
+        self._merge("non_persistent_local_ckpt_dir", "local_directory")
+        for name in ("directory", "local_directory", "load", "replication_key_file"):
+            value = getattr(self, name)
+            require(value is None or bool(value), f"{name} must not be empty; leave it out, or name a folder")
         require(
-            self.most_recent_k == -1 or self.most_recent_k >= 2,
-            f"most_recent_k={self.most_recent_k} must be at least 2, or -1 to keep all",
+            self.directory is not None or self.local_directory is not None,
+            "neither directory nor local_directory is set; name a folder for the run's generations",
         )
         require(
-            self.max_consecutive_save_failures >= 0,
-            f"max_consecutive_save_failures={self.max_consecutive_save_failures} must not be negative",
+            self.local_directory is None or "://" not in self.local_directory,
+            f"local_directory={self.local_directory!r} must be a folder of the node; URLs belong into directory",
         )
-        require(self.save_timeout > 0, f"save_timeout={self.save_timeout} must be above 0 seconds")
+        require(
+            self.local_directory is None or self.local_directory != self.directory,
+            f"local_directory and directory are both {self.directory!r}; give the local tier a folder of its own",
+        )
+        for name in ("save_interval", "non_persistent_save_interval"):
+            value = getattr(self, name)
+            require(
+                value == "auto" or (isinstance(value, int) and value >= 0),
+                f"{name}={value!r} must be a number of iterations, 0, or 'auto'",
+            )
+        for name in ("most_recent_k", "local_most_recent_k"):
+            value = getattr(self, name)
+            require(value == -1 or value >= 2, f"{name}={value} must be at least 2, or -1 to keep all")
+        for name in ("save_retain_interval", "suspect_window", "max_consecutive_save_failures"):
+            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
+        for name in ("save_timeout", "replication_timeout"):
+            require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be above 0 seconds")
+        require(self.rank_mttf_hours > 0, f"rank_mttf_hours={self.rank_mttf_hours} must be above 0")
+        self._check_replication()
+        require(
+            self.non_persistent_local_ckpt_algo == "atomic",
+            f"non_persistent_local_ckpt_algo={self.non_persistent_local_ckpt_algo!r} is not supported; use 'atomic' "
+            "(each rank's local file holds all of its state)",
+        )
+
+    def _check_replication(self) -> None:
+        require(
+            self.replication_factor >= 2,
+            f"replication_factor={self.replication_factor} must be at least 2; for no copies set replication=false",
+        )
+        require(
+            self.replication_jump is None or self.replication_jump >= 1,
+            f"replication_jump={self.replication_jump} must be at least 1 rank",
+        )
+        require(
+            self.replication_parity == 0 or self.replication_parity >= 2,
+            f"replication_parity={self.replication_parity} must be 0 (copies) or at least 2 nodes",
+        )
+        require(
+            self.replication_parity == 0 or self.replication_factor == 2,
+            f"replication_factor={self.replication_factor} asks for copies and replication_parity="
+            f"{self.replication_parity} for parity; leave one of them out",
+        )
+        require(
+            self.replication is not False or self.replication_parity == 0,
+            f"replication=false contradicts replication_parity={self.replication_parity}; leave one of them out",
+        )
+
+    def _merge(self, alias: str, name: str) -> None:
+        """Take a value under either of two names."""
+        given, own = getattr(self, alias), getattr(self, name)
+        require(
+            given is None or own is None or given == own,
+            f"{alias}={given!r} and {name}={own!r} are two names of one setting; leave one of them out",
+        )
+        object.__setattr__(self, name, own if own is not None else given)
+        object.__setattr__(self, alias, None)

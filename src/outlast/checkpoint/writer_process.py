@@ -1,0 +1,105 @@
+"""A writer process, started, watched and replaced by whoever owns it: the node's agent, or a worker without one.
+
+The owner also owns the listening socket, an abstract one that leaves no file behind. When a writer dies, whoever
+connects meanwhile waits in the socket's queue for the next one; what the dead one held in memory is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+from outlast import clock
+from outlast.runtime.processes import describe_exit
+
+__all__ = ["WriterProcess"]
+
+log = logging.getLogger(__name__)
+BACKLOG = 128
+MAX_DEATHS = 5
+"""Deaths within ``DEATHS_WITHIN_S`` after which no other writer is started: something else is wrong."""
+DEATHS_WITHIN_S = 60.0
+
+
+class WriterProcess:
+    """One writer at a time, replaced when it dies.
+
+    Args:
+        arguments: More arguments for the process, for fault injection.
+        on_death: Called with a line for people when a writer died by itself. Thread: one of its own.
+
+    Raises:
+        OSError: The system gives no socket or starts no process.
+    """
+
+    def __init__(self, arguments: tuple[str, ...] = (), *, on_death: Callable[[str], None] | None = None) -> None:
+        self._arguments, self._on_death = arguments, on_death
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._deaths: list[int] = []
+        try:
+            self._socket.bind("")  # the kernel draws an abstract name
+            self._socket.listen(BACKLOG)
+            self._process = self._start()
+        except OSError:
+            self._socket.close()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="outlast-writer-watch", daemon=True)
+        self._watcher.start()
+
+    @property
+    def address(self) -> str:
+        """Name of the abstract socket, without its leading zero byte."""
+        name: bytes = self._socket.getsockname()
+        return name[1:].decode()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the writer that runs now, or ran last."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End the writer, and give up what it held and did. Idempotent. Blocks: up to 2 s. Thread: any."""
+        with self._lock:
+            self._closed = True
+            self._process.kill()
+            self._socket.close()
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join(2.0)
+            if self._watcher.is_alive():  # in the kernel, writing to a disk that does not answer
+                log.warning("writer process %d does not end; it is left to the system", self._process.pid)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        fd = self._socket.fileno()
+        command = [sys.executable, "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid()), *self._arguments]
+        return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+
+    def _watch(self) -> None:
+        """Reap the writer and start the next. Thread: the watcher's."""
+        while True:
+            code = self._process.wait()
+            with self._lock:
+                if self._closed:
+                    return
+                now_ns = clock.now_ns()
+                self._deaths = [at_ns for at_ns in self._deaths if now_ns - at_ns < DEATHS_WITHIN_S * 1e9] + [now_ns]
+                what = f"the checkpoint writer (pid {self._process.pid}) ended: {describe_exit(code)}"
+                if len(self._deaths) >= MAX_DEATHS:
+                    log.error("%s; %d times within %g s: no other is started", what, MAX_DEATHS, DEATHS_WITHIN_S)
+                    self._socket.close()  # whoever asks is refused at once
+                    return
+                try:
+                    self._process = self._start()
+                except OSError as error:
+                    log.error("%s, and no other can be started (%s)", what, error)
+                    self._socket.close()
+                    return
+            log.warning("%s; another one runs (pid %d), what it held in memory is gone", what, self._process.pid)
+            if self._on_death is not None:
+                self._on_death(what)
