@@ -67,7 +67,7 @@ class CheckpointConfig:
     """Seconds without progress after which a partner is given up; the save then counts without its copy."""
 
     replication_key_file: str | None = None
-    """File with the secret that nodes prove to each other; ``None`` = rank 0 draws one and tells the others at start."""
+    """File with the secret that nodes prove to each other; ``None`` = rank 0 draws one and hands it out."""
 
     most_recent_k: int = 3
     """Newest committed generations to keep in the global tier, at least 2 (the newest may prove bad); -1 = all."""
