@@ -1,0 +1,87 @@
+"""Which other nodes take the copies of a rank's shard, and which ranks share a parity.
+
+Ranks are paired by where they sit: normally with the same local rank of another node, so that every node sends and
+takes the same amount. Worlds whose nodes carry different numbers of ranks pair with what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["choose_partners", "parity_groups"]
+
+
+def choose_partners(nodes: Sequence[str], *, factor: int, jump: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Choose for every rank the ranks whose nodes take copies of its shard.
+
+    Args:
+        nodes: For each rank, the name of its node.
+        factor: Nodes that are to hold each shard, the rank's own included; at least 1.
+        jump: Ranks from a rank to the one whose node takes its first copy, from that one to the next, and so on;
+            ``None`` = the number of ranks on its node, so that it is the same local rank of the next node.
+
+    Returns:
+        For each rank ``factor - 1`` ranks, fewer where there are fewer other nodes; they lie on distinct nodes, none on
+        the rank's own. Where a jump lands on a node that was chosen already, the next rank on another one is taken.
+    """
+    if factor < 1 or (jump is not None and jump < 1):
+        raise ValueError(f"factor={factor} and jump={jump} must be at least 1")
+    world_size = len(nodes)
+    num_nodes = len(set(nodes))
+    chosen = []
+    for rank, own in enumerate(nodes):
+        step = jump if jump is not None else nodes.count(own)
+        used, partners = {own}, list[int]()
+        for number in range(1, min(factor, num_nodes)):
+            first = rank + number * step
+            partner = next(
+                r % world_size for r in range(first, first + world_size) if nodes[r % world_size] not in used
+            )
+            used.add(nodes[partner])
+            partners.append(partner)
+        chosen.append(tuple(partners))
+    return tuple(chosen)
+
+
+def parity_groups(nodes: Sequence[str], k: int) -> tuple[tuple[int, ...], ...]:
+    """Divide the ranks into groups that share parities; of each group any one node can be lost.
+
+    Args:
+        nodes: For each rank, the name of its node.
+        k: Nodes whose shards go into one parity, at least 1; a group has one more.
+
+    Returns:
+        Groups in which every rank is exactly once and no node twice: the same local rank of ``k + 1`` nodes, in the
+        order of their ranks. What is left over joins the last group of its local rank, or, where a local rank exists
+        on one node only, the smallest group without that node. A group of one rank protects nothing: there was no
+        other node to share with.
+    """
+    if k < 1:
+        raise ValueError(f"k={k} must be at least 1")
+    by_local_rank: list[list[int]] = []
+    seen: dict[str, int] = {}
+    for rank, node in enumerate(nodes):
+        local_rank = seen.get(node, 0)
+        seen[node] = local_rank + 1
+        if local_rank == len(by_local_rank):
+            by_local_rank.append([])
+        by_local_rank[local_rank].append(rank)
+    groups: list[list[int]] = []
+    alone: list[int] = []
+    for ranks in by_local_rank:
+        if len(ranks) == 1:
+            alone += ranks
+            continue
+        num_groups = max(1, len(ranks) // (k + 1))
+        for number in range(num_groups):
+            end = (number + 1) * (k + 1) if number < num_groups - 1 else len(ranks)
+            groups.append(ranks[number * (k + 1) : end])
+    for rank in alone:
+        joinable = [group for group in groups if nodes[rank] not in {nodes[other] for other in group}]
+        if joinable:
+            group = min(joinable, key=len)
+            group.append(rank)
+            group.sort()
+        else:
+            groups.append([rank])
+    return tuple(sorted(tuple(group) for group in groups))
