@@ -1,0 +1,76 @@
+"""Which generations stay when room is made."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.policy.retention import choose_kept
+
+ITERATIONS = st.lists(st.integers(0, 500), max_size=40)
+GAPS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
+
+
+@given(ITERATIONS, st.integers(1, 8), st.integers(0, 50), st.integers(0, 100))
+def test_the_newest_are_kept(generations: list[int], k: int, interval: int, window: int) -> None:
+    """The K newest are always kept, and nothing is named that is not there."""
+    kept = choose_kept(generations, most_recent_k=k, retain_interval=interval, suspect_window=window)
+    assert kept >= set(sorted(set(generations))[-k:])
+    assert kept <= set(generations)
+
+
+@given(ITERATIONS, st.integers(1, 8), st.integers(1, 50))
+def test_multiples_are_kept_for_ever(generations: list[int], k: int, interval: int) -> None:
+    """Every multiple of the retain interval stays, however old."""
+    kept = choose_kept(generations, most_recent_k=k, retain_interval=interval)
+    assert kept >= {generation for generation in generations if generation % interval == 0}
+
+
+@given(ITERATIONS, st.integers(1, 8), st.integers(0, 100))
+def test_no_more_than_two_beyond_the_newest(generations: list[int], k: int, window: int) -> None:
+    """The suspect window costs the room of at most two generations."""
+    assert len(choose_kept(generations, most_recent_k=k, suspect_window=window)) <= k + 2
+
+
+@given(ITERATIONS, st.integers(1, 8), st.integers(0, 100))
+def test_one_older_than_the_window_is_kept(generations: list[int], k: int, window: int) -> None:
+    """If any generation is older than the suspect window, the newest such is kept."""
+    kept = choose_kept(generations, most_recent_k=k, suspect_window=window)
+    old = [generation for generation in generations if max(generations) - generation > window]
+    assert not old or max(old) in kept
+
+
+@given(GAPS, st.integers(1, 5), st.integers(0, 60))
+def test_one_older_than_the_window_survives_every_save(gaps: list[int], k: int, window: int) -> None:
+    """Applied after each save of a run, a generation older than the window is always there once the run is that old,
+    and never older than two windows and two intervals."""
+    present: set[int] = set()
+    saves = list(accumulate(gaps))
+    for newest in saves:
+        present = set(choose_kept({*present, newest}, most_recent_k=k, suspect_window=window))
+        old = [generation for generation in present if newest - generation > window]
+        assert bool(old) == (newest - saves[0] > window)
+        assert not old or newest - max(old) <= 2 * (window + max(gaps))
+
+
+@given(ITERATIONS, st.integers(1, 8), st.integers(0, 50), st.integers(0, 100))
+def test_keeping_twice_keeps_the_same(generations: list[int], k: int, interval: int, window: int) -> None:
+    """Without a new generation a second cleaning removes nothing."""
+    once = choose_kept(generations, most_recent_k=k, retain_interval=interval, suspect_window=window)
+    assert choose_kept(once, most_recent_k=k, retain_interval=interval, suspect_window=window) == once
+
+
+@given(ITERATIONS)
+def test_minus_one_keeps_all(generations: list[int]) -> None:
+    """-1 keeps every generation."""
+    assert choose_kept(generations, most_recent_k=-1) == set(generations)
+
+
+@pytest.mark.parametrize(("k", "interval", "window"), [(0, 0, 0), (-2, 0, 0), (1, -1, 0), (1, 0, -1)])
+def test_senseless_numbers_are_refused(k: int, interval: int, window: int) -> None:
+    """Nothing is deleted by a policy that makes no sense."""
+    with pytest.raises(ValueError, match="must"):
+        choose_kept([1], most_recent_k=k, retain_interval=interval, suspect_window=window)
