@@ -25,6 +25,7 @@ _COMMANDS = {
         "outlast.cli.demo:demo",
         "Watch a real training survive a killed rank, a hung rank and a lost node.",
     ),
+    "ckpt": ("outlast.cli.ckpt:ckpt", "List, verify and prune checkpoints, local and remote."),
     "bench": ("outlast.cli.bench:bench", "Measure outlast beside its peers."),
 }
 

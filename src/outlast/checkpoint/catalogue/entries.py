@@ -1,0 +1,191 @@
+"""The words of the catalogue: a place, its generations, their problems, and the files that they consist of.
+
+What is a ``msgspec.Struct`` is the documented JSON of ``outlast ckpt``; the dataclasses beside them carry what a
+command does with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+from outlast.errors import CheckpointError
+
+__all__ = [
+    "Found",
+    "Generation",
+    "Held",
+    "Leftover",
+    "Looked",
+    "Place",
+    "Problem",
+    "Reader",
+    "Remains",
+    "StoredFile",
+    "describe_error",
+]
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong with a generation."""
+
+    kind: str
+    """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError`` (cannot be read)."""
+    reason: str
+    file: str
+    """Relative to the place."""
+    node: str | None = None
+    rank: int | None = None
+    chunk: int | None = None
+    """Number of the 8 MiB piece, from 0; ``None`` = the whole file."""
+    tensors: tuple[str, ...] = ()
+    """What lies in that chunk."""
+
+    def __str__(self) -> str:
+        within = f" ({', '.join(self.tensors[:3])}{', ...' if len(self.tensors) > 3 else ''})" if self.tensors else ""
+        return f"{self.file}: {self.reason}{within}"
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node's folder holds of a generation; ranks whose file passed the check."""
+
+    node: str
+    own: tuple[int, ...]
+    """Ranks that ran on this node."""
+    replicas: tuple[int, ...] = ()
+    """Ranks of other nodes."""
+    parities: tuple[int, ...] = ()
+    """Ranks beside which a parity of other nodes' shards lies."""
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed generation in one place."""
+
+    iteration: int
+    tier: Literal["local", "global"]
+    suspect: bool = False
+    """Saved for diagnosis only; never loaded by itself."""
+    valid: bool
+    """Whether each rank that should be here has a copy here that passed the check; with ``problems`` nevertheless when
+    another copy did not."""
+    attempt: str | None = None
+    """``None``, as what follows: the manifest cannot be read."""
+    run: str | None = None
+    world_size: int | None = None
+    num_files: int = 0
+    num_bytes: int = 0
+    """On this place, replicas and manifests included."""
+    held: tuple[Held, ...] = ()
+    """By node; empty for the global tier."""
+    elsewhere: tuple[int, ...] = ()
+    """Ranks whose nodes have no folder here, and of which nothing lies here: nothing can be said of them."""
+    rebuildable: tuple[int, ...] = ()
+    """Ranks of which no copy is here, but all that rebuilds theirs: the other shards and parities of their group."""
+    missing: tuple[int, ...] = ()
+    """Ranks that should be here and of which no good copy is."""
+    restored_from: int | None = None
+    """The generation that the saving processes had loaded."""
+    restored_attempt: str | None = None
+    finite: bool | None = None
+    """Whether no number in it is infinite or NaN."""
+    problems: tuple[Problem, ...] = ()
+
+
+class Leftover(msgspec.Struct, frozen=True, kw_only=True):
+    """What is no committed generation: an attempt, failed or under way, or the remains of a deletion."""
+
+    name: str
+    """Relative to the place."""
+    kind: Literal["attempt", "aside", "deletion"]
+    """``aside``: a generation that another attempt at its iteration replaced."""
+    iteration: int
+    attempt: str | None = None
+    num_bytes: int = 0
+    modified_ns: int = 0
+    """When something in it last changed, in nanoseconds since the epoch."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """One directory."""
+
+    path: str
+    tier: Literal["local", "global", "empty"]
+    run: str | None = None
+    latest: int | None = None
+    """What the tracker names: the newest commit."""
+    nodes: tuple[str, ...] = ()
+    """The nodes that have a folder here."""
+    generations: tuple[Generation, ...] = ()
+    """Newest first, those for diagnosis last."""
+    leftovers: tuple[Leftover, ...] = ()
+
+
+class Reader(Protocol):
+    """An open file. Thread: one."""
+
+    def read(self, offset: int, num_bytes: int) -> bytes | memoryview:
+        """Return bytes from ``offset``, at least one unless the file ends there; valid until the next read.
+
+        Raises:
+            OSError: They cannot be read.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A file of a generation, and what its bytes should be."""
+
+    name: str
+    """Relative to the place."""
+    num_bytes: int
+    chunks: tuple[str, ...]
+    tensors: Sequence[tuple[str, int, int]] = ()
+    """Name, offset and bytes of what lies in it."""
+    open: Callable[[], AbstractContextManager[Reader]]
+    node: str | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A generation, and what can be done with it."""
+
+    entry: Generation
+    files: tuple[StoredFile, ...]
+    """All whose bytes can be verified; those with a problem already are left out."""
+    judge: Callable[[Sequence[Problem]], Generation]
+    """Return the entry as it is when these problems with files are added."""
+    remove: Callable[[], None]
+    """Delete it, so that no half of it is ever taken for a generation.
+
+    Raises: CheckpointError (it changed meanwhile), OSError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remains:
+    """A leftover, and how to delete it."""
+
+    entry: Leftover
+    remove: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """A place that was looked into."""
+
+    entry: Place
+    found: tuple[Found, ...]
+    """As ``entry.generations``."""
+    remains: tuple[Remains, ...]
+    """As ``entry.leftovers``."""
+
+
+def describe_error(error: Exception, file: str, *, node: str | None = None, rank: int | None = None) -> Problem:
+    """Return the problem that an error means."""
+    kind = type(error).__name__ if isinstance(error, CheckpointError) else CheckpointError.__name__
+    reason = str(error) if isinstance(error, CheckpointError) else f"cannot be read ({error})"
+    return Problem(kind=kind, reason=reason, file=file, node=node, rank=rank)

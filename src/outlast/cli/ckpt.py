@@ -1,0 +1,275 @@
+"""``outlast ckpt``: list, verify and prune generations. Looks at files alone; no run needs to be there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import click
+
+from outlast import clock
+from outlast.cli.ending import ending_on_signals
+from outlast.errors import CheckpointError, ConfigError, ExitReason
+
+if TYPE_CHECKING:
+    from outlast.checkpoint.catalogue.entries import Looked
+    from outlast.checkpoint.catalogue.pruning import Plan
+
+__all__ = ["ckpt"]
+
+SCHEMA = 1
+"""Of what ``--json`` prints; raised when a field changes its meaning or goes."""
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+_directories = click.argument("directories", metavar="DIR...", nargs=-1, required=True)
+_as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output."
+)
+
+
+@click.group("ckpt", context_settings=_HELP)
+def ckpt() -> None:
+    """List, verify and prune checkpoints.
+
+    DIR is a local_directory, one node's folder in it, or a global directory: a path or a URL (s3://bucket/run,
+    gs://bucket/run). Nothing else is needed: no run, no torch.distributed, no GPU.
+    """
+
+
+@ckpt.command(
+    "ls",
+    context_settings=_HELP,
+    short_help="What is there, and whether it can be loaded.",
+    epilog="""\b
+Examples:
+  outlast ckpt ls /nvme/run
+  outlast ckpt ls /nvme/run s3://bucket/run
+  outlast ckpt ls s3://bucket/run --json | jq '.places[].generations[] | select(.valid) | .iteration'
+""",
+)
+@_directories
+@_as_json
+def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
+    """List generations: where their parts lie, and whether they can be loaded.
+
+    The check is quick: manifests, sizes and headers. What `verify` does reads every byte.
+
+    Exit code 0: listed, whatever its state; 1: a directory cannot be read; 2: bad input.
+    """
+    looked, code = _look_into(directories)
+    if as_json:
+        _print_json({"schema": SCHEMA, "places": [one.entry for one in looked]})
+        return code
+    from outlast.cli.ckpt_view import render_places
+
+    _print(*render_places([one.entry for one in looked], now_ns=clock.wall_ns()))
+    return code
+
+
+@ckpt.command(
+    "verify",
+    context_settings=_HELP,
+    short_help="Read every byte and compare it with its digest.",
+    epilog="""\b
+Examples:
+  outlast ckpt verify /nvme/run
+  outlast ckpt verify s3://bucket/run --iteration 12000
+  outlast ckpt verify /nvme/run --json | jq '.places[].generations[].problems[]'
+""",
+)
+@_directories
+@click.option(
+    "--iteration",
+    "iterations",
+    type=click.IntRange(min=0),
+    multiple=True,
+    help="Only this generation; may be given several times.",
+)
+@click.option(
+    "--threads", type=click.IntRange(1, 256), default=8, show_default=True, help="Parts that are read at once."
+)
+@_as_json
+def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: int, as_json: bool) -> int:
+    """Read every byte of every generation and compare it with its digest.
+
+    Copies of other nodes' ranks are read too. What is wrong is named: the file, the tensors, the 8 MiB chunk.
+
+    Exit code 0: every byte is right; 1: something is bad, cannot be read, or there is no generation; 2: bad input.
+    """
+    import msgspec
+
+    from outlast.checkpoint.catalogue.verification import verify as read_all
+    from outlast.cli.ckpt_view import ReadingProgress, render_verified
+
+    looked, code = _look_into(directories)
+    chosen = [[found for found in one.found if not iterations or found.entry.iteration in iterations] for one in looked]
+    lacking = set(iterations) - {found.entry.iteration for places in chosen for found in places}
+    if lacking and not code:
+        raise ConfigError(f"there is no generation {min(lacking)} in {', '.join(directories)}")
+    places, num_bytes_read = [], 0
+    total = sum(file.num_bytes for one in chosen for found in one for file in found.files)
+    with ending_on_signals(), ReadingProgress(total) as progress:
+        for one, founds in zip(looked, chosen, strict=True):
+            entries = []
+            for found in founds:
+                progress.begin(found.entry.iteration)
+                verified = read_all(found, num_threads=threads, on_read=progress.advance)
+                entries.append(verified.entry)
+                num_bytes_read += verified.num_bytes_read
+            places.append(msgspec.structs.replace(one.entry, generations=tuple(entries)))
+    ok = not code and all(
+        place.generations and all(entry.valid and not entry.problems for entry in place.generations) for place in places
+    )
+    if as_json:
+        _print_json({"schema": SCHEMA, "ok": ok, "num_bytes_read": num_bytes_read, "places": places})
+    else:
+        _print(*render_verified(places, num_bytes_read))
+    return int(ExitReason.FINISHED if ok else ExitReason.FAILED)
+
+
+@ckpt.command(
+    "prune",
+    context_settings=_HELP,
+    short_help="Delete old generations and what failed saves left.",
+    epilog="""\b
+Examples:
+  outlast ckpt prune /nvme/run --keep 3 --dry-run
+  outlast ckpt prune s3://bucket/run --keep 5 --retain-interval 10000
+  outlast ckpt prune /nvme/run --leftovers --older-than 6 --yes
+""",
+)
+@_directories
+@click.option("--keep", type=click.IntRange(min=1), help="Newest valid generations to keep; without it none goes.")
+@click.option(
+    "--retain-interval",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Keep every generation whose iteration is a multiple of it; 0 = none.",
+)
+@click.option(
+    "--suspect-window",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="Keep one generation that is more than this many iterations older than the newest.",
+)
+@click.option("--suspect", "suspects", is_flag=True, help="Delete saves for diagnosis.")
+@click.option("--leftovers", is_flag=True, help="Delete failed attempts that nobody can be using.")
+@click.option(
+    "--older-than",
+    "older_than_h",
+    metavar="HOURS",
+    type=click.FloatRange(min=0),
+    default=24.0,
+    show_default=True,
+    help="Age from which a leftover of another job is taken for abandoned.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask. Without a terminal nothing is asked either.")
+@_as_json
+def prune(
+    directories: tuple[str, ...],
+    keep: int | None,
+    retain_interval: int,
+    suspect_window: int,
+    suspects: bool,
+    leftovers: bool,
+    older_than_h: float,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Delete old generations, saves for diagnosis, and what failed saves left.
+
+    Only valid generations count as kept, by the quick check of `ls`. The newest valid one is never deleted, nor what is
+    newer than it, nor what cannot be read. A leftover goes when its owner is known to be gone, or by its age.
+
+    Exit code 0: done; 1: something could not be deleted, or a directory cannot be read; 2: bad input.
+    """
+    from outlast.checkpoint.catalogue.pruning import Rule, plan_pruning
+    from outlast.cli.ckpt_view import render_plan
+
+    if keep is None and not suspects and not leftovers:
+        raise ConfigError("nothing to prune: give --keep N, --suspect or --leftovers")
+    rule = Rule(
+        most_recent_k=keep,
+        retain_interval=retain_interval,
+        suspect_window=suspect_window,
+        suspects=suspects,
+        leftovers=leftovers,
+        older_than_s=older_than_h * 3600,
+    )
+    looked, code = _look_into(directories)
+    plans = [plan_pruning(one, rule, now_ns=clock.wall_ns()) for one in looked]
+    if not as_json:
+        for one, plan in zip(looked, plans, strict=True):
+            _print(*render_plan(one.entry, plan, is_done=dry_run))
+    anything = any(plan.generations or plan.remains for plan in plans)
+    if anything and not dry_run and not yes and sys.stdin.isatty():
+        click.confirm("Delete this?", abort=True, err=True)
+    reports = [_carry_out(one, plan, dry_run=dry_run) for one, plan in zip(looked, plans, strict=True)]
+    if as_json:
+        _print_json({"schema": SCHEMA, "dry_run": dry_run, "places": reports})
+    failed = any(report["errors"] for report in reports)
+    return int(ExitReason.FAILED if failed else code)
+
+
+def _carry_out(looked: Looked, plan: Plan, *, dry_run: bool) -> dict[str, object]:
+    """Delete what a plan names; what cannot be deleted is said and left."""
+    errors = []
+    report: dict[str, list[object]] = {"generations": [], "suspects": [], "leftovers": []}
+    num_bytes = 0
+    for found in plan.generations:
+        kind = "suspects" if found.entry.suspect else "generations"
+        try:
+            if not dry_run:
+                found.remove()
+        except (OSError, CheckpointError) as error:
+            errors.append(f"generation {found.entry.iteration}: {error}")
+            continue
+        report[kind].append(found.entry.iteration)
+        num_bytes += found.entry.num_bytes
+    for remains in plan.remains:
+        try:
+            if not dry_run:
+                remains.remove()
+        except (OSError, CheckpointError) as error:
+            errors.append(f"{remains.entry.name}: {error}")
+            continue
+        report["leftovers"].append(remains.entry.name)
+        num_bytes += remains.entry.num_bytes
+    for line in errors:
+        click.echo(f"outlast: {looked.entry.path}: {line}", err=True)
+    return {"path": looked.entry.path, **report, "num_bytes": num_bytes, "errors": errors}
+
+
+def _look_into(directories: Iterable[str]) -> tuple[list[Looked], int]:
+    """List all directories; one that cannot be read is said on standard error and makes the exit code 1."""
+    from outlast.checkpoint.catalogue.listing import look_into
+
+    looked, code = [], ExitReason.FINISHED
+    for name in directories:
+        try:
+            looked.append(look_into(name))
+        except (OSError, CheckpointError) as error:
+            click.echo(f"outlast: {name} cannot be read: {error}", err=True)
+            code = ExitReason.FAILED
+    return looked, int(code)
+
+
+def _print_json(value: Mapping[str, object]) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _print(*parts: object) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    for part in parts:
+        console.print(part)

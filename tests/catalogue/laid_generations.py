@@ -1,0 +1,135 @@
+"""Generations of the local tier, laid down as a run leaves them: whole, with replicas, on several nodes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from outlast.checkpoint.directory import Directory
+from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
+from outlast.checkpoint.shard import CHUNK_BYTES, Identity, Layout, digest, shard_name
+
+RUN = "run-0a1b2c3d"
+TOPOLOGY = "feed"
+
+
+def attempt_name(ordinal: int) -> str:
+    return f"job-0-cafe.{ordinal}"
+
+
+def shard_bytes(
+    rank: int, world_size: int, iteration: int, attempt: str, *, num_elements: int = 1000
+) -> tuple[bytes, tuple[TensorEntry, ...]]:
+    """Return a shard of two tensors, and their entries."""
+    identity = Identity(
+        run=RUN, topology=TOPOLOGY, rank=rank, world_size=world_size, iteration=iteration, attempt=attempt
+    )
+    layout = Layout(
+        [("model.weight", "F32", (num_elements,), 4 * num_elements, 4), ("model.bias", "F32", (10,), 40, 4)]
+    )
+    head, spans, size = layout.place(identity, 16)
+    data = head + random.Random(f"{rank}/{iteration}/{attempt}").randbytes(size - len(head))
+    entries = tuple(
+        TensorEntry(
+            name=span.name,
+            dtype=span.dtype,
+            shape=span.shape,
+            global_shape=span.shape,
+            global_offset=(0,) * len(span.shape),
+            offset=span.offset,
+            num_bytes=span.num_bytes,
+        )
+        for span in spans
+    )
+    return data, entries
+
+
+def lay_generation(
+    folders: Mapping[str, Path],
+    iteration: int,
+    *,
+    nodes: Sequence[str] = ("node0",),
+    replicas: Mapping[str, Sequence[int]] | None = None,
+    parity: int = 0,
+    attempt: str | None = None,
+    num_elements: int = 1000,
+    restored_from: int | None = None,
+    finite: bool = True,
+    suspect: bool = False,
+    name: str | None = None,
+) -> Manifest:
+    """Commit a generation into nodes' folders.
+
+    Args:
+        folders: The nodes that are here, each with its folder.
+        iteration: Of the generation.
+        nodes: Each rank's node.
+        replicas: Ranks of other nodes whose shards a node holds.
+        parity: Nodes whose shards share one parity; a part of it lies beside each rank.
+        attempt: That wrote it; one of its own when left out.
+        num_elements: Of its large tensor.
+        restored_from: As in the manifest.
+        finite: As in the manifest.
+        suspect: Saved for diagnosis.
+        name: Of its folder, when it is another than the committed one.
+    """
+    attempt = attempt or attempt_name(iteration)
+    shards = [shard_bytes(r, len(nodes), iteration, attempt, num_elements=num_elements) for r in range(len(nodes))]
+    manifest = Manifest(
+        schema=SCHEMA,
+        run=RUN,
+        topology=TOPOLOGY,
+        world_size=len(nodes),
+        iteration=iteration,
+        attempt=attempt,
+        restored_from=restored_from,
+        nodes=tuple(nodes),
+        num_copies=tuple(sum(r in held for held in replicas.values()) for r in range(len(nodes))) if replicas else (),
+        parity=parity,
+        shards=tuple(
+            ShardEntry(
+                rank=rank,
+                file=shard_name(rank),
+                num_bytes=len(data),
+                chunks=tuple(digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)),
+                tensors=tensors,
+                finite=finite,
+            )
+            for rank, (data, tensors) in enumerate(shards)
+        ),
+    )
+    for node, folder in folders.items():
+        directory = Directory(folder / "suspect" if suspect else folder)
+        path = directory.path / (name or f"step-{iteration}")
+        path.mkdir(parents=True)
+        for rank, (data, _) in enumerate(shards):
+            if nodes[rank] == node or rank in (replicas or {}).get(node, ()):
+                (path / shard_name(rank)).write_bytes(data)
+            if parity and nodes[rank] == node:
+                (path / f"parity-{rank:05d}.bin").write_bytes(b"xor")
+        (path / MANIFEST).write_bytes(encode_manifest(manifest))
+        directory.claim(RUN)
+        if not suspect and name is None:
+            directory.point_to(iteration)
+    return manifest
+
+
+def two_nodes(place: Path, iteration: int, **changes: object) -> Manifest:
+    """Commit a generation of four ranks on two nodes, each of which holds the other's replicas."""
+    return lay_generation(
+        {"node0": place / "node0", "node1": place / "node1"},
+        iteration,
+        nodes=("node0", "node0", "node1", "node1"),
+        replicas={"node0": (2, 3), "node1": (0, 1)},
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file, keeping its length."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0x10]))

@@ -1,0 +1,207 @@
+"""``outlast ckpt`` on the command line: what it prints, what it returns, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from laid_generations import RUN, flip, lay_generation, two_nodes
+
+from outlast.checkpoint.shard import shard_name
+from outlast.cli.main import main
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def outlast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command in this process; return its exit code, output and error output."""
+
+    def command(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outlast", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return command
+
+
+def test_ls_is_readable(tmp_path: Path, outlast: Command) -> None:
+    """A person sees each generation's state, ranks, lineage, and where its parts lie; and what is wrong."""
+    two_nodes(tmp_path, 100)
+    two_nodes(tmp_path, 200, restored_from=100)
+    (tmp_path / "node0/step-200" / shard_name(1)).unlink()
+    lay_generation({"node0": tmp_path / "node0"}, 300, name="step-300.tmp-job-0-cafe.3")
+    code, out, _ = outlast("ckpt", "ls", tmp_path)
+    assert code == 0
+    lines = out.splitlines()
+    assert RUN in lines[0]
+    assert "latest 200" in lines[0]
+    older = next(line for line in lines if line.split()[:1] == ["100"])
+    assert "valid" in older
+    assert "all 4" in older
+    assert "node0: 0-1 +2-3; node1: 2-3 +0-1" in older
+    assert "degraded" in next(line for line in lines if line.split()[:1] == ["200"])
+    assert "node0/step-200/rank-00001.safetensors: is missing" in out
+    assert "node0/step-300.tmp-job-0-cafe.3: attempt, failed or under way" in out
+
+
+def test_ls_speaks_json(tmp_path: Path, outlast: Command) -> None:
+    """--json prints the documented fields and nothing else."""
+    two_nodes(tmp_path, 100)
+    code, out, _ = outlast("ckpt", "ls", "--json", tmp_path)
+    told = json.loads(out)
+    assert (code, told["schema"]) == (0, 1)
+    (place,) = told["places"]
+    assert set(place) == {"path", "tier", "run", "latest", "nodes", "generations", "leftovers"}
+    (entry,) = place["generations"]
+    assert entry["held"][1] == {"node": "node1", "own": [2, 3], "replicas": [0, 1], "parities": []}
+    names = "iteration tier suspect valid attempt run world_size num_files num_bytes held elsewhere rebuildable missing"
+    assert set(entry) == {*names.split(), "restored_from", "restored_attempt", "finite", "problems"}
+
+
+def test_ls_of_bad_generations_is_no_failure(tmp_path: Path, outlast: Command) -> None:
+    """Listing is its own purpose: it ends with 0 whatever it finds."""
+    lay_generation({"node0": tmp_path}, 1)
+    (tmp_path / "step-1" / shard_name(0)).unlink()
+    code, out, _ = outlast("ckpt", "ls", tmp_path)
+    assert code == 0
+    assert "bad" in out
+    assert outlast("ckpt", "ls", tmp_path / "step-1")[0] == 2
+
+
+def test_verify_says_all_is_right(tmp_path: Path, outlast: Command) -> None:
+    """When every byte is right it ends with 0 and says how much it read."""
+    two_nodes(tmp_path, 100)
+    code, out, err = outlast("ckpt", "verify", tmp_path)
+    assert code == 0
+    assert "every byte of 1 generation is right" in out
+    assert err == ""
+
+
+def test_verify_names_what_is_bad(tmp_path: Path, outlast: Command) -> None:
+    """A flipped byte ends it with 1 and is told by file, chunk and tensor, for people and as JSON."""
+    two_nodes(tmp_path, 100)
+    two_nodes(tmp_path, 200)
+    flip(tmp_path / "node1/step-100" / shard_name(0), 5000)
+    code, out, _ = outlast("ckpt", "verify", tmp_path)
+    assert code == 1
+    assert "node1/step-100/rank-00000.safetensors: chunk 0" in out
+    assert "model.weight" in out
+    code, out, _ = outlast("ckpt", "verify", tmp_path, "--json")
+    told = json.loads(out)
+    assert (code, told["ok"]) == (1, False)
+    problems = [problem for entry in told["places"][0]["generations"] for problem in entry["problems"]]
+    assert [(one["kind"], one["node"], one["rank"], one["chunk"]) for one in problems] == [("Corrupt", "node1", 0, 0)]
+    assert outlast("ckpt", "verify", tmp_path, "--iteration", 200)[0] == 0
+
+
+def test_verify_of_nothing_is_no_success(tmp_path: Path, outlast: Command) -> None:
+    """Where there is no generation nothing is proven."""
+    assert outlast("ckpt", "verify", tmp_path)[0] == 1
+
+
+def test_prune_says_and_deletes(tmp_path: Path, outlast: Command) -> None:
+    """A dry run deletes nothing; the real one deletes exactly what the dry one said."""
+    for iteration in (1, 2, 3, 4):
+        lay_generation({"node0": tmp_path}, iteration)
+    words = ("ckpt", "prune", tmp_path, "--keep", 2, "--suspect-window", 0, "--json")
+    code, out, _ = outlast(*words, "--dry-run")
+    planned = json.loads(out)["places"][0]
+    assert (code, planned["generations"]) == (0, [2, 1])
+    assert len(list(tmp_path.glob("step-*"))) == 4
+    code, out, _ = outlast(*words)
+    assert (code, json.loads(out)["places"][0]) == (0, planned)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3", "step-4"]
+    code, out, _ = outlast("ckpt", "prune", tmp_path, "--keep", 2)
+    assert "nothing to delete" in out
+
+
+def test_prune_says_what_it_cannot_delete(tmp_path: Path, outlast: Command) -> None:
+    """What cannot be deleted ends it with 1 and one line; the rest is deleted."""
+    for iteration in (1, 2, 3, 4):
+        lay_generation({"node0": tmp_path}, iteration)
+    (tmp_path / "step-1.doomed").write_bytes(b"in the way")
+    code, _, err = outlast("ckpt", "prune", tmp_path, "--keep", 1, "--suspect-window", 0)
+    assert code == 1
+    assert "generation 1" in err
+    assert sorted(path.name for path in tmp_path.glob("step-?")) == ["step-1", "step-3", "step-4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("ls",), "Missing argument"),
+        (("ls", "/nowhere/at/all"), "does not exist"),
+        (("verify", "{place}", "--iteration", "7"), "there is no generation 7"),
+        (("verify", "{place}", "--threads", "0"), "--threads"),
+        (("prune", "{place}"), "--keep"),
+        (("prune", "{place}", "--keep", "0"), "--keep"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, outlast: Command, words: tuple[str, ...], says: str) -> None:
+    """What makes no sense ends with 2 and one line that says what to change."""
+    lay_generation({"node0": tmp_path}, 1)
+    code, out, err = outlast("ckpt", *(word.format(place=tmp_path) for word in words))
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert says in err
+
+
+def test_one_unreadable_directory_hides_no_other(tmp_path: Path, outlast: Command) -> None:
+    """What cannot be read ends ls with 1 and a line; the other directories are listed."""
+    lay_generation({"node0": tmp_path / "good"}, 1)
+    code, out, err = outlast("ckpt", "ls", "nosuchstore://bucket/run", tmp_path / "good")
+    assert code == 1
+    assert "nosuchstore" in err
+    assert len(err.splitlines()) == 1
+    assert "all 1" in out or "valid" in out
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("answer", "left"), [("n", 3), ("y", 2)])
+def test_prune_asks_on_a_terminal(tmp_path: Path, answer: str, left: int) -> None:
+    """On a terminal nothing is deleted without a yes."""
+    for iteration in (1, 2, 3):
+        lay_generation({"node0": tmp_path}, iteration)
+    ours, theirs = pty.openpty()
+    code = "import sys; from outlast.cli.main import main; sys.argv = sys.argv[1:]; main()"
+    try:
+        os.write(ours, f"{answer}\n".encode())
+        done = subprocess.run(
+            [sys.executable, "-c", code, "outlast", "ckpt", "prune", str(tmp_path), "--keep", "1"],
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "Delete this?" in done.stderr
+    assert done.returncode == (0 if answer == "y" else 130)
+    assert len(list(tmp_path.glob("step-*"))) == left
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["ls", "verify", "prune"])
+def test_local_directories_need_no_torch(tmp_path: Path, name: str) -> None:
+    """Local directories are listed, verified and pruned without importing torch or numpy."""
+    lay_generation({"node0": tmp_path}, 1)
+    code = (
+        "import sys; from outlast.cli.main import cli\n"
+        "done = cli.main(sys.argv[1:], standalone_mode=False)\n"
+        "heavy = {'torch', 'numpy', 'fsspec'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else done)\n"
+    )
+    words = [*("ckpt", name, str(tmp_path)), *(("--keep", "1") if name == "prune" else ())]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0, done.stderr

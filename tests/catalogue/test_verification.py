@@ -1,0 +1,131 @@
+"""``outlast ckpt verify`` reads every byte and names what is wrong."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from laid_generations import flip, lay_generation, two_nodes
+
+from outlast.checkpoint.catalogue.entries import Found, Generation, StoredFile
+from outlast.checkpoint.catalogue.listing import look_into
+from outlast.checkpoint.catalogue.verification import verify
+from outlast.checkpoint.shard import CHUNK_BYTES, shard_name
+
+
+def newest(place: Path) -> Found:
+    return look_into(str(place)).found[0]
+
+
+def test_every_byte_is_read_once(tmp_path: Path) -> None:
+    """A whole generation is valid, and exactly the bytes of its shards and replicas were read."""
+    two_nodes(tmp_path, 5)
+    seen: list[int] = []
+    verified = verify(newest(tmp_path), num_threads=4, on_read=seen.append)
+    assert verified.entry.valid
+    assert not verified.entry.problems
+    size = sum(path.stat().st_size for path in tmp_path.rglob("rank-*"))
+    assert verified.num_bytes_read == sum(seen) == size
+
+
+def test_the_chunk_and_the_tensor_are_named(tmp_path: Path) -> None:
+    """Of a file of several chunks the changed one is named, with what lies in it; others are still read."""
+    lay_generation({"node0": tmp_path}, 5, num_elements=(20 << 20) // 4)
+    path = tmp_path / "step-5" / shard_name(0)
+    flip(path, CHUNK_BYTES + 7)
+    flip(path, path.stat().st_size - 20)
+    verified = verify(newest(tmp_path), num_threads=2)
+    assert not verified.entry.valid
+    assert verified.entry.missing == (0,)
+    first, last = verified.entry.problems
+    assert (first.kind, first.file, first.rank, first.chunk) == ("Corrupt", f"step-5/{path.name}", 0, 1)
+    assert first.tensors == ("model.weight",)
+    assert (last.chunk, last.tensors) == (2, ("model.weight", "model.bias", "outlast.tree"))
+    assert verified.num_bytes_read == path.stat().st_size
+
+
+def test_a_bad_replica_leaves_the_generation_valid(tmp_path: Path) -> None:
+    """A flipped byte in one copy is named with its node; the rank's other copy still counts."""
+    two_nodes(tmp_path, 5)
+    flip(tmp_path / "node1/step-5" / shard_name(0), 5000)
+    entry = verify(newest(tmp_path), num_threads=2).entry
+    assert entry.valid
+    (problem,) = entry.problems
+    assert (problem.node, problem.rank, problem.chunk) == ("node1", 0, 0)
+    assert [held.replicas for held in entry.held] == [(2, 3), (1,)]
+
+
+def test_both_copies_bad_is_a_lost_rank(tmp_path: Path) -> None:
+    """A rank of which no copy is right is missing, and the generation is bad."""
+    two_nodes(tmp_path, 5)
+    for node in ("node0", "node1"):
+        flip(tmp_path / node / "step-5" / shard_name(0), 5000)
+    entry = verify(newest(tmp_path), num_threads=2).entry
+    assert not entry.valid
+    assert entry.missing == (0,)
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """Lay down one shard; return its path and its bytes."""
+    place = tmp_path_factory.mktemp("shard")
+    lay_generation({"node0": place}, 5)
+    path = place / "step-5" / shard_name(0)
+    return path, path.read_bytes()
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_no_flipped_bit_is_overlooked(shard: tuple[Path, bytes], place: float, bit: int) -> None:
+    """Whichever bit of a shard is changed, listing or verifying says so, and nothing crashes."""
+    path, data = shard
+    changed = bytearray(data)
+    changed[int(place * len(data))] ^= 1 << bit
+    path.write_bytes(changed)
+    entry = verify(newest(path.parents[1]), num_threads=1).entry
+    assert not entry.valid
+    assert entry.problems[0].file == "step-5/rank-00000.safetensors"
+
+
+def test_a_file_that_vanishes_is_a_problem(tmp_path: Path) -> None:
+    """A file that goes between listing and reading is named, and no error gets out."""
+    lay_generation({"node0": tmp_path}, 5)
+    found = newest(tmp_path)
+    (tmp_path / "step-5" / shard_name(0)).unlink()
+    entry = verify(found, num_threads=2).entry
+    assert not entry.valid
+    assert entry.problems[0].kind == "CheckpointError"
+
+
+class _Endless:
+    """A file that never ends, and interrupts the main thread when it is read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        self.reads += 1
+        if self.reads == 2:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return b"x" * min(num_bytes, 4096)
+
+
+def test_an_interrupt_ends_the_readers() -> None:
+    """Ctrl-C while reading comes through, and no reader goes on."""
+
+    @contextmanager
+    def opened() -> Iterator[_Endless]:
+        yield _Endless()
+
+    file = StoredFile(name="f", num_bytes=CHUNK_BYTES << 12, chunks=("",) * (1 << 12), open=opened)
+    entry = Generation(iteration=1, tier="local", valid=True)
+    found = Found(entry=entry, files=(file,), judge=lambda problems: entry, remove=lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        verify(found, num_threads=1)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("outlast-verify")]
