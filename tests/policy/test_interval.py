@@ -1,0 +1,62 @@
+"""How often to save, from what a save costs and how often something fails."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.policy.interval import failures_per_s, iterations_between, optimal_interval_s
+
+COSTS = st.floats(1e-3, 1e3)
+RATES = st.floats(1e-9, 1e-2)
+STEPS = st.floats(1e-3, 1e3)
+
+
+def _lost_share(interval_s: float, cost_s: float, rate: float) -> float:
+    """Return the share of time that saves and redone work take, to first order."""
+    return cost_s / interval_s + rate * interval_s / 2
+
+
+@given(COSTS, RATES, st.floats(0.1, 10.0))
+def test_no_other_interval_loses_less(cost_s: float, rate: float, factor: float) -> None:
+    """Time spent on saves plus time lost to failures is smallest at the chosen interval, wherever it is above a save's
+    own cost."""
+    interval_s = optimal_interval_s(cost_s, rate)
+    other_s = interval_s * factor
+    if other_s >= cost_s:
+        assert _lost_share(interval_s, cost_s, rate) <= _lost_share(other_s, cost_s, rate) * (1 + 1e-9)
+
+
+@given(COSTS, RATES, STEPS)
+def test_at_least_one_iteration_and_near_the_optimum(cost_s: float, rate: float, step_s: float) -> None:
+    """The interval in iterations is a whole number of at least 1, within half a step of the optimum."""
+    number = iterations_between(cost_s, step_s, rate)
+    assert number >= 1
+    if number > 1:
+        assert abs(number * step_s - optimal_interval_s(cost_s, rate)) <= step_s / 2 * (1 + 1e-9)
+
+
+@given(COSTS, RATES, STEPS)
+def test_dearer_saves_come_less_often(cost_s: float, rate: float, step_s: float) -> None:
+    """A save that costs more, or a world that fails less, never makes saves more frequent."""
+    number = iterations_between(cost_s, step_s, rate)
+    assert iterations_between(cost_s * 2, step_s, rate) >= number
+    assert iterations_between(cost_s, step_s, rate / 2) >= number
+
+
+def test_a_free_save_or_an_unmeasured_step_saves_every_iteration() -> None:
+    """Without a cost, or without a step to set it against, the interval is one iteration and no error."""
+    assert iterations_between(0.0, 1.0, 1e-6) == 1
+    assert iterations_between(1.0, 0.0, 1e-6) == 1
+
+
+def test_an_example_of_a_thousand_ranks() -> None:
+    """1,024 ranks of 8,000 h each fail every 7.8 h; a save of 1 s is then due every 237 s, at 10 s a step every 24."""
+    rate = failures_per_s(1024, 8000.0)
+    assert 1 / rate / 3600 == pytest.approx(7.8125)
+    assert optimal_interval_s(1.0, rate) == pytest.approx(math.sqrt(2 * 28125))
+    assert iterations_between(1.0, 10.0, rate) == 24
+    assert failures_per_s(1024, 8000.0, share=0.25) == pytest.approx(rate / 4)
