@@ -1,0 +1,264 @@
+"""Give a part to another node's writer, and get one from it.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.replica.channel import Channel, NotAuthenticated, RefusedByPeer
+from outlast.checkpoint.replica.frames import Chunk, Data, FrameError, Get, Kept, Ping, Put, Ready
+from outlast.checkpoint.shard import CHUNK_BYTES, num_chunks
+
+__all__ = ["ReplicaError", "ReplicaRefused", "Target", "connect", "describe", "fetch", "ping", "push", "read_small"]
+
+CHUNKS_IN_FLIGHT = 4
+"""Chunks that a receiver may be behind with its digests."""
+NUM_CONNECTIONS = 2
+RANGE_CHUNKS = 4
+"""Chunks that a connection asks for at a time; it asks for the next range before it has read one."""
+_MADV_POPULATE_WRITE = 23
+
+
+class ReplicaError(Exception):
+    """Another node did not take or give a part; names it and says why in one line."""
+
+
+class ReplicaRefused(ReplicaError):
+    """Another node answers, but could not do what it was asked."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Another node's writer."""
+
+    node: str
+    host: str
+    port: int
+
+
+@contextmanager
+def connect(target: Target, key: bytes, *, timeout_s: float) -> Iterator[Channel]:
+    """Open an authenticated connection; errors within become :class:`ReplicaError`.
+
+    Args:
+        target: Whom to ask.
+        key: The run's key.
+        timeout_s: Seconds without progress.
+
+    Raises:
+        ReplicaRefused: It said no.
+        ReplicaError: It cannot be reached, does not know the key, or stopped answering.
+    """
+    try:
+        channel = Channel(socket.create_connection((target.host, target.port), timeout_s), timeout_s)
+        try:
+            channel.prove_to_server(key)
+            yield channel
+        finally:
+            channel.close()
+    except RefusedByPeer as error:
+        raise ReplicaRefused(f"node {target.node}: {error}") from error
+    except (OSError, FrameError, NotAuthenticated) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ReplicaError(f"node {target.node} ({target.host}:{target.port}): {reason}") from error
+
+
+def ping(target: Target, key: bytes, *, timeout_s: float) -> None:
+    """Find out whether a node's writer answers.
+
+    Raises:
+        ReplicaError: It does not.
+    """
+    with connect(target, key, timeout_s=timeout_s) as channel:
+        channel.send(Ping())
+        channel.expect(Ready)
+
+
+def push(
+    target: Target,
+    key: bytes,
+    copy: CopyKey,
+    fd: int,
+    chunks: range,
+    num_bytes: int,
+    *,
+    timeout_s: float,
+    contributor: int = -1,
+    num_contributors: int = 0,
+) -> tuple[str, ...]:
+    """Give chunks of a part to another node; return the digests that it computed of what it received.
+
+    Args:
+        target: Who takes it.
+        key: The run's key.
+        copy: What it is called there.
+        fd: File or memfd that holds the whole part.
+        chunks: Numbers of the chunks to give.
+        num_bytes: Of the whole part.
+        timeout_s: Seconds without progress.
+        contributor: Rank whose block of a shard this is, to be XORed into the parity ``copy``; -1: no parity.
+        num_contributors: Blocks that make the parity whole.
+
+    Raises:
+        ReplicaError: It did not take it.
+
+    Blocks: until the node has made it durable, as far as its place is.
+    """
+    begin, end = chunks.start * CHUNK_BYTES, min(num_bytes, chunks.stop * CHUNK_BYTES)
+    digests: list[str] = []
+    with connect(target, key, timeout_s=timeout_s) as channel:
+        channel.send(Put(copy, max(0, end - begin), contributor, num_contributors))
+        channel.expect(Ready)
+        for number, offset in enumerate(range(begin, end, CHUNK_BYTES)):
+            channel.send_file(fd, offset, min(CHUNK_BYTES, end - offset))
+            if number >= CHUNKS_IN_FLIGHT:
+                digests.append(channel.expect(Chunk).digest)
+        while len(digests) < len(chunks):
+            digests.append(channel.expect(Chunk).digest)
+        channel.expect(Kept)
+    return tuple(digests)
+
+
+def fetch(target: Target, key: bytes, copy: CopyKey, fd: int, num_bytes: int, *, timeout_s: float) -> tuple[str, ...]:
+    """Get a part from another node; return the digests of what arrived.
+
+    Args:
+        target: Who holds it.
+        key: The run's key.
+        copy: The part.
+        fd: File or memfd of at least ``num_bytes``, to write it to.
+        num_bytes: Of the part.
+        timeout_s: Seconds without progress.
+
+    Raises:
+        ReplicaError: It does not hold it, holds one of another size, or stopped answering; ``fd`` may hold some of it.
+
+    Blocks: until all of it arrived.
+    """
+    if not num_bytes:
+        return ()
+    digests = [""] * num_chunks(num_bytes)
+    ranges: queue.SimpleQueue[range] = queue.SimpleQueue()
+    for first in range(0, len(digests), RANGE_CHUNKS):
+        ranges.put(range(first, min(first + RANGE_CHUNKS, len(digests))))
+    errors: list[str] = []
+    try:
+        mapped = mmap.mmap(fd, num_bytes)
+    except (OSError, ValueError) as error:
+        raise ReplicaError(f"no room for the {num_bytes} bytes of {describe(copy)}: {error}") from error
+
+    def work() -> None:
+        try:
+            with connect(target, key, timeout_s=timeout_s) as channel:
+                _fetch_ranges(channel, copy, mapped, num_bytes, ranges, digests)
+        except ReplicaError as error:
+            errors.append(str(error))
+            _empty(ranges)  # the other connection need not go on
+
+    num_others = min(NUM_CONNECTIONS, ranges.qsize()) - 1
+    threads = [threading.Thread(target=work, name="outlast-fetch", daemon=True) for _ in range(num_others)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise ReplicaError(errors[0])
+    assert all(digests), "every range was fetched or an error noted"
+    return tuple(digests)
+
+
+def read_small(target: Target, key: bytes, copy: CopyKey, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Get a part that fits into this process's memory.
+
+    Args:
+        target: Who holds it.
+        key: The run's key.
+        copy: The part.
+        max_bytes: More are refused.
+        timeout_s: Seconds without progress.
+
+    Raises:
+        ReplicaError: It does not hold it, it is larger, or it stopped answering.
+    """
+    with connect(target, key, timeout_s=timeout_s) as channel:
+        channel.send(Get(copy, 0, max_bytes))
+        data = channel.expect(Data)
+        if data.total > max_bytes:
+            raise FrameError(f"{describe(copy)} has {data.total} bytes, more than the {max_bytes} that are let in")
+        if data.num_bytes != data.total:
+            raise FrameError(f"it sends {data.num_bytes} bytes of {data.total}")
+        into = bytearray(data.num_bytes)
+        channel.receive_into(memoryview(into))
+    return bytes(into)
+
+
+def describe(key: CopyKey) -> str:
+    """Return what people call a part."""
+    return f"{key.part or 'the shard'} of rank {key.rank} of generation {key.iteration} ({key.attempt})"
+
+
+def _fetch_ranges(
+    channel: Channel,
+    copy: CopyKey,
+    mapped: mmap.mmap,
+    num_bytes: int,
+    ranges: queue.SimpleQueue[range],
+    digests: list[str],
+) -> None:
+    """Fetch ranges until none is left; always one is asked for ahead of the one that is being received."""
+    view = memoryview(mapped)
+    asked: deque[range] = deque()
+    while True:
+        while len(asked) < 2 and (chunks := _next(ranges)) is not None:
+            offset = chunks.start * CHUNK_BYTES
+            channel.send(Get(copy, offset, min(num_bytes, chunks.stop * CHUNK_BYTES) - offset))
+            asked.append(chunks)
+        if not asked:
+            return
+        chunks = asked.popleft()
+        begin, end = chunks.start * CHUNK_BYTES, min(num_bytes, chunks.stop * CHUNK_BYTES)
+        data = channel.expect(Data)
+        if (data.total, data.num_bytes) != (num_bytes, end - begin):
+            raise FrameError(f"it holds {data.total} bytes of {describe(copy)} instead of {num_bytes}")
+        for number in chunks:
+            start = number * CHUNK_BYTES
+            piece = view[start : min(end, start + CHUNK_BYTES)]
+            _populate(mapped, start, len(piece))
+            digests[number] = channel.receive_chunk(piece)
+
+
+def _populate(mapped: mmap.mmap, offset: int, num_bytes: int) -> None:
+    """Map pages at once: faster than one fault each, and a lack of memory is an error instead of a signal.
+
+    Raises:
+        OSError: There is no memory.
+    """
+    try:
+        mapped.madvise(_MADV_POPULATE_WRITE, offset, num_bytes)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Linux knows it since 5.14
+            raise
+
+
+def _next(ranges: queue.SimpleQueue[range]) -> range | None:
+    try:
+        return ranges.get_nowait()
+    except queue.Empty:
+        return None
+
+
+def _empty(ranges: queue.SimpleQueue[range]) -> None:
+    while _next(ranges) is not None:
+        pass
