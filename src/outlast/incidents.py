@@ -135,6 +135,8 @@ class EventKind(StrEnum):
     """Whoever saw it: ``incident`` (an Incident)."""
     VERDICT = "verdict"
     """Coordinator: ``verdict`` (a Verdict), ``incident``."""
+    WRITER_ENDED = "writer_ended"
+    """Agent: its checkpoint writer died by itself: ``summary``."""
     CYCLE_ENDED = "cycle_ended"
     """Agent: ``reason``, ``iterations`` (global rank -> last iteration seen on the board), ``stop_s``."""
     JOB_ENDED = "job_ended"

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.incidents import Incident, IncidentKind
+from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import messages as m
 from outlast.launch.coordinator import Coordinator, Phase
 from outlast.launch.job import JobSettings
 from outlast.policy.ladder import LadderState, Limits
+from outlast.policy.quarantine import Distrusted, Load
 
 
 class Job:
@@ -25,10 +26,12 @@ class Job:
         self.coordinator = Coordinator(
             JobSettings(job="job", num_slots=num_slots, **settings),
             self.state,
-            record=lambda kind, cycle, data: None,
+            record=self._record,
             remember=self._remember,
             learn=lambda cycle, seen, expired: None,
         )
+        self.incidents: list[Incident] = []
+        """What the coordinator itself wrote into the journal."""
         self.said: dict[str, list[m.ToNode]] = {}
         self.running: dict[str, m.Start] = {}
         self.beats: dict[str, int] = {}
@@ -37,6 +40,11 @@ class Job:
 
     def _remember(self, state: LadderState) -> None:
         self.state = state
+
+    def _record(self, kind: EventKind, cycle: int, data: dict[str, object]) -> None:
+        if kind == EventKind.INCIDENT:
+            assert isinstance(data["incident"], Incident)
+            self.incidents.append(data["incident"])
 
     def say(self, message: m.ToCoordinator) -> None:
         self._deliver(self.coordinator.handle(message, self.now_s))
@@ -302,6 +310,48 @@ def test_cause_is_what_cannot_be_an_effect(order: tuple[str, str]) -> None:
     for name in order:
         job.join(name, ended=m.CycleFacts(cycle=0, incident=incidents[name]))
     assert job.state.node_faults == {"root": 1}
+
+
+def _load(cycle: int) -> Load:
+    return Load(cycle=f"job-{cycle}", generation=120, attempt="job-0-aa.1", tier="replica", suspect_window=20)
+
+
+def test_a_copy_that_proved_bad_is_named_to_every_node() -> None:
+    """Exit code 17 soon after a load starts another cycle; every node hears what not to load, and an incident says
+    which copy it was and why. The other node's load is known even where the failing one could not tell it."""
+    job = Job()
+    job.join("a")
+    job.join("b")
+    incident = Incident(kind=IncidentKind.WORKER_FAILED, node="b", rank=2, iteration=127, exit_code=17)
+    job.mute = {"a", "b"}
+    job.join("b", ended=m.CycleFacts(cycle=0, incident=incident))
+    job.mute = set()
+    job.join("a", ended=m.CycleFacts(cycle=0, load=_load(0)))
+    assert {start.cycle for start in job.running.values()} == {1}
+    for start in job.running.values():
+        (one,) = start.distrusted
+        assert (one.generation, one.attempt, one.tier) == (120, "job-0-aa.1", "replica")
+    (written,) = job.incidents
+    assert (written.kind, written.rank, written.iteration) == (IncidentKind.COPY_UNTRUSTED, 2, 127)
+    assert written.evidence["attempt"] == "job-0-aa.1"
+    assert "generation 120" in written.describe()
+
+
+def test_what_is_distrusted_survives_the_coordinators_machine() -> None:
+    """A new coordinator without the old one's files learns from the agents what they were told not to load."""
+    job = Job(num_slots=1, former_host="x")
+    job.beats["a"] = 0
+    one = Distrusted(generation=120, attempt="job-0-aa.1", tier="memory")
+    place = m.Place(cycle=7, slot=0, num_slots=1)
+    message = m.Register(node="a", epoch="a-1", addr="a", nproc=2, place=place, running=True, distrusted=(one,))
+    job.say(message)
+    job.say(message)
+    assert job.state.distrusted == (one,)
+    job.running["a"] = m.Start(
+        cycle=7, node_rank=0, num_nodes=1, base_rank=0, world_size=2, master_addr="a", master_port=1
+    )
+    job.fail("a")
+    assert job.running["a"].distrusted == (one,)
 
 
 EVENTS = st.lists(

@@ -9,6 +9,7 @@ import pytest
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung, Verdict
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
+from outlast.policy.quarantine import Load, TierName
 
 
 def died(node: str = "a", **changes: Any) -> Incident:
@@ -16,8 +17,21 @@ def died(node: str = "a", **changes: Any) -> Incident:
     return Incident(**{**facts, **changes})
 
 
-def failed(exit_code: int) -> Incident:
-    return Incident(kind=IncidentKind.WORKER_FAILED, node="a", rank=0, exit_code=exit_code)
+def failed(exit_code: int, iteration: int | None = None) -> Incident:
+    return Incident(kind=IncidentKind.WORKER_FAILED, node="a", rank=0, exit_code=exit_code, iteration=iteration)
+
+
+def invalid(cycle: int, iteration: int, generation: int, tier: TierName, *, durable: int | None = None) -> CycleEnd:
+    """Return the end of a cycle that loaded a generation and got an invalid result."""
+    attempt = f"job-0-aa.{generation}"
+    load = Load(cycle=f"job-{cycle}", generation=generation, attempt=attempt, tier=tier, suspect_window=20)
+    return CycleEnd(
+        cycle=cycle,
+        incident=failed(ExitReason.FAILED_VALIDATION, iteration),
+        load=load,
+        durable_iteration=durable if durable is not None else generation,
+        progress_known=True,
+    )
 
 
 def climb(
@@ -142,6 +156,47 @@ def test_worker_that_knows_stops_the_job(code: ExitReason) -> None:
     """A worker's exit codes 17 and 93 stop the job with the same code, whatever the budget."""
     _, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=failed(code)), Limits())
     assert (verdict.rung, verdict.exit_code) == (Rung.STOP, code)
+
+
+def test_invalid_result_soon_after_a_load_distrusts_and_restarts() -> None:
+    """Exit code 17 within the suspect window of a near load is a restart on another copy; what it saved meanwhile is
+    no progress, and the reason and ladder.json name generation, attempt and tier."""
+    before = LadderState(best_durable=120)
+    state, verdict = decide(before, invalid(1, 127, 120, "replica", durable=125), Limits())
+    assert verdict.rung == Rung.RESTART_WORKERS
+    assert "7 iterations after it was loaded, generation 120 (replica tier, attempt job-0-aa.120)" in verdict.reason
+    assert "another copy (restart 1 of 3 without progress)" in verdict.reason
+    (one,) = state.distrusted
+    assert (one.generation, one.attempt, one.tier, one.cycle) == (120, "job-0-aa.120", "replica", "job-1")
+    assert "iteration 127" in one.why
+    assert state.best_durable == 120
+
+
+def test_invalid_result_beyond_the_window_stops() -> None:
+    """Later than the suspect window, exit code 17 is about the training, not the copy: the run stops with 17."""
+    state, verdict = decide(LadderState(), invalid(1, 141, 120, "local"), Limits())
+    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.FAILED_VALIDATION)
+    assert "beyond the suspect window" in verdict.reason
+    assert state.distrusted == ()
+
+
+def test_no_restart_allowed_still_remembers_the_copy() -> None:
+    """With --max-restarts=0 exit code 17 ends the job, and the next job does not load the copy again."""
+    state, verdict = decide(LadderState(), invalid(0, 121, 120, "memory"), Limits(max_restarts=0))
+    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.FAILED_VALIDATION)
+    assert [one.generation for one in begin_job(state).distrusted] == [120]
+
+
+def test_two_global_generations_that_fail_stop_with_the_diagnosis() -> None:
+    """Near copy, global copy, an older global generation: the third invalid result in a row ends the run with 17."""
+    ends = [invalid(1, 125, 120, "memory"), invalid(2, 125, 120, "global"), invalid(3, 110, 100, "global")]
+    state, verdicts = climb(LadderState(), Limits(max_restarts=9, max_no_progress_cycles=9), *ends)
+    assert [v.rung for v in verdicts] == [Rung.RESTART_WORKERS, Rung.RESTART_WORKERS, Rung.STOP]
+    assert verdicts[-1].exit_code == ExitReason.FAILED_VALIDATION
+    assert [(one.generation, one.tier) for one in state.distrusted] == [(120, "memory"), (120, "global")]
+    state = begin_job(state)
+    _, verdict = decide(state, invalid(4, 110, 100, "global"), Limits())
+    assert verdict.rung == Rung.RESTART_WORKERS, "who starts the run again after 17 has looked at it"
 
 
 def test_exit_16_restarts_within_the_budget() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
+from outlast.policy.quarantine import Load
 
 KINDS = (
     IncidentKind.WORKER_DIED,
@@ -30,7 +31,16 @@ incidents = st.builds(
     kind=st.sampled_from(KINDS),
     node=st.sampled_from(["a", "b", "c", ""]),
     rank=st.none() | st.integers(0, 7),
+    iteration=st.none() | st.integers(0, 100),
     exit_code=st.sampled_from([1, 2, 16, 17, 75, 93, -9, -11]),
+)
+loads = st.none() | st.builds(
+    Load,
+    cycle=st.sampled_from(["job-0", "job-1", "next-0"]),
+    generation=st.integers(0, 100),
+    attempt=st.sampled_from(["job-0-aa.0", "job-0-aa.1", "job-1-bb.0", "next-0-cc.0"]),
+    tier=st.sampled_from(["memory", "local", "replica", "global"]),
+    suspect_window=st.integers(0, 20),
 )
 durables = st.none() | st.integers(0, 100)
 
@@ -45,6 +55,7 @@ def ends(*, durable: st.SearchStrategy[int | None] = durables) -> st.SearchStrat
         durable_iteration=durable,
         progress_known=st.booleans(),
         num_spares=st.integers(0, 3),
+        load=loads,
     )
 
 

@@ -67,6 +67,14 @@ def test_cause_is_found_in_any_order(kinds: list[IncidentKind]) -> None:
     assert cause.kind == IncidentKind.NODE_LOST
 
 
+def test_a_verdict_of_its_own_is_no_effect() -> None:
+    """A worker that judged a result invalid is the cause, though a peer that missed it was told of first."""
+    peer, judge = (
+        Incident(kind=IncidentKind.WORKER_FAILED, rank=rank, exit_code=code) for rank, code in ((3, 1), (1, 17))
+    )
+    assert root_cause([peer, judge]) == judge
+
+
 def test_first_of_equals_is_the_cause() -> None:
     """Among incidents of one kind the one that was seen first; among none, none."""
     incidents = [Incident(kind=IncidentKind.WORKER_FAILED, rank=rank) for rank in (3, 1)]

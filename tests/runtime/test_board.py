@@ -2,6 +2,7 @@
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import ConfigError, OutlastError
+from outlast.policy.recovery_point import Tier
 from outlast.runtime import board_page as layout
-from outlast.runtime.board import MAX_DEPTH, MAX_NAMES, OTHER, Board, RankPage
+from outlast.runtime.board import MAX_DEPTH, MAX_NAMES, OTHER, Board, LoadedCopy, RankPage
 
 
 @pytest.fixture
@@ -52,6 +54,24 @@ def test_reader_sees_what_worker_wrote(board, page):
     other = board.read(0)
     assert (other.attached, other.pid, other.global_rank, other.collectives) == (False, 0, -1, -1)
     assert other.durable_iteration is None
+
+
+def test_reader_sees_what_was_loaded(board, page):
+    """The copy that a worker loaded comes out of a read as it went in, whatever sections are open; a worker that only
+    says that it loaded something, or whose attempt has too long a name, tells of none."""
+    page.set_restored()
+    assert (board.read(1).restored, board.read(1).loaded) == (True, None)
+    page.set_restored(LoadedCopy(generation=5, attempt="x" * 300, tier=Tier.LOCAL, suspect_window=20))
+    assert board.read(1).loaded is None
+    loaded = LoadedCopy(generation=120, attempt="job-1f-3-ab12.7", tier=Tier.MEMORY, suspect_window=20)
+    page.set_restored(loaded)
+    for number in range(layout.MAX_NAMES + 2):
+        page.enter(f"section {number}")
+    assert board.read(1).loaded == loaded
+    assert board.read(1).leaving_with == 0
+    page.set_leaving(17)
+    assert board.read(1).leaving_with == 17
+    assert board.read(0).loaded is None
 
 
 def test_second_process_opens_same_board(board, page):
@@ -241,7 +261,7 @@ def test_folder_that_cannot_hold_a_board_is_named(tmp_path):
         (b"", "has 0 bytes"),
         (b"x" * 8192, "is no board"),
         (layout.MAGIC.to_bytes(8, "little") + (99).to_bytes(8, "little") + bytes(8), "has format 99"),
-        (layout.MAGIC.to_bytes(8, "little") + (1).to_bytes(8, "little") + (7).to_bytes(8, "little"), "7 ranks"),
+        (struct.pack("=3q", layout.MAGIC, layout.VERSION, 7), "7 ranks"),
     ],
 )
 def test_foreign_file_is_no_board(tmp_path, content, message):

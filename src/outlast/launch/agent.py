@@ -37,6 +37,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from outlast import clock
+from outlast.checkpoint.writer_process import WriterProcess
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import messages as m
@@ -52,7 +53,7 @@ from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.store import TCPStore
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
 
-__all__ = ["Agent", "Notice"]
+__all__ = ["Agent", "Notice", "WriterDied"]
 
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
@@ -63,6 +64,13 @@ class Notice:
     """A signal that tells the agent to leave."""
 
     signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriterDied:
+    """The node's checkpoint writer died by itself; its owner starts another."""
+
+    summary: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,8 @@ class Agent(SimpleElasticAgent):
         base_env: Environment that every worker gets.
         logs_specs: Where output goes.
         workers: This node's hold on its workers; the agent closes it.
+        writer: The node's checkpoint writer, which outlives the workers; the agent closes it. ``None`` = none could be
+            started: each worker starts its own.
         member: This node's membership; its link is not yet started.
         mailbox: Where the link and the signal handlers deliver.
 
@@ -112,6 +122,7 @@ class Agent(SimpleElasticAgent):
         base_env: dict[str, str],
         logs_specs: LogsSpecs,
         workers: Workers,
+        writer: WriterProcess | None,
         member: Member,
         mailbox: Mailbox[object],
     ) -> None:
@@ -122,7 +133,7 @@ class Agent(SimpleElasticAgent):
         self.is_host = False
         """Whether this process hosts the control store."""
         self._command, self._base_env, self._logs_specs = command, base_env, logs_specs
-        self._workers = workers
+        self._workers, self._writer = workers, writer
         self._member, self._mailbox = member, mailbox
         self._state = State.JOINING
         self._cycle: Cycle | None = None
@@ -162,6 +173,8 @@ class Agent(SimpleElasticAgent):
             self._cycle.close(wait_for_logs=True)
             self._cycle = None
         self._workers.close()
+        if self._writer is not None:
+            self._writer.close()
         self._member.link.close()
         self._cycle_store = None
         if self._journal is not None:
@@ -217,6 +230,8 @@ class Agent(SimpleElasticAgent):
                 self._on_hang(news)
             case Notice():
                 self._on_notice(news)
+            case WriterDied():
+                self._write(EventKind.WRITER_ENDED, summary=news.summary)
             case LinkUp():
                 self._on_link_up(news)
             case LinkDown():
@@ -296,6 +311,7 @@ class Agent(SimpleElasticAgent):
                 base_env=self._base_env,
                 logs_specs=self._logs_specs,
                 command=self._command,
+                writer=self._writer_address(),
             )
         except (OSError, OutlastError) as error:
             self._join(
@@ -523,6 +539,13 @@ class Agent(SimpleElasticAgent):
         seconds = self.options.join_timeout_s
         reason = f"the control store gave no answer for {seconds:.0f} s (--rdzv-conf join_timeout=...)"
         self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=reason))
+
+    def _writer_address(self) -> str:
+        """Return the address of the checkpoint writer; empty when there is none, or it died too often."""
+        try:
+            return self._writer.address if self._writer is not None else ""
+        except OSError:
+            return ""
 
     # -- small things ------------------------------------------------------------------------------------------
 

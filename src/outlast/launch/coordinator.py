@@ -23,19 +23,22 @@ that dies between two operations leaves a hole that nobody can close).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+
+import msgspec
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.launch import messages as m
 from outlast.launch.adoption import Adoption
-from outlast.launch.ending import Ending, highest_durable, observations
+from outlast.launch.ending import Ending, copy_untrusted, highest_durable, observations
 from outlast.launch.job import JobSettings
 from outlast.launch.nodes import Node, Nodes, Outbox
 from outlast.policy import ladder
 from outlast.policy.deadlines import Expired
 from outlast.policy.ladder import CycleEnd, LadderState
+from outlast.policy.quarantine import Distrusted
 from outlast.policy.slots import fill_slots, shrink
 from outlast.policy.timeouts import Observation
 
@@ -189,6 +192,7 @@ class Coordinator:
             self.nodes.out.append((message.node, message.epoch, self.stop))
             return
         node = node or self._add(message, now_s)
+        self._learn_distrusted(message.distrusted)
         if self.phase == Phase.FORMING and self.cycle == 0 and message.place is not None:
             self.phase = Phase.ADOPTING  # this agent was started anew, and hosts for a job in progress
         if self.phase == Phase.ADOPTING:
@@ -200,6 +204,13 @@ class Coordinator:
                 node,
                 m.CycleOver(cycle=message.place.cycle if message.place else -1, reason="it came back too late"),
             )
+
+    def _learn_distrusted(self, told: Sequence[Distrusted]) -> None:
+        """Take over what an agent was told not to load by a coordinator whose memory may be out of reach."""
+        known = {(one.attempt, one.tier) for one in self.state.distrusted}
+        if new := tuple(one for one in told if (one.attempt, one.tier) not in known):
+            self.state = msgspec.structs.replace(self.state, distrusted=self.state.distrusted + new)
+            self._remember(self.state)
 
     def _adopt(self, now_s: float) -> None:
         """Take over the job from what the agents registered."""
@@ -326,8 +337,12 @@ class Coordinator:
 
     def _decide(self, end: CycleEnd, now_s: float) -> Verdict:
         """Let the ladder decide about a cycle's end, remember it before anybody hears of it, and carry it out."""
+        before = self.state.distrusted
         self.state, verdict = ladder.decide(self.state, end, self.settings.limits)
         self._remember(self.state)
+        for one in self.state.distrusted:
+            if one not in before and not one.settled:
+                self._record(EventKind.INCIDENT, self.cycle, {"incident": copy_untrusted(one, end.incident)})
         data: dict[str, object] = {"verdict": verdict}
         if end.incident is not None:
             data["incident"] = end.incident
@@ -434,6 +449,7 @@ class Coordinator:
                     world_size=world_size,
                     master_addr=addr,
                     master_port=port,
+                    distrusted=self.state.distrusted,
                 ),
             )
             base_rank += slot.nproc or 0

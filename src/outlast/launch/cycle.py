@@ -25,7 +25,9 @@ from outlast.monitor.learned import LearnedTimeouts, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Timeouts
-from outlast.runtime.board import Board
+from outlast.policy.quarantine import Load, encode_distrusted, tier_of_load
+from outlast.policy.slots import OWN_VERDICTS
+from outlast.runtime.board import Board, RankState
 from outlast.runtime.zygote import Exited, Spawn
 
 if TYPE_CHECKING:
@@ -107,12 +109,27 @@ class Cycle:
         return ExitReason.PREEMPTED in codes and codes <= {ExitReason.PREEMPTED, ExitReason.FINISHED}
 
     def describe_death(self, worker: WorkerProcess) -> Incident:
-        """Return the incident of a worker that ended with anything but 0."""
+        """Return the incident of a worker that ended with anything but 0.
+
+        One that judged a result invalid is the cause, also where a peer that missed it was gone before it.
+        """
         assert worker.exit_code
+        if worker.exit_code not in OWN_VERDICTS and (incident := self._describe_verdict()) is not None:
+            return incident
+        return self._describe_exit(worker, worker.exit_code)
+
+    def _describe_verdict(self) -> Incident | None:
+        """Return the incident of a worker that said it leaves because of an invalid result; ``None`` = none did."""
+        for worker in self.workers.values():
+            if (code := self.board.read(worker.local_rank).leaving_with) in OWN_VERDICTS:
+                return self._describe_exit(worker, code)
+        return None
+
+    def _describe_exit(self, worker: WorkerProcess, exit_code: int) -> Incident:
         state = self.board.read(worker.local_rank)
         text = self._read_error(worker.local_rank)
         return Incident(
-            kind=IncidentKind.WORKER_DIED if worker.exit_code < 0 else IncidentKind.WORKER_FAILED,
+            kind=IncidentKind.WORKER_DIED if exit_code < 0 else IncidentKind.WORKER_FAILED,
             job=self.job,
             cycle=self.number,
             node=self.node,
@@ -120,7 +137,7 @@ class Cycle:
             pid=worker.pid,
             section="/".join(section.name for section in state.sections) or None,
             iteration=state.iteration if state.attached else None,
-            exit_code=worker.exit_code,
+            exit_code=exit_code,
             evidence={"summary": text} if text else {},
         )
 
@@ -162,11 +179,24 @@ class Cycle:
         durable = [state.durable_iteration for state in states if state.durable_iteration is not None]
         return m.CycleFacts(
             cycle=self.number,
-            incident=incident,
+            incident=incident if incident is not None else self._describe_verdict(),
+            load=self._load(states),
             durable_iteration=max(durable, default=None),
             progress_known=any(state.reports_progress for state in states),
             positions=positions,
             observation=observe(states) if states else None,
+        )
+
+    def _load(self, states: list[RankState]) -> Load | None:
+        loaded = [state.loaded for state in states if state.loaded is not None]
+        if not loaded:
+            return None
+        return Load(
+            cycle=f"{env.clean_name(self.job)}-{self.number}",
+            generation=loaded[0].generation,
+            attempt=loaded[0].attempt,
+            tier=tier_of_load([str(one.tier) for one in loaded]),
+            suspect_window=loaded[0].suspect_window,
         )
 
     def iterations(self) -> dict[str, int]:
@@ -204,6 +234,7 @@ def prepare(
     base_env: dict[str, str],
     logs_specs: LogsSpecs,
     command: tuple[str, tuple[str, ...]],
+    writer: str,
 ) -> Cycle:
     """Lay out a cycle's environments, board and logs; nothing runs yet.
 
@@ -216,6 +247,7 @@ def prepare(
         base_env: Environment that every worker gets.
         logs_specs: Where output goes.
         command: Kind and argv, as in :class:`outlast.runtime.zygote.Spawn`.
+        writer: Address of the node's checkpoint writer; empty = there is none.
     """
     board = Board.create_anonymous(num_ranks=spec.local_world_size)
     fault_tolerance = options.fault_tolerance
@@ -230,6 +262,8 @@ def prepare(
         env.NODE: node,
         env.BOARD: board.path,
         env.CONFIG: fault_tolerance.to_json(),
+        env.WRITER: writer,
+        env.UNTRUSTED: encode_distrusted(start.distrusted) if start.distrusted else "",
     }
     try:
         envs = {

@@ -9,10 +9,11 @@ from outlast.launch import messages as m
 from outlast.policy.culprit import Position, find_culprit
 from outlast.policy.deadlines import Expired
 from outlast.policy.ladder import CycleEnd
+from outlast.policy.quarantine import Distrusted
 from outlast.policy.slots import root_cause
 from outlast.policy.timeouts import Observation
 
-__all__ = ["Ending", "highest_durable", "observations"]
+__all__ = ["Ending", "copy_untrusted", "highest_durable", "observations"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class Ending:
             durable_iteration=highest_durable(self.facts),
             progress_known=any(facts.progress_known for facts in self.facts),
             num_spares=num_spares,
+            load=next((facts.load for facts in self.facts if facts.load is not None), None),
         )
 
     def _cause(self) -> Incident:
@@ -77,6 +79,27 @@ def highest_durable(facts: list[m.CycleFacts]) -> int | None:
 def observations(facts: list[m.CycleFacts]) -> list[Observation]:
     """Return what the nodes' ranks observed of their durations."""
     return [one.observation for one in facts if one.observation is not None]
+
+
+def copy_untrusted(one: Distrusted, cause: Incident | None) -> Incident:
+    """Return the incident of a copy that is not loaded again, because of the invalid result in ``cause``."""
+    assert cause is not None
+    what = f"generation {one.generation} (attempt {one.attempt})"
+    return Incident(
+        kind=IncidentKind.COPY_UNTRUSTED,
+        job=cause.job,
+        cycle=cause.cycle,
+        node=cause.node,
+        rank=cause.rank,
+        iteration=one.iteration,
+        evidence={
+            "summary": f"{what} gave {one.why}",
+            "generation": one.generation,
+            "attempt": one.attempt,
+            "tier": one.tier,
+            "tainted": list(one.tainted),
+        },
+    )
 
 
 def _with_culprit(incident: Incident, positions: list[Position]) -> Incident:

@@ -6,6 +6,7 @@ from outlast.incidents import Incident
 from outlast.launch import messages as m
 from outlast.launch.link import Link
 from outlast.policy.deadlines import Expired
+from outlast.policy.quarantine import Distrusted
 
 __all__ = ["Member"]
 
@@ -28,12 +29,14 @@ class Member:
         self._epoch, self._wish = link.epoch, wish
         self._place: m.Place | None = None
         self._ended: m.CycleFacts | None = None
+        self._distrusted: tuple[Distrusted, ...] = ()
 
     def take_place(self, start: m.Start) -> bool:
         """Note the place in a cycle; return False for one that was taken before (told twice, after a reconnection)."""
         if self._place is not None and start.cycle <= self._place.cycle:
             return False
         self._place = m.Place(cycle=start.cycle, slot=start.node_rank, num_slots=start.num_nodes)
+        self._distrusted = start.distrusted
         return True
 
     def join(self, ended: m.CycleFacts | None) -> None:
@@ -59,6 +62,7 @@ class Member:
                 wish=self._wish,
                 place=self._place,
                 running=is_running or has_finished,
+                distrusted=self._distrusted,
             )
         )
         if is_joining:

@@ -8,6 +8,7 @@ from outlast.errors import RendezvousError
 from outlast.incidents import Incident
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Expired
+from outlast.policy.quarantine import Distrusted, Load
 from outlast.policy.timeouts import Observation
 
 __all__ = [
@@ -48,6 +49,8 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the node's ranks were when a hang was examined."""
     observation: Observation | None = None
     """Longest durations seen by the node's ranks, for learned timeouts."""
+    load: Load | None = None
+    """What the ranks had loaded, as far as the node's ranks told."""
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -84,6 +87,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     """Its place in the last cycle that it started; ``None`` for a spare."""
     running: bool = False
     """Its workers of that cycle run, or have finished."""
+    distrusted: tuple[Distrusted, ...] = ()
+    """What it was told not to load: a coordinator on another machine may not have it."""
 
 
 class Hung(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -161,7 +166,7 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cycle: int
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Start the workers of a cycle."""
 
     cycle: int
@@ -172,6 +177,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     world_size: int
     master_addr: str
     master_port: int
+    distrusted: tuple[Distrusted, ...] = ()
+    """What is not to be loaded."""
 
 
 class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import clock, env
+from outlast.checkpoint.writer_process import WriterProcess
 from outlast.errors import ConfigError, ExitReason
 from outlast.launch.ladder_file import load_ladder
 from outlast.launch.options import RunOptions
@@ -53,16 +54,20 @@ def launch(options: RunOptions) -> int:
         return Zygote(preload=preload, env=worker_env)
 
     # Both import torch, at the same time: the zygote for the workers, this process for the agent.
-    zygote = new_zygote()
+    zygote, mailbox = new_zygote(), Mailbox[object]()
+    writer = None
     try:
+        writer = _start_writer(mailbox)
         try:
-            agent = _make_agent(options, zygote, new_zygote, (kind, argv), worker_env)
+            agent = _make_agent(options, zygote, new_zygote, writer, mailbox, (kind, argv), worker_env)
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
         agent.run()
     finally:
         zygote.close()
+        if writer is not None:
+            writer.close()
     stop = agent.stop
     # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
     totals = f" ({summarise(options.run_dir, agent.job).describe()})" if agent.is_host else ""
@@ -76,6 +81,21 @@ def launch(options: RunOptions) -> int:
         options.run_dir,
     )
     return stop.exit_code
+
+
+def _start_writer(mailbox: Mailbox[object]) -> WriterProcess | None:
+    """Start the node's checkpoint writer, which holds what its workers save, also after their end."""
+
+    def on_death(summary: str) -> None:
+        from outlast.launch.agent import WriterDied  # imports torch, which must not hold up the start
+
+        mailbox.put(WriterDied(summary))
+
+    try:
+        return WriterProcess(on_death=on_death)
+    except OSError as error:
+        log.warning("no checkpoint writer can be started (%s): saved state does not outlive the workers", error)
+        return None
 
 
 def _worker_base_env(options: RunOptions) -> dict[str, str]:
@@ -104,6 +124,8 @@ def _make_agent(
     options: RunOptions,
     zygote: Zygote,
     new_zygote: Callable[[], Zygote],
+    writer: WriterProcess | None,
+    mailbox: Mailbox[object],
     command: tuple[str, tuple[str, ...]],
     base_env: dict[str, str],
 ) -> Agent:
@@ -124,7 +146,6 @@ def _make_agent(
     from outlast.runtime.store import TCPStore
 
     args, ft = options.torchrun, options.fault_tolerance
-    mailbox: Mailbox[object] = Mailbox()
     endpoints = parse_endpoints(options.endpoints)
     new_job = env.environ().get("SLURM_JOB_ID") or f"job-{secrets.token_hex(4)}"
 
@@ -181,6 +202,7 @@ def _make_agent(
         base_env=base_env,
         logs_specs=make_logs_specs(args, Path(options.run_dir)),
         workers=Workers(zygote, new_zygote),
+        writer=writer,
         member=Member(
             link,
             addr=args.local_addr or _own_address(endpoints[0].host),

@@ -19,7 +19,7 @@ from outlast.monitor import side_process, stacks
 from outlast.monitor.learned import LearnedTimeouts, observe
 from outlast.monitor.responder import Responder
 from outlast.policy.deadlines import STEP, Timeouts
-from outlast.runtime.board import Board, RankState
+from outlast.runtime.board import Board, LoadedCopy, RankState
 
 __all__ = ["RankMonitor", "SectionTimer"]
 
@@ -198,9 +198,17 @@ class RankMonitor:
         """Say that this worker will report what is durable: nothing yet is then no progress, not unknown."""
         self._page.report_progress()
 
-    def set_restored(self) -> None:
-        """Say that a checkpoint was loaded: only then is the timeout of ``setup`` learned."""
-        self._page.set_restored()
+    def set_restored(self, loaded: LoadedCopy | None = None) -> None:
+        """Say that a checkpoint was loaded: only then is the timeout of ``setup`` learned.
+
+        Args:
+            loaded: Which one; with it, the launcher can judge it by the results that follow.
+        """
+        self._page.set_restored(loaded)
+
+    def set_leaving(self, exit_code: int) -> None:
+        """Say with which exit code this process is about to end, before its peers can notice that it does."""
+        self._page.set_leaving(exit_code)
 
     def stop_requested(self) -> bool:
         """Return whether the agent asked this rank to stop."""

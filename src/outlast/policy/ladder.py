@@ -14,6 +14,9 @@ Budgets reset on progress, never on time; progress is a durable generation at a 
 A script that saves through nothing of ours reports no progress. Unknown is not none: its restarts are bounded
 by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it.
 
+A result that a worker judged invalid (exit code 17) stops the run, unless what the cycle had loaded may be at fault:
+:mod:`outlast.policy.quarantine` then distrusts that copy, and the run is restarted, within the same budgets.
+
 The exit code of a stop tells a scheduler whether trying again can help: 93 when the same thing was tried
 again and got no further; 1 when nothing was tried (``max_restarts=0``), when the progress is unknown, or when
 the last cycle did get further and only the total is spent.
@@ -27,6 +30,7 @@ import msgspec
 
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.policy.quarantine import Distrusted, Judgement, Load, judge, settle
 
 __all__ = ["CycleEnd", "LadderState", "Limits", "Step", "begin_job", "decide"]
 
@@ -76,6 +80,9 @@ class CycleEnd:
     num_spares: int = 0
     """Nodes that wait for a slot and are not quarantined."""
 
+    load: Load | None = None
+    """What the workers had loaded; ``None`` = nothing, or it is not known."""
+
     def __post_init__(self) -> None:
         assert self.incident is not None or self.finished or self.preempted, "a failed cycle needs its incident"
 
@@ -105,6 +112,11 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Faults that began on each node in this job; what they did to peers is not counted."""
     quarantined: tuple[str, ...] = ()
     """Nodes that get no slot any more in this job."""
+    loads: tuple[Load, ...] = ()
+    """What the newest cycles of the run loaded, oldest first."""
+    distrusted: tuple[Distrusted, ...] = ()
+    """Copies that led to invalid results: these, and what descends from them, are not loaded again. Take an entry out
+    of ``ladder.json`` to trust its copy again."""
     finished: bool = False
     stopped_with: int | None = None
     """Exit code of the stop that ended the last job; ``None`` while one runs or when it was re-queued."""
@@ -121,7 +133,8 @@ def begin_job(state: LadderState) -> LadderState:
     """
     state = msgspec.structs.replace(state, restarts_without_progress=0, node_faults={}, quarantined=())
     if state.stopped_with in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
-        state = msgspec.structs.replace(state, cycles_without_progress=0, restarts_total=0)
+        distrusted = tuple(msgspec.structs.replace(one, settled=True) for one in state.distrusted)
+        state = msgspec.structs.replace(state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted)
     return msgspec.structs.replace(state, stopped_with=None)
 
 
@@ -134,7 +147,8 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     if state.finished:
         return state, Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
     before = state
-    state, progressed = _note_progress(state, end)
+    state, judgement = _judge_load(state, end)
+    state, progressed = _note_progress(state, end, trusted=judgement is None or judgement.distrusted is None)
     if end.finished:
         state = msgspec.structs.replace(state, finished=True)
         verdict = Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
@@ -143,7 +157,10 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     else:
         assert end.incident is not None
         state = _count_failure(state, end.incident, progressed=progressed)
-        verdict = _judge(state, before, end, end.incident, limits, progressed=progressed)
+        if judgement is not None:
+            verdict = _judge_invalid_result(state, end.incident, limits, judgement)
+        else:
+            verdict = _judge(state, before, end, end.incident, limits, progressed=progressed)
         if verdict.rung != Rung.STOP:
             state = msgspec.structs.replace(
                 state,
@@ -156,10 +173,25 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     return _remember(state, end, verdict), verdict
 
 
-def _note_progress(state: LadderState, end: CycleEnd) -> tuple[LadderState, bool]:
+def _judge_load(state: LadderState, end: CycleEnd) -> tuple[LadderState, Judgement | None]:
+    """Remember what the cycle had loaded; judge it, if the cycle ended on an invalid result."""
+    if end.load is not None:
+        state = msgspec.structs.replace(state, loads=(*state.loads, end.load)[-_MAX_HISTORY:])
+    if end.finished or end.preempted or _exit_code(end.incident) != ExitReason.FAILED_VALIDATION:
+        return msgspec.structs.replace(state, distrusted=settle(state.distrusted, end.durable_iteration)), None
+    assert end.incident is not None
+    judgement = judge(end.load, end.incident.iteration, known=state.distrusted, loads=state.loads)
+    if judgement.distrusted is not None:
+        distrusted = (*state.distrusted, judgement.distrusted)[-_MAX_HISTORY:]
+        state = msgspec.structs.replace(state, distrusted=distrusted)
+    return state, judgement
+
+
+def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple[LadderState, bool]:
     known = state.progress_known or end.progress_known or end.durable_iteration is not None
     best, durable = state.best_durable, end.durable_iteration
-    progressed = durable is not None and (best is None or durable > best)
+    # What was saved on top of a copy that proved bad is no progress.
+    progressed = trusted and durable is not None and (best is None or durable > best)
     if progressed:
         state = msgspec.structs.replace(
             state, best_durable=durable, restarts_without_progress=0, cycles_without_progress=0
@@ -196,11 +228,7 @@ def _judge(
     progressed: bool,
 ) -> Verdict:
     what = incident.describe()
-    code = _exit_code(incident)
-    if code == ExitReason.FAILED_VALIDATION:
-        reason = f"{what}: a result was judged invalid; its diagnosis is in the journal"
-        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
-    if code == ExitReason.NO_PROGRESS:
+    if _exit_code(incident) == ExitReason.NO_PROGRESS:
         reason = f"{what}: the worker itself gave up for want of progress"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
     if (spent := _spent_budget(state, limits)) is not None:
@@ -210,9 +238,25 @@ def _judge(
         return Verdict(rung=Rung.STOP, reason=f"{what}; {spent}", exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
     where = f", going on {_resume_point(state)}" if state.progress_known else ""
+    reason = f"{what}; {action}{where} ({_count(state, limits)})"
+    return Verdict(rung=rung, reason=reason, quarantine=quarantine)
+
+
+def _judge_invalid_result(state: LadderState, incident: Incident, limits: Limits, judgement: Judgement) -> Verdict:
+    """Return the verdict on a result that a worker judged invalid: another copy of the state, or the end."""
+    what = f"{incident.describe()}: a result was judged invalid; {judgement.reason}"
+    if judgement.distrusted is None:
+        reason = f"{what}; its diagnosis is in the journal"
+        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
+    if (spent := _spent_budget(state, limits)) is not None:
+        return Verdict(rung=Rung.STOP, reason=f"{what}; {spent}", exit_code=ExitReason.FAILED_VALIDATION)
+    reason = f"{what}; restarting the workers, which load another copy ({_count(state, limits)})"
+    return Verdict(rung=Rung.RESTART_WORKERS, reason=reason)
+
+
+def _count(state: LadderState, limits: Limits) -> str:
     count = f"restart {state.restarts_without_progress + 1} of {limits.max_restarts}"
-    count += " without progress" if state.progress_known else ""
-    return Verdict(rung=rung, reason=f"{what}; {action}{where} ({count})", quarantine=quarantine)
+    return f"{count} without progress" if state.progress_known else count
 
 
 def _spent_budget(state: LadderState, limits: Limits) -> str | None:

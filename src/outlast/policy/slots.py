@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 
-__all__ = ["Candidate", "Slot", "fill_slots", "root_cause", "shrink"]
+__all__ = ["OWN_VERDICTS", "Candidate", "Slot", "fill_slots", "root_cause", "shrink"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,8 @@ def shrink(slots: Sequence[Slot], *, min_nodes: int | None) -> tuple[Slot, ...] 
     return held if min_nodes is not None and len(held) >= min_nodes else None
 
 
+OWN_VERDICTS = frozenset({ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_VALIDATION})
+"""Exit codes by which a worker says that a result was invalid."""
 _GRAVITY = {
     IncidentKind.NODE_LOST: 0,
     IncidentKind.CANNOT_START: 1,
@@ -80,7 +83,12 @@ def root_cause(incidents: Sequence[Incident]) -> Incident | None:
     """Return the cause among the incidents of one cycle, in the order of their arrival.
 
     One fault shows in many places: peers of a lost node or of a killed rank fail in their collectives. What
-    cannot be an effect comes first, then what was seen first.
+    cannot be an effect comes first, then what was seen first. A worker that left with a verdict of its own was not
+    driven out by its peers.
     """
-    ranked = [(_GRAVITY[incident.kind], order) for order, incident in enumerate(incidents) if incident.kind in _GRAVITY]
-    return incidents[min(ranked)[1]] if ranked else None
+    ranked = [
+        (_GRAVITY[incident.kind], incident.exit_code not in OWN_VERDICTS, order)
+        for order, incident in enumerate(incidents)
+        if incident.kind in _GRAVITY
+    ]
+    return incidents[min(ranked)[2]] if ranked else None

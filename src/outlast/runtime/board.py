@@ -27,10 +27,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from outlast.errors import OutlastError
+from outlast.policy.recovery_point import Tier
 from outlast.runtime import board_page as layout
-from outlast.runtime.board_page import MAX_DEPTH, MAX_NAMES, OTHER, RankPage
+from outlast.runtime.board_page import MAX_DEPTH, MAX_NAMES, OTHER, LoadedCopy, RankPage
 
-__all__ = ["MAX_DEPTH", "MAX_NAMES", "OTHER", "Board", "OpenSection", "RankPage", "RankState"]
+__all__ = ["MAX_DEPTH", "MAX_NAMES", "OTHER", "Board", "LoadedCopy", "OpenSection", "RankPage", "RankState"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class RankState:
     """``durable_iteration`` means something, even while it is ``None``."""
     restored: bool = False
     """The worker loaded a checkpoint in this cycle."""
+    loaded: LoadedCopy | None = None
+    """Which one, where it said so."""
+    leaving_with: int = 0
+    """Exit code with which the worker said that it ends; 0 = it said nothing."""
     attached_ns: int = 0
     last_heartbeat_ns: int = 0
     num_heartbeats: int = 0
@@ -290,6 +295,8 @@ def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState
         durable_iteration=words[layout.DURABLE] if words[layout.DURABLE] >= 0 else None,
         reports_progress=bool(words[layout.REPORTS]),
         restored=bool(words[layout.RESTORED]),
+        loaded=_decode_loaded(words),
+        leaving_with=words[layout.LEAVING],
         attached_ns=attached,
         last_heartbeat_ns=words[layout.BEAT],
         num_heartbeats=words[layout.NUM_BEATS],
@@ -304,4 +311,16 @@ def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState
         initial_heartbeat_s=(first_beat - attached) / 1e9 if first_beat > attached else 0.0,
         longest_heartbeat_gap_s=words[layout.LONGEST_GAP] / 1e9,
         torn=torn,
+    )
+
+
+def _decode_loaded(words: tuple[int, ...]) -> LoadedCopy | None:
+    if not words[layout.RESTORED] or not 0 < words[layout.LOAD_TIER] <= len(Tier):
+        return None
+    text = layout.ATTEMPT.pack(*words[layout.LOAD_ATTEMPT : layout.LOAD_ATTEMPT + layout.ATTEMPT_WORDS])
+    return LoadedCopy(
+        generation=words[layout.LOAD_GENERATION],
+        attempt=text.rstrip(b"\0").decode(errors="replace"),
+        tier=Tier(words[layout.LOAD_TIER] - 1),
+        suspect_window=words[layout.LOAD_WINDOW],
     )

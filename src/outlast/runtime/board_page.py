@@ -9,11 +9,13 @@ import logging
 import struct
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from outlast.clock import now_ns
 from outlast.errors import ConfigError
+from outlast.policy.recovery_point import Tier
 
-__all__ = ["MAX_DEPTH", "MAX_NAMES", "OTHER", "RankPage"]
+__all__ = ["MAX_DEPTH", "MAX_NAMES", "OTHER", "LoadedCopy", "RankPage"]
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +28,13 @@ OTHER = "(other)"
 PAGE_BYTES = 4096
 
 MAGIC = int.from_bytes(b"OUTLBRD1", "little")
-VERSION = 1
+VERSION = 2
 # Words of the header page.
 H_MAGIC, H_VERSION, H_RANKS, H_TOKEN = range(4)
 # Words of a rank's page.
 DONE, PID, RANK, CYCLE, ATTACHED, FINISHED, ITERATION, DURABLE, REPORTS, RESTORED = range(10)
 BEAT, FIRST_BEAT, NUM_BEATS, LONGEST_GAP, COLLECTIVES, STOP = range(10, 16)
-DEPTH, ENTRIES, ENTRIES_AT_ITERATION, LEFT, LONGEST_OUTSIDE, NUM_NAMES = range(16, 22)
+DEPTH, ENTRIES, ENTRIES_AT_ITERATION, LEFT, LONGEST_OUTSIDE, NUM_NAMES, LEAVING = range(16, 23)
 STACK = 24  # MAX_DEPTH x (name | ordinal << 8, start)
 BEGUN = STACK + 2 * MAX_DEPTH
 HOT_WORDS = BEGUN + 1
@@ -40,12 +42,31 @@ NAMES = HOT_WORDS  # (MAX_NAMES + 1) x (NAME_WORDS of text, longest, count)
 NAME_WORDS = 5
 SLOT_WORDS = NAME_WORDS + 2
 MAX_NAME_BYTES = 8 * NAME_WORDS - 1
+# What was loaded: written before RESTORED says so.
+LOAD_GENERATION = NAMES + SLOT_WORDS * (MAX_NAMES + 1)
+LOAD_TIER, LOAD_WINDOW, LOAD_ATTEMPT = range(LOAD_GENERATION + 1, LOAD_GENERATION + 4)
+ATTEMPT_WORDS = 32
+MAX_ATTEMPT_BYTES = 8 * ATTEMPT_WORDS - 1
 PAGE_WORDS = PAGE_BYTES // 8
-assert NAMES + SLOT_WORDS * (MAX_NAMES + 1) <= PAGE_WORDS
+assert LOAD_ATTEMPT + ATTEMPT_WORDS <= PAGE_WORDS
 HOT = struct.Struct(f"={HOT_WORDS}q")
 PAGE = struct.Struct(f"={PAGE_WORDS}q")
 NAME = struct.Struct(f"={NAME_WORDS}q")
+ATTEMPT = struct.Struct(f"={ATTEMPT_WORDS}q")
 _get_ident = threading.get_ident
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCopy:
+    """What the ranks loaded at a cycle's start."""
+
+    generation: int
+    attempt: str
+    """The attempt that had saved it."""
+    tier: Tier
+    """The tier by which the load of all ranks is judged."""
+    suspect_window: int
+    """Iterations after it in which an invalid result casts doubt on it."""
 
 
 class RankPage:
@@ -263,9 +284,23 @@ class RankPage:
         """Say that this worker will report what is durable, though nothing is yet."""
         self._words[REPORTS] = 1
 
-    def set_restored(self) -> None:
-        """Say that this worker loaded a checkpoint in this cycle."""
-        self._words[RESTORED] = 1
+    def set_restored(self, loaded: LoadedCopy | None = None) -> None:
+        """Say that this worker loaded a checkpoint in this cycle, and which, where that is known."""
+        words = self._words
+        if loaded is not None:
+            attempt = loaded.attempt.encode()
+            if len(attempt) > MAX_ATTEMPT_BYTES:
+                self._say("attempt", f"attempt {loaded.attempt!r} has a name too long to be judged by its results")
+            else:
+                for at, word in enumerate(ATTEMPT.unpack(attempt.ljust(ATTEMPT.size, b"\0"))):
+                    words[LOAD_ATTEMPT + at] = word
+                words[LOAD_GENERATION], words[LOAD_WINDOW] = loaded.generation, loaded.suspect_window
+                words[LOAD_TIER] = loaded.tier + 1
+        words[RESTORED] = 1
+
+    def set_leaving(self, exit_code: int) -> None:
+        """Say with which exit code, other than 0, this process is about to end."""
+        self._words[LEAVING] = exit_code
 
     def set_collectives(self, count: int) -> None:
         """Record how many collectives this rank has entered; -1 = not known."""
