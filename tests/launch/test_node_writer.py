@@ -1,0 +1,72 @@
+"""The node's checkpoint writer: it is the agent's, outlives the workers, and is replaced when it dies."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outlast.incidents import EventKind
+from outlast.testing import Cluster
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+
+SCRIPT = """
+import os, pathlib, socket, sys, time
+cycle = os.environ["OUTLAST_CYCLE"]
+address = os.environ["OUTLAST_WRITER"]
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.settimeout(20)
+    connection.connect("\\0" + address)
+print("cycle", cycle, "has the writer", address, flush=True)
+if cycle == "0":
+    raise SystemExit(7)
+deadline = time.monotonic() + 40
+while not pathlib.Path(sys.argv[1]).exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+"""
+
+
+def _writer(cluster: Cluster) -> psutil.Process:
+    (writer,) = [one for one in cluster.processes() if "outlast.checkpoint.writer" in one.cmdline()]
+    return writer
+
+
+def test_one_writer_serves_every_cycle_and_is_replaced_when_it_dies(tmp_path: Path) -> None:
+    """The workers of a second cycle are given the same writer, in the same process, as those of the first; killed, it
+    is replaced under the same address and its death is in the journal, while training goes on to its end; then nothing
+    is left of it."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    go = tmp_path / "go"
+    with Cluster(script, str(go), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
+        cluster.wait_for("cycle 0 has the writer", timeout_s=40)
+        first = _writer(cluster)
+        cluster.wait_for("cycle 1 has the writer", timeout_s=40)
+        assert _writer(cluster) == first
+        first.send_signal(signal.SIGKILL)
+        event = cluster.wait_for(lambda event: event.kind == EventKind.WRITER_ENDED, timeout_s=20)
+        assert event is not None
+        assert f"pid {first.pid}" in event.data["summary"]
+        assert "SIGKILL" in event.data["summary"]
+        assert _writer(cluster) != first
+        go.touch()
+        assert cluster.wait(timeout_s=40) == [0]
+        cluster.assert_no_orphans(within_s=5)
+        said = [line for line in cluster.agent(0).output().splitlines() if "has the writer" in line]
+        assert len(said) == 4
+        assert len({line.rpartition(" ")[2] for line in said}) == 1
+
+
+def test_a_lost_agent_takes_its_writer_along(tmp_path: Path) -> None:
+    """An agent that is killed leaves no writer behind."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with Cluster(script, str(tmp_path / "go"), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+        cluster.wait_for("cycle 1 has the writer", timeout_s=40)
+        assert _writer(cluster).is_running()
+        cluster.agent(0).kill()
+        cluster.assert_no_orphans(within_s=5)
