@@ -127,7 +127,7 @@ def test_leftovers_go_when_their_owner_is_gone(tmp_path: Path, name: str, goes: 
     lay_generation({"node0": tmp_path}, 5, attempt="job-2-cafe.5")
     lay_generation({"node0": tmp_path}, 9, name=name)
     looked = look_into(str(tmp_path))
-    now_ns = looked.entry.leftovers[0].modified_ns + HOUR_NS
+    now_ns = (looked.entry.leftovers[0].modified_ns or 0) + HOUR_NS
     plan = plan_pruning(looked, Rule(leftovers=True), now_ns=now_ns)
     assert [remains.entry.name for remains in plan.remains] == ([name] if goes else [])
     assert not plan_pruning(looked, Rule(most_recent_k=1), now_ns=now_ns).remains

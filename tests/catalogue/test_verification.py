@@ -123,7 +123,7 @@ def test_an_interrupt_ends_the_readers() -> None:
     def opened() -> Iterator[_Endless]:
         yield _Endless()
 
-    file = StoredFile(name="f", num_bytes=CHUNK_BYTES << 12, chunks=("",) * (1 << 12), open=opened)
+    file = StoredFile(name="f", num_bytes=CHUNK_BYTES << 12, chunks=("",) * (1 << 12), open=opened, piece_bytes=4096)
     entry = Generation(iteration=1, tier="local", valid=True)
     found = Found(entry=entry, files=(file,), judge=lambda problems: entry, remove=lambda: None)
     with pytest.raises(KeyboardInterrupt):

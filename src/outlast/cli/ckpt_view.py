@@ -195,6 +195,8 @@ def _describe_leftover(leftover: Leftover, now_ns: int) -> str:
         "aside": "set aside by another attempt",
         "deletion": "remains of a deletion",
     }[leftover.kind]
+    if leftover.modified_ns is None:
+        return f"{escape(leftover.name)}: {what}, {_size(leftover.num_bytes)}"
     age_h = max(0, now_ns - leftover.modified_ns) / 3.6e12
     age = f"{age_h:.0f} h" if age_h >= 1.5 else f"{age_h * 60:.0f} min"
     return f"{escape(leftover.name)}: {what}, {_size(leftover.num_bytes)}, {age} old"

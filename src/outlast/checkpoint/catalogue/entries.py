@@ -105,8 +105,8 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     attempt: str | None = None
     num_bytes: int = 0
-    modified_ns: int = 0
-    """When something in it last changed, in nanoseconds since the epoch."""
+    modified_ns: int | None = None
+    """When something in it last changed, in nanoseconds since the epoch; ``None`` = the store does not tell."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +146,8 @@ class StoredFile:
     tensors: Sequence[tuple[str, int, int]] = ()
     """Name, offset and bytes of what lies in it."""
     open: Callable[[], AbstractContextManager[Reader]]
+    piece_bytes: int
+    """What is best read at once."""
     node: str | None = None
     rank: int | None = None
 

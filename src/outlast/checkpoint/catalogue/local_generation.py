@@ -18,7 +18,7 @@ from outlast.checkpoint.catalogue.entries import (
     describe_error,
 )
 from outlast.checkpoint.catalogue.node_copy import NodeCopy, remove_copies
-from outlast.checkpoint.catalogue.shard_file import check_shard_file, open_file
+from outlast.checkpoint.catalogue.shard_file import PIECE_BYTES, check_shard_file, open_file
 from outlast.checkpoint.manifest import MANIFEST, Manifest
 from outlast.checkpoint.shard import shard_name
 from outlast.env import clean_name
@@ -174,6 +174,7 @@ def _check(copy: NodeCopy, rank: int, manifest: Manifest) -> Problem | StoredFil
         chunks=shard.chunks,
         tensors=[(tensor.name, tensor.offset, tensor.num_bytes) for tensor in shard.tensors],
         open=partial(open_file, path),
+        piece_bytes=PIECE_BYTES,
         node=copy.node,
         rank=rank,
     )

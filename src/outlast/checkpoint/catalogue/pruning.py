@@ -95,7 +95,7 @@ def _is_of_no_use(found: Found) -> bool:
 def _is_abandoned(leftover: Leftover, attempts: Iterable[str], before_ns: int) -> bool:
     """Return whether nobody can be using a leftover: a deletion's remains, an attempt that a later one of the same
     processes or a later cycle of the same job has outlived, or what nobody touched for long."""
-    if leftover.kind == "deletion" or leftover.modified_ns < before_ns:
+    if leftover.kind == "deletion" or (leftover.modified_ns is not None and leftover.modified_ns < before_ns):
         return True
     mine = _ATTEMPT.fullmatch(leftover.attempt or "")
     if mine is None:

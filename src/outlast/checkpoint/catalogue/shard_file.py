@@ -11,7 +11,10 @@ from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.shard import Identity, read_head, read_header
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
-__all__ = ["FileReader", "check_shard_file", "open_file"]
+__all__ = ["PIECE_BYTES", "FileReader", "check_shard_file", "open_file"]
+
+PIECE_BYTES = 1 << 20
+"""Read at once from a disk: small enough to be digested from the cache."""
 
 
 class FileReader:

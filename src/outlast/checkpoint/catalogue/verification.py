@@ -14,10 +14,8 @@ from outlast.checkpoint.catalogue.entries import Found, Generation, Problem, Rea
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.errors import CheckpointError, Corrupt, Incomplete
 
-__all__ = ["PIECE_BYTES", "Verified", "verify"]
+__all__ = ["Verified", "verify"]
 
-PIECE_BYTES = 1 << 20
-"""Read at once from a disk: small enough to be digested from the cache."""
 CHUNKS_PER_TURN = 8
 """What a thread takes at once: one large file keeps all of them busy."""
 
@@ -42,15 +40,13 @@ def verify(
     found: Found,
     *,
     num_threads: int,
-    piece_bytes: int = PIECE_BYTES,
     on_read: Callable[[int], None] | None = None,
 ) -> Verified:
     """Compare every byte of a generation with its digest.
 
     Args:
         found: As listed.
-        num_threads: Readers.
-        piece_bytes: Read at once by each of them; their product bounds the memory.
+        num_threads: Readers, each of which holds a piece of a file in memory (1 MiB; 8 MiB from an object store).
         on_read: Called in the readers' threads with the bytes that were just read.
 
     Blocks: while all of it is read. Ctrl-C ends it once each reader has read the piece that it is at.
@@ -59,7 +55,7 @@ def verify(
     for file in found.files:
         for first in range(0, len(file.chunks), CHUNKS_PER_TURN):
             turns.put(_Turn(file, first))
-    work = _Work(turns, piece_bytes, on_read or (lambda count: None))
+    work = _Work(turns, on_read or (lambda count: None))
     threads = [
         threading.Thread(target=work.run, name=f"outlast-verify-{number}", daemon=True)
         for number in range(min(num_threads, turns.qsize()))
@@ -83,12 +79,13 @@ def verify(
 class _Work:
     """What the readers share."""
 
-    def __init__(self, turns: queue.SimpleQueue[_Turn], piece_bytes: int, on_read: Callable[[int], None]) -> None:
+    def __init__(self, turns: queue.SimpleQueue[_Turn], on_read: Callable[[int], None]) -> None:
         self.problems: list[Problem] = []
         self.num_bytes_read = 0
         self.failure: BaseException | None = None
         self.stop = threading.Event()
-        self._turns, self._piece_bytes, self._on_read = turns, piece_bytes, on_read
+        self._turns, self._on_read = turns, on_read
+        self._unreadable: set[str] = set()
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -105,6 +102,8 @@ class _Work:
 
     def _take(self, turn: _Turn) -> None:
         file = turn.file
+        if file.name in self._unreadable:
+            return
         last = min(turn.first + CHUNKS_PER_TURN, len(file.chunks))
         try:
             with file.open() as reader:
@@ -117,14 +116,16 @@ class _Work:
                         return
         except (OSError, CheckpointError) as error:
             with self._lock:
-                self.problems.append(describe_error(error, file.name, node=file.node, rank=file.rank))
+                if file.name not in self._unreadable:
+                    self.problems.append(describe_error(error, file.name, node=file.node, rank=file.rank))
+                self._unreadable.add(file.name)
 
     def _verify_chunk(self, reader: Reader, file: StoredFile, index: int) -> Problem | None:
         position = start = index * CHUNK_BYTES
         end = min(start + CHUNK_BYTES, file.num_bytes)
         found = xxhash.xxh3_64()
         while position < end and not self.stop.is_set():
-            piece = reader.read(position, min(self._piece_bytes, end - position))
+            piece = reader.read(position, min(file.piece_bytes, end - position))
             if not len(piece):
                 return _at(file, index, Incomplete(f"ends after {position} bytes instead of {file.num_bytes}"))
             found.update(piece)
