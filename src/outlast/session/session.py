@@ -11,24 +11,27 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from outlast import clock
 from outlast.chaos.simulated import SimulatedFault
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
-from outlast.errors import ExitReason, OutlastError
+from outlast.errors import ExitReason, OutlastError, Untrusted
 from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import RankMonitor, SectionTimer
-from outlast.policy.deadlines import Timeouts
+from outlast.policy.slots import OWN_VERDICTS
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
 from outlast.runtime.group import Group, connect_world, settle
 from outlast.runtime.journal import Journal
 from outlast.session.departure import Departure
-from outlast.session.state import give_back, without_wrappers
+from outlast.session.place import as_initialised, has_near_tier, is_initialised, say_what_is_off
+from outlast.session.recovery import recover
+from outlast.session.rhythm import NEAR_TIERS, Due, Rhythm
+from outlast.session.state import without_wrappers
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +62,7 @@ class Session:
         self.fault_tolerance = fault_tolerance
         self.run_dir = place.run_dir or config.run_dir
         """Where this run keeps its journal and stacks; ``None`` = nowhere."""
-        self._place = place = dataclasses.replace(_as_initialised(place), run_dir=self.run_dir)
+        self._place = place = dataclasses.replace(as_initialised(place), run_dir=self.run_dir)
         self._iteration = 0
         self._saved_iteration: int | None = None
         self._wrote_progress_ns: int | None = None
@@ -83,16 +86,24 @@ class Session:
             write_end=self._write_end,
         )
         self._manager: CheckpointManager | None = None
+        self._rhythm: Rhythm | None = None
+        self._step_began_ns = 0
         self._consensus: Consensus | None = None
         atexit.register(self._at_exit)
         with self.section("setup"):
-            if place.world_size > 1 and not _is_initialised():
+            if place.world_size > 1 and not is_initialised():
                 self._world = connect_world(place)
-            self._consensus = Consensus(["stop"], world_size=place.world_size)
+            self._consensus = Consensus(["stop", "save"], world_size=place.world_size)
             if config.checkpoint is not None:
                 from outlast.checkpoint import CheckpointManager
 
                 self._manager = CheckpointManager(config.checkpoint, env=place, journal=self._journal)
+                self._rhythm = Rhythm(
+                    config.checkpoint,
+                    decides=place.global_rank == 0,
+                    world_size=place.world_size,
+                    has_near=has_near_tier(config.checkpoint, place),
+                )
         self._fault = (
             SimulatedFault(fault_tolerance, place, run_dir=self.run_dir, journal=self._journal)
             if fault_tolerance.simulate_fault
@@ -100,7 +111,7 @@ class Session:
         )
         if self._manager is not None:
             self._manager.on_commit = self._monitor.set_durable_iteration
-        if config.checkpoint is not None and config.checkpoint.save_interval > 0:
+        if self._rhythm is not None and self._rhythm.saves_by_itself:
             self._monitor.report_progress()
         self._journal.write(
             EventKind.SESSION_STARTED,
@@ -108,7 +119,10 @@ class Session:
             world_size=place.world_size,
             launcher=place.launcher,
         )
-        self._say_what_is_off()
+        if place.global_rank == 0:
+            say_what_is_off(
+                config.checkpoint, place, self._monitor.config, watches_signals=self._departure.watches_signals
+            )
 
     @property
     def iteration(self) -> int:
@@ -145,15 +159,17 @@ class Session:
     def steps(self, state: Mapping[str, Any], *, total: int) -> Iterator[int]:
         """Yield the numbers of the iterations that are still to do; the loop's body does one.
 
-        Before the first, the newest valid generation is loaded into ``state`` (section ``setup``). Around
-        each body the section ``step`` is open. After it the iteration counts as done, and every
-        ``save_interval`` iterations the state is saved (section ``checkpointing``). After the last one the
-        state is saved, unless that was just done, and the call waits until everything is committed.
+        Before the first, the newest generation that can be trusted is loaded into ``state`` (section ``setup``).
+        Around each body the section ``step`` is open. After it the iteration counts as done, and every
+        ``save_interval`` iterations the state is saved to all tiers, every ``non_persistent_save_interval`` to the
+        near ones (section ``checkpointing``). After the last one the state is saved to all tiers, unless that was
+        just done, and the call waits until everything is committed.
 
         When any rank was told to leave (SIGTERM, or its agent asked it to), all ranks stop after the same
         iteration, commit one generation, and ``SystemExit(75)`` (``ExitReason.PREEMPTED``) is raised here. A
         second signal, a second or more after the first, gives up that save. What was not saved is not claimed
         to be: then, and without a checkpoint directory, the exit code is 128 plus the signal's number.
+        ``SystemExit(17)`` (``ExitReason.FAILED_VALIDATION``) says that every generation led to invalid results.
         Before the first iteration a notice waits for that one's end; after the last, SIGTERM ends the process.
 
         ``break`` leaves the loop without a save; an exception in the body passes through untouched.
@@ -170,7 +186,7 @@ class Session:
         Raises:
             CheckpointError: Saving failed too often in a row.
             PeerLost: A peer left or did not reach the step's end in time.
-            SystemExit: The run was told to leave.
+            SystemExit: The run was told to leave, or there is no generation left to trust.
 
         Collective: all ranks, with the same ``total``.
         Blocks: at the end of each step until all ranks have begun it.
@@ -184,11 +200,13 @@ class Session:
             while self._iteration < total:
                 self._begin_step()
                 yield self._iteration
-                number = self._end_step()
-                if number and self._iteration < total:
-                    self._leave(state, number)
-                self._between_steps(state)
+                agreed = self._end_step()
+                if agreed["stop"] and self._iteration < total:
+                    self._leave(state, agreed["stop"])
+                self._between_steps(state, agreed["save"], is_last=self._iteration >= total)
         except GeneratorExit:
+            if self._manager is not None:
+                self._manager.finish_staging()  # the script may now change what is being copied
             self._monitor.end_all_sections()
             self._departure.close()
             self._in_steps = False
@@ -196,11 +214,15 @@ class Session:
         self._finish(state)
         self._in_steps = False
 
-    def save(self, state: Mapping[str, Any]) -> SaveHandle:
-        """Save ``state`` now as that of :attr:`iteration`, and return once it is copied.
+    def save(self, state: Mapping[str, Any], *, suspect: bool = False) -> SaveHandle:
+        """Save ``state`` now to all tiers as that of :attr:`iteration`, and return once it is copied.
 
         Call it before the body's optimizer step, or after the loop: what is saved must be what that many
         steps made.
+
+        Args:
+            state: As for :meth:`steps`.
+            suspect: The state is of interest for a diagnosis only: it goes to ``suspect/``, and is never loaded.
 
         Returns:
             A handle to wait for the commit with.
@@ -212,11 +234,9 @@ class Session:
         Collective: all ranks, at the same iteration.
         Blocks: while the state is copied; with ``async_save`` off, until it is committed.
         """
-        if self._manager is None:
-            raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
-        with self.section("checkpointing"):
-            handle = self._manager.save(without_wrappers(state), self._iteration)
-        self._saved_iteration = self._iteration
+        handle = self._save(state, tiers=None, suspect=suspect)
+        if not suspect:
+            self._saved_iteration = self._iteration
         return handle
 
     def close(self) -> None:
@@ -233,7 +253,7 @@ class Session:
                 self._manager.wait()
                 self._manager.close()
         self._let_go()
-        if self._world is not None and _is_initialised():
+        if self._world is not None and is_initialised():
             import torch.distributed as dist
 
             dist.destroy_process_group()
@@ -247,30 +267,40 @@ class Session:
         if kind is None:
             self.close()
         else:
+            if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code in OWN_VERDICTS:
+                self._monitor.set_leaving(error.code)
             self._let_go()
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         if self._manager is None:
             return
-        given = without_wrappers(state)
-        loaded = dict(given)
-        restored = self._manager.load_latest(loaded)
+        try:
+            restored = recover(self._manager, state, self._monitor)
+        except Untrusted as error:
+            if self._place.untrusted is None:
+                raise
+            log.error("no generation is left to trust: %s", error)
+            self._exit(ExitReason.FAILED_VALIDATION)
         if restored is None:
             return
-        give_back(state, given, loaded)
-        self._iteration = self._saved_iteration = restored.iteration
-        self._monitor.set_restored()
-        self._monitor.set_iteration(restored.iteration)
-        self._monitor.set_durable_iteration(restored.iteration)
+        self._iteration = restored.iteration
+        if self._manager.config.directory is None or set(restored.tiers) == {"global"}:
+            self._saved_iteration = restored.iteration
+        if self._rhythm is not None:
+            self._rhythm.start_from(restored.iteration)
 
     def _begin_step(self) -> None:
         self._monitor.heartbeat()
         self._monitor.start_section("step")
         assert self._consensus is not None
-        self._consensus.begin({"stop": self._departure.asked()})
+        wish = 0
+        if self._rhythm is not None and self._manager is not None:
+            wish = self._rhythm.wish(self._iteration + 1, self._manager.save_cost_s)
+        self._step_began_ns = clock.now_ns()
+        self._consensus.begin({"stop": self._departure.asked(), "save": wish})
 
-    def _end_step(self) -> int:
-        """Count the step; return the number of the signal on which all ranks leave now, or 0."""
+    def _end_step(self) -> dict[str, int]:
+        """Count the step; return what all ranks agreed on: the signal on which they leave now, what they save."""
         assert self._consensus is not None
         agreed = self._consensus.finish()
         self._iteration += 1
@@ -280,12 +310,16 @@ class Session:
         if self._wrote_progress_ns is None or now_ns - self._wrote_progress_ns >= PROGRESS_EVERY_NS:
             self._wrote_progress_ns = now_ns
             self._journal.write(EventKind.PROGRESS, rank=self.global_rank, iteration=self._iteration)
-        return agreed["stop"]
+        if self._rhythm is not None:
+            self._rhythm.note_step((now_ns - self._step_began_ns) / 1e9)
+        return agreed
 
-    def _between_steps(self, state: Mapping[str, Any]) -> None:
-        interval = self.config.checkpoint.save_interval if self.config.checkpoint is not None else 0
-        if interval > 0 and self._iteration % interval == 0:
+    def _between_steps(self, state: Mapping[str, Any], agreed: int, *, is_last: bool) -> None:
+        due = self._rhythm.due(self._iteration, agreed) if self._rhythm is not None else Due.NOTHING
+        if due == Due.ALL:
             self.save(state)
+        elif due == Due.NEAR and not is_last:  # the end saves to all tiers
+            self._save(state, tiers=NEAR_TIERS)
         if self._fault is not None:
             has_durable = self._manager is None or self._manager.durable_iteration is not None
             self._fault.strike_if_due(iteration=self._iteration, has_durable=has_durable)
@@ -300,6 +334,15 @@ class Session:
         self._monitor.finish()
         self._write_end(ExitReason.FINISHED)
 
+    def _save(self, state: Mapping[str, Any], *, tiers: Collection[str] | None, suspect: bool = False) -> SaveHandle:
+        if self._manager is None or self._rhythm is None:
+            raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
+        with self.section("checkpointing"):
+            handle = self._manager.save(without_wrappers(state), self._iteration, tiers=tiers, suspect=suspect)
+        if not suspect:
+            self._rhythm.note_save(self._iteration, Due.ALL if tiers is None else Due.NEAR)
+        return handle
+
     def _leave(self, state: Mapping[str, Any], number: int) -> None:
         """Save if there is where to, and raise SystemExit; ``number`` is the signal that was agreed upon."""
         log.info("stopping after iteration %d, on all ranks", self._iteration)
@@ -311,6 +354,10 @@ class Session:
             log.info("iteration %d is saved; exit code %d", self._iteration, code)
         else:
             log.warning("told to leave again: the save of iteration %d is given up", self._iteration)
+        self._exit(code)
+
+    def _exit(self, code: int) -> NoReturn:
+        self._monitor.set_leaving(code)
         self._monitor.finish()
         self._write_end(code)
         # torchrun ends the others when the first rank has left: their exit codes must still be this one.
@@ -351,31 +398,3 @@ class Session:
             self._departure.close()
         self._monitor.close()
         self._journal.close()
-
-    def _say_what_is_off(self) -> None:
-        missing = []
-        if self._manager is None:
-            missing.append("nothing is saved or restored (set checkpoint.directory)")
-        if Timeouts.from_config(self._monitor.config).smallest_s() is None:
-            missing.append("a hung rank is not noticed (set fault_tolerance.rank_section_timeouts)")
-        if not self._departure.watches_signals:
-            missing.append("SIGTERM ends this process at once (call outlast.init() in the main thread)")
-        if self._place.launcher == "python":
-            missing.append("nothing restarts the script (start it with outlast run)")
-        if missing and self.global_rank == 0:
-            log.warning("off: %s", "; ".join(missing))
-
-
-def _is_initialised() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
-
-
-def _as_initialised(place: WorkerEnv) -> WorkerEnv:
-    """Return the place that ``torch.distributed`` knows, if the script initialised it itself."""
-    if not _is_initialised():
-        return place
-    import torch.distributed as dist
-
-    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
