@@ -34,7 +34,7 @@ from outlast.checkpoint.replica.handshake import NONCE_BYTES, TAG_BYTES, Session
 
 __all__ = ["SLICE_BYTES", "Channel", "NotAuthenticated", "RefusedByPeer"]
 
-SLICE_BYTES = 1 << 20
+SLICE_BYTES = 1 << 18
 """Received and digested at a time: small enough to be in the processor's cache still when it is digested."""
 M = TypeVar("M")
 

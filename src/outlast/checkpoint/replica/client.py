@@ -5,8 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import errno
-import mmap
+import os
 import queue
 import socket
 import threading
@@ -19,16 +18,28 @@ import msgspec
 from outlast.checkpoint.holdings import CopyKey
 from outlast.checkpoint.replica.channel import Channel, NotAuthenticated, RefusedByPeer
 from outlast.checkpoint.replica.frames import Chunk, Data, FrameError, Get, Kept, Ping, Put, Ready
+from outlast.checkpoint.replica.landing import Landing
 from outlast.checkpoint.shard import CHUNK_BYTES, num_chunks
 
-__all__ = ["ReplicaError", "ReplicaRefused", "Target", "connect", "describe", "fetch", "ping", "push", "read_small"]
+__all__ = [
+    "ReplicaError",
+    "ReplicaRefused",
+    "Target",
+    "connect",
+    "describe",
+    "fetch",
+    "fetch_into",
+    "ping",
+    "push",
+    "read_small",
+]
 
 CHUNKS_IN_FLIGHT = 4
 """Chunks that a receiver may be behind with its digests."""
-NUM_CONNECTIONS = 2
+NUM_CONNECTIONS = max(1, min(2, len(os.sched_getaffinity(0)) // 2))
+"""One stream does not fill a fast network; but each busies a core, here or there."""
 RANGE_CHUNKS = 4
 """Chunks that a connection asks for at a time; it asks for the next range before it has read one."""
-_MADV_POPULATE_WRITE = 23
 
 
 class ReplicaError(Exception):
@@ -131,7 +142,7 @@ def push(
 
 
 def fetch(target: Target, key: bytes, copy: CopyKey, fd: int, num_bytes: int, *, timeout_s: float) -> tuple[str, ...]:
-    """Get a part from another node; return the digests of what arrived.
+    """Get a part from another node into a file; return the digests of what arrived.
 
     Args:
         target: Who holds it.
@@ -148,20 +159,29 @@ def fetch(target: Target, key: bytes, copy: CopyKey, fd: int, num_bytes: int, *,
     """
     if not num_bytes:
         return ()
+    try:
+        landing = Landing(fd, num_bytes)
+    except (OSError, ValueError) as error:
+        raise ReplicaError(f"no room for the {num_bytes} bytes of {describe(copy)}: {error}") from error
+    try:
+        return fetch_into(target, key, copy, landing.view, timeout_s=timeout_s)
+    finally:
+        landing.close()
+
+
+def fetch_into(target: Target, key: bytes, copy: CopyKey, into: memoryview, *, timeout_s: float) -> tuple[str, ...]:
+    """Get a part from another node into memory of its size; otherwise as :func:`fetch`."""
+    num_bytes = len(into)
     digests = [""] * num_chunks(num_bytes)
     ranges: queue.SimpleQueue[range] = queue.SimpleQueue()
     for first in range(0, len(digests), RANGE_CHUNKS):
         ranges.put(range(first, min(first + RANGE_CHUNKS, len(digests))))
     errors: list[str] = []
-    try:
-        mapped = mmap.mmap(fd, num_bytes)
-    except (OSError, ValueError) as error:
-        raise ReplicaError(f"no room for the {num_bytes} bytes of {describe(copy)}: {error}") from error
 
     def work() -> None:
         try:
             with connect(target, key, timeout_s=timeout_s) as channel:
-                _fetch_ranges(channel, copy, mapped, num_bytes, ranges, digests)
+                _fetch_ranges(channel, copy, into, ranges, digests)
         except ReplicaError as error:
             errors.append(str(error))
             _empty(ranges)  # the other connection need not go on
@@ -210,15 +230,10 @@ def describe(key: CopyKey) -> str:
 
 
 def _fetch_ranges(
-    channel: Channel,
-    copy: CopyKey,
-    mapped: mmap.mmap,
-    num_bytes: int,
-    ranges: queue.SimpleQueue[range],
-    digests: list[str],
+    channel: Channel, copy: CopyKey, into: memoryview, ranges: queue.SimpleQueue[range], digests: list[str]
 ) -> None:
     """Fetch ranges until none is left; always one is asked for ahead of the one that is being received."""
-    view = memoryview(mapped)
+    num_bytes = len(into)
     asked: deque[range] = deque()
     while True:
         while len(asked) < 2 and (chunks := _next(ranges)) is not None:
@@ -234,22 +249,7 @@ def _fetch_ranges(
             raise FrameError(f"it holds {data.total} bytes of {describe(copy)} instead of {num_bytes}")
         for number in chunks:
             start = number * CHUNK_BYTES
-            piece = view[start : min(end, start + CHUNK_BYTES)]
-            _populate(mapped, start, len(piece))
-            digests[number] = channel.receive_chunk(piece)
-
-
-def _populate(mapped: mmap.mmap, offset: int, num_bytes: int) -> None:
-    """Map pages at once: faster than one fault each, and a lack of memory is an error instead of a signal.
-
-    Raises:
-        OSError: There is no memory.
-    """
-    try:
-        mapped.madvise(_MADV_POPULATE_WRITE, offset, num_bytes)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # Linux knows it since 5.14
-            raise
+            digests[number] = channel.receive_chunk(into[start : min(end, start + CHUNK_BYTES)])
 
 
 def _next(ranges: queue.SimpleQueue[range]) -> range | None:
