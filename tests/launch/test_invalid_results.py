@@ -1,0 +1,93 @@
+"""A worker's exit code 17 soon after a load is answered by another copy, later by the end of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.policy.ladder import LadderState
+from outlast.testing import Cluster
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+
+SCRIPT = """
+import os, sys, threading
+from outlast.monitor import RankMonitor
+from outlast.policy.recovery_point import Tier
+from outlast.runtime.board import LoadedCopy
+monitor, iteration = RankMonitor(), int(sys.argv[1])
+monitor.report_progress()
+untrusted = os.environ.get("OUTLAST_UNTRUSTED", "")
+print("told", untrusted or "nothing", flush=True)
+if "job-0-aa.1" not in untrusted:
+    loaded = LoadedCopy(generation=120, attempt="job-0-aa.1", tier=Tier.REPLICA, suspect_window=20)
+    monitor.set_restored(loaded)
+    monitor.set_iteration(iteration)
+    monitor.set_durable_iteration(120)
+    if os.environ["RANK"] == "1":
+        monitor.set_leaving(17)
+        threading.Event().wait(30)  # its peer, which misses it, is gone first
+        raise SystemExit(17)
+    raise SystemExit(17 if os.environ["WORLD_SIZE"] == "1" else 1)
+monitor.finish()
+"""
+
+
+def _run(tmp_path: Path, *, iteration: int, nproc: int = 1) -> tuple[list[int], Cluster]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with Cluster(script, str(iteration), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=nproc) as cluster:
+        return cluster.wait(timeout_s=40), cluster
+
+
+def _untrusted(cluster: Cluster) -> list[Incident]:
+    incidents = [
+        msgspec.convert(event.data["incident"], Incident)
+        for event in cluster.events()
+        if event.kind == EventKind.INCIDENT
+    ]
+    return [incident for incident in incidents if incident.kind == IncidentKind.COPY_UNTRUSTED]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_within_the_window_the_next_cycle_is_told_what_not_to_load(nproc: int, tmp_path: Path) -> None:
+    """The run goes on in a second cycle, whose workers know the copy; the journal and ladder.json name it, its tier and
+    why. The rank that judged is taken for the cause, also when its peer ends before it."""
+    codes, cluster = _run(tmp_path, iteration=127, nproc=nproc)
+    assert codes == [0], cluster.tails()
+    assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0, 1}
+    (incident,) = _untrusted(cluster)
+    assert (incident.rank, incident.iteration) == (nproc - 1, 127)
+    assert (incident.evidence["generation"], incident.evidence["tier"]) == (120, "replica")
+    verdict = next(event for event in cluster.events() if event.kind == EventKind.VERDICT)
+    assert verdict.data["incident"]["exit_code"] == 17
+    assert "is distrusted" in verdict.data["verdict"]["reason"]
+    text = (tmp_path / "run" / "ladder.json").read_text()
+    for fact in ('"generation": 120', '"attempt": "job-0-aa.1"', '"tier": "replica"', '"why": "an invalid result at'):
+        assert fact in text
+
+
+def test_beyond_the_window_the_run_stops(tmp_path: Path) -> None:
+    """An invalid result long after the load ends the run with 17 at once, and no copy is blamed."""
+    codes, cluster = _run(tmp_path, iteration=141)
+    assert codes == [ExitReason.FAILED_VALIDATION], cluster.tails()
+    assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
+    assert _untrusted(cluster) == []
+    state = msgspec.json.decode((tmp_path / "run" / "ladder.json").read_bytes(), type=LadderState)
+    assert state.distrusted == ()
+    assert [load.generation for load in state.loads] == [120]
+
+
+def test_the_next_job_of_the_run_is_told_too(tmp_path: Path) -> None:
+    """What one job learned to distrust, the workers of the next job's first cycle are told."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for options, code in ((["--max-restarts=0"], 17), ([], 0)):
+        with Cluster(
+            script, "125", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options
+        ) as cluster:
+            assert cluster.wait(timeout_s=40) == [code], cluster.tails()
