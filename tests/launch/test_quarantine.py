@@ -1,0 +1,88 @@
+"""A copy that leads to invalid results is not loaded again, nor what was trained on it: the whole way, with the
+session, the checkpoint tiers and `outlast run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import ExitReason
+from outlast.incidents import Event, EventKind
+from outlast.testing import Cluster
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+SCRIPT = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+import outlast
+
+folder, what = sys.argv[1], sys.argv[2]
+config = outlast.Config(checkpoint=outlast.CheckpointConfig(
+    directory=folder + "/global", local_directory=folder + "/local", save_interval=10, non_persistent_save_interval=5,
+    suspect_window=20, async_save=False))
+cycle = int(os.environ["OUTLAST_CYCLE"])
+with outlast.init(config) as run:
+    state = {"weight": torch.zeros(1000), "seen": []}
+    begun = None
+    for iteration in run.steps(state, total=30):
+        begun = iteration if begun is None else begun
+        if cycle == 0 and iteration == 16:
+            run._manager.wait()  # on every rank, before any of them leaves
+            dist.barrier()
+            os._exit(7)
+        if what == "once" and cycle == 1 and iteration == 22 and run.global_rank == 1:
+            run._manager.wait()
+            raise SystemExit(outlast.ExitReason.FAILED_VALIDATION)
+        if what == "always" and cycle >= 1 and iteration == begun + 2:
+            raise SystemExit(outlast.ExitReason.FAILED_VALIDATION)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        state["weight"] += total
+        state["seen"].append(iteration if cycle != 1 else -iteration)
+    print("RESULT " + json.dumps({"seen": state["seen"], "weight": state["weight"][0].item()}), flush=True)
+"""
+
+
+def _cluster(tmp_path: Path, what: str) -> Cluster:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    return Cluster(script, str(tmp_path), what, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2)
+
+
+def _restored(cluster: Cluster) -> dict[int | None, Event]:
+    return {event.cycle: event for event in cluster.events() if event.kind == EventKind.RESTORED}
+
+
+def test_training_goes_on_from_a_copy_that_does_not_descend_from_the_bad_one(tmp_path: Path) -> None:
+    """Cycle 1 loads iteration 15 from a near tier, saves 20 to all tiers, and judges a result invalid at 22. Cycle 2
+    loads neither of the two, but 10; the run ends with the state of a training that never saw cycle 1."""
+    with _cluster(tmp_path, "once") as cluster:
+        assert cluster.wait(timeout_s=100) == [0], cluster.tails()
+        restored = _restored(cluster)
+        assert restored[1].iteration == 15
+        assert restored[1].data["tier"] != "global"
+        assert restored[2].iteration == 10
+        assert max(cycle for cycle in restored if cycle is not None) == 2
+        results = [line for line in cluster.agent(0).output().splitlines() if "RESULT " in line]
+        assert len(results) == 2
+        for line in results:
+            result = json.loads(line.partition("RESULT ")[2])
+            assert result == {"seen": [*range(30)], "weight": 60.0}
+        (one,) = json.loads((tmp_path / "run" / "ladder.json").read_text())["distrusted"]
+        assert (one["generation"], one["iteration"]) == (15, 22)
+        assert one["tier"] == restored[1].data["tier"]
+
+
+def test_invalid_results_from_every_copy_end_with_the_diagnosis(tmp_path: Path) -> None:
+    """Where every copy leads to an invalid result, the run ends with 17 after a bounded number of cycles, none of which
+    loads what an earlier one had loaded from the same kind of tier."""
+    with _cluster(tmp_path, "always") as cluster:
+        assert cluster.wait(timeout_s=100) == [ExitReason.FAILED_VALIDATION], cluster.tails()
+        loads = [(event.iteration, event.data["tier"] == "global") for event in _restored(cluster).values()]
+        assert 2 <= len(loads) <= 4
+        assert len(set(loads)) == len(loads)
+        assert not (tmp_path / "global" / "step-30").exists()
