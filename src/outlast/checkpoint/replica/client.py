@@ -71,13 +71,20 @@ def connect(target: Target, key: bytes, *, timeout_s: float) -> Iterator[Channel
         ReplicaRefused: It said no.
         ReplicaError: It cannot be reached, does not know the key, or stopped answering.
     """
-    try:
+    with naming(target):
         channel = Channel(socket.create_connection((target.host, target.port), timeout_s), timeout_s)
         try:
             channel.prove_to_server(key)
             yield channel
         finally:
             channel.close()
+
+
+@contextmanager
+def naming(target: Target) -> Iterator[None]:
+    """Turn what goes wrong with a connection into a :class:`ReplicaError` that names the node."""
+    try:
+        yield
     except RefusedByPeer as error:
         raise ReplicaRefused(f"node {target.node}: {error}") from error
     except (OSError, FrameError, NotAuthenticated) as error:

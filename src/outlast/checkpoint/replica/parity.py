@@ -104,7 +104,8 @@ class Parities:
         with parity.lock:
             if parity.error is not None:
                 raise HoldingsError(f"the parity was given up: {parity.error}")
-            if parity.num_contributors != num_contributors or contributor in parity.begun:
+            is_complete = len(parity.begun) == parity.num_contributors
+            if is_complete or parity.num_contributors != num_contributors or contributor in parity.begun:
                 raise HoldingsError(f"rank {contributor} contradicts what went into the parity already")
             parity.begun.add(contributor)
         return Block(self, parity, contributor)
