@@ -117,8 +117,8 @@ class Rhythm:
         if (before := self._chosen.get(kind)) is None or not before / 2 <= number <= before * 2:
             self._chosen[kind] = number
             log.info(
-                "a save to %s every %d iterations: it costs %.3g s of training, a step takes %.3g s, and a failure is "
-                "expected every %.3g h",
+                "a save to %s every %d iterations: it costs %.3g s of training, a step takes %.3g s, "
+                "and a failure that needs it is expected every %.3g h",
                 "all tiers" if kind == Due.ALL else "the near tiers",
                 number,
                 cost_s,
