@@ -1,12 +1,13 @@
-"""What the coordinator is told about a job."""
+"""What the coordinator is told about a job, and the job's name."""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
-from outlast.policy.ladder import Limits
+from outlast.policy.ladder import LadderState, Limits
 
-__all__ = ["JobSettings"]
+__all__ = ["JobSettings", "name_job"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +30,23 @@ class JobSettings:
     """How long a node may give no sign of life."""
     goodbye_timeout_s: float = 5.0
     """How long the coordinator waits for nodes to hear that the job is over."""
+
+
+def name_job(allocation: str | None, state: LadderState) -> str:
+    """Return a name that no earlier job of the run has had.
+
+    What a cycle saved is known by the names of its job and cycle. A re-queued allocation has the number that it had
+    before, and so have two launches in one allocation.
+
+    Args:
+        allocation: The scheduler's number of the allocation; ``None`` without a scheduler.
+        state: What is remembered of the run.
+    """
+    if allocation is None:
+        return f"job-{secrets.token_hex(4)}"
+    cycles = {load.cycle for load in state.loads}.union(*(one.tainted for one in state.distrusted))
+    taken = {step.job for step in state.history} | {cycle.rpartition("-")[0] for cycle in cycles}
+    name, number = allocation, 1
+    while name in taken:
+        name, number = f"{allocation}.{number}", number + 1
+    return name

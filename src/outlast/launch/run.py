@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import signal
 import socket
 import sys
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from outlast import clock, env
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.errors import ConfigError, ExitReason
+from outlast.launch.job import JobSettings, name_job
 from outlast.launch.ladder_file import load_ladder
 from outlast.launch.options import RunOptions
 from outlast.launch.summary import summarise
@@ -44,7 +44,8 @@ def launch(options: RunOptions) -> int:
     Blocks: until the job is over.
     """
     started_s = clock.now_s()
-    load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is said before anything starts
+    remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is said before all else
+    job = name_job(env.environ().get("SLURM_JOB_ID"), remembered)
     worker_env = _worker_base_env(options)
     env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
     kind, argv = _command(options)
@@ -59,7 +60,7 @@ def launch(options: RunOptions) -> int:
     try:
         writer = _start_writer(mailbox)
         try:
-            agent = _make_agent(options, zygote, new_zygote, writer, mailbox, (kind, argv), worker_env)
+            agent = _make_agent(options, job, zygote, new_zygote, writer, mailbox, (kind, argv), worker_env)
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
@@ -122,6 +123,7 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
 
 def _make_agent(
     options: RunOptions,
+    new_job: str,
     zygote: Zygote,
     new_zygote: Callable[[], Zygote],
     writer: WriterProcess | None,
@@ -135,7 +137,6 @@ def _make_agent(
 
     from outlast.launch.agent import Agent, Notice
     from outlast.launch.control import ControlServer
-    from outlast.launch.job import JobSettings
     from outlast.launch.link import JobInProgress, Link, LinkFailed
     from outlast.launch.logs import make_logs_specs
     from outlast.launch.member import Member
@@ -147,7 +148,6 @@ def _make_agent(
 
     args, ft = options.torchrun, options.fault_tolerance
     endpoints = parse_endpoints(options.endpoints)
-    new_job = env.environ().get("SLURM_JOB_ID") or f"job-{secrets.token_hex(4)}"
 
     def serve(store: TCPStore, former: JobInProgress | None) -> ControlServer:
         return ControlServer(

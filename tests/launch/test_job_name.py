@@ -1,0 +1,24 @@
+"""A job's name is its own, whatever the scheduler calls it."""
+
+from __future__ import annotations
+
+from outlast.incidents import Rung
+from outlast.launch.job import name_job
+from outlast.policy.ladder import LadderState, Step
+from outlast.policy.quarantine import Distrusted, Load
+
+
+def test_an_allocation_that_comes_back_gets_another_name() -> None:
+    """A re-queued allocation keeps its number; its job does not keep its name, as far as anything is remembered of it:
+    what it saves must not be taken for what the earlier job saved."""
+    assert name_job("4711", LadderState()) == "4711"
+    load = Load(cycle="4711-0", generation=5, attempt="4711-0-aa.1", tier="local")
+    assert name_job("4711", LadderState(loads=(load,))) == "4711.1"
+    step = Step(cycle=0, job="4711", rung=Rung.RESTART_WORKERS, reason="")
+    one = Distrusted(generation=5, attempt="x", tier="local", tainted=("4711.1-3",))
+    assert name_job("4711", LadderState(history=(step,), distrusted=(one,))) == "4711.2"
+
+
+def test_without_a_scheduler_names_are_drawn() -> None:
+    """Two jobs that no scheduler numbers have different names."""
+    assert name_job(None, LadderState()) != name_job(None, LadderState())
