@@ -1,0 +1,219 @@
+"""One file of the global tier, put together from a shard's image in the writer process. Nothing here imports torch.
+
+The request says what the file consists of: literal bytes and ranges of the image. The bytes are digested as they go
+out. On a file system the file is new and durable; in an object store it goes up in parts, several at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import xxhash
+
+from outlast.checkpoint.dcp.store import Store, is_remote, local_path, open_store
+from outlast.checkpoint.finite import MAY_BE_INFINITE, is_finite
+from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.errors import CheckpointError
+
+__all__ = ["Assemble", "Assembled", "Range", "assemble"]
+
+PART_BYTES = CHUNK_BYTES
+"""Of an upload; a store takes 10,000 of them, which makes 80 GB a file."""
+MAX_PARTS = 10_000
+NUM_PARTS_AT_ONCE = 3
+"""Of one file, in memory at the same time."""
+
+
+class Range(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of the image."""
+
+    offset: int
+    num_bytes: int
+    numbers: str = ""
+    """safetensors' name of their element type; looked at for infinities and NaN where the type has such."""
+
+
+Content: TypeAlias = bytes | Range
+
+
+class Assemble(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Write a file of the global tier from the image whose descriptor comes along. Reply: :class:`Assembled`."""
+
+    url: str
+    """Of the global tier: a path, or what fsspec knows."""
+    folder: str
+    """In it, where the file goes; made if need be."""
+    name: str
+    pieces: tuple[Content, ...]
+    timeout_s: float
+    """For all of it, where it goes through a network."""
+
+
+class Assembled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A file is written, or is not."""
+
+    num_bytes: int = 0
+    chunks: tuple[str, ...] = ()
+    """xxh3_64 of every 8 MiB, hexadecimal."""
+    finite: bool = True
+    error: str | None = None
+    """Why there is no file; one line."""
+
+
+def assemble(request: Assemble, image: memoryview) -> Assembled:
+    """Write one file.
+
+    Args:
+        request: What it consists of, and where it goes.
+        image: The shard.
+
+    Blocks: until it is there, in a store up to ``request.timeout_s``.
+    """
+    source = _Source(request.pieces, image)
+    try:
+        source.check()
+        if is_remote(request.url):
+            _upload(open_store(request.url), f"{request.folder}/{request.name}", source, request.timeout_s)
+        else:
+            folder = Path(local_path(request.url)) / request.folder
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder / request.name, source)
+        return Assembled(num_bytes=len(source), chunks=source.digests(), finite=source.is_finite())
+    except OSError as error:
+        return Assembled(error=f"{error.filename or request.name}: {error.strerror or error}")
+    except (CheckpointError, MemoryError) as error:
+        return Assembled(error=str(error) or type(error).__name__)
+    finally:
+        source.close()
+
+
+class _Source:
+    """The bytes of a file, which lie in several places; digested where they are taken out. Thread: any."""
+
+    def __init__(self, pieces: Sequence[Content], image: memoryview) -> None:
+        self._pieces, self._image = pieces, image
+        self._ends, end = list[int](), 0
+        for piece in pieces:
+            end += len(piece) if isinstance(piece, bytes) else piece.num_bytes
+            self._ends.append(end)
+        self._num_bytes = end
+        self._chunks: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+    def __getitem__(self, where: slice) -> bytes:
+        """Return bytes, which begin with a chunk, and note the digests of their chunks."""
+        start, stop, _ = where.indices(self._num_bytes)
+        data = bytearray(stop - start)
+        position = 0
+        for view in self.views(start, stop):
+            data[position : position + len(view)] = view
+            position += len(view)
+        taken = bytes(data)
+        for offset in range(0, len(taken), CHUNK_BYTES):
+            self._note((start + offset) // CHUNK_BYTES, xxhash.xxh3_64_hexdigest(taken[offset : offset + CHUNK_BYTES]))
+        return taken
+
+    def views(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes from ``start`` to ``stop`` where they lie."""
+        index = bisect.bisect_right(self._ends, start)
+        while start < stop:
+            piece, end = self._pieces[index], self._ends[index]
+            last = min(stop, end)
+            if self._closed:
+                raise CheckpointError("the file was given up")
+            if isinstance(piece, bytes):
+                begin = end - len(piece)
+                yield memoryview(piece)[start - begin : last - begin]
+            else:
+                shift = piece.offset - (end - piece.num_bytes)
+                yield self._image[start + shift : last + shift]
+            start, index = last, index + 1
+
+    def digest_chunk(self, index: int) -> Iterator[memoryview]:
+        """Yield the bytes of a chunk where they lie, and note its digest."""
+        start = index * CHUNK_BYTES
+        found = xxhash.xxh3_64()
+        for view in self.views(start, min(start + CHUNK_BYTES, self._num_bytes)):
+            found.update(view)
+            yield view
+        self._note(index, found.hexdigest())
+
+    def check(self) -> None:
+        """Raise CheckpointError when a range lies outside the image."""
+        for piece in self._pieces:
+            if isinstance(piece, Range) and not 0 <= piece.offset <= piece.offset + piece.num_bytes <= len(self._image):
+                raise CheckpointError(f"bytes {piece.offset} to {piece.offset + piece.num_bytes} are not in the image")
+
+    def digests(self) -> tuple[str, ...]:
+        return tuple(self._chunks[index] for index in range(len(self._chunks)))
+
+    def is_finite(self) -> bool:
+        for piece in self._pieces:
+            if isinstance(piece, Range) and piece.numbers in MAY_BE_INFINITE:
+                with self._image[piece.offset : piece.offset + piece.num_bytes] as data:
+                    if not is_finite(data, piece.numbers):
+                        return False
+        return True
+
+    def close(self) -> None:
+        """Let go of the image; an upload that still runs gets an error instead of others' bytes."""
+        self._closed = True
+        self._image = memoryview(b"")
+
+    def _note(self, index: int, digest: str) -> None:
+        with self._lock:
+            self._chunks[index] = digest
+
+
+def _upload(store: Store, name: str, source: _Source, timeout_s: float) -> None:
+    if len(source) > MAX_PARTS * PART_BYTES:
+        raise CheckpointError(f"{store.describe(name)}: {len(source)} bytes are too many for one object")
+    if store.is_s3:
+        # Less than two parts go up as one object, which has to be there as a whole.
+        whole = len(source) < 2 * PART_BYTES
+        store.put_in_parts(
+            name,
+            source[:] if whole else source,
+            part_bytes=PART_BYTES,
+            concurrency=NUM_PARTS_AT_ONCE,
+            timeout_s=timeout_s,
+        )
+    else:
+        pieces = (source[start : start + PART_BYTES] for start in range(0, len(source), PART_BYTES))
+        store.put_stream(name, pieces, block_bytes=PART_BYTES, timeout_s=timeout_s)
+
+
+def _write(path: Path, source: _Source) -> None:
+    """Write a new file and make it durable; one that cannot be finished is deleted."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            if len(source):
+                os.posix_fallocate(fd, 0, len(source))  # a full disk says so at once
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        for index in range(-(-len(source) // CHUNK_BYTES)):
+            for view in source.digest_chunk(index):
+                while view:
+                    view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)

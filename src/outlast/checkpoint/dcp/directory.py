@@ -1,0 +1,182 @@
+"""The global tier's place: the names in it, what commits a generation, and how one is deleted.
+
+On a file system an attempt is a folder of its own, and its rename the commit, as in the local tier. An object store
+has no rename: an attempt's files, whose names carry the attempt, lie in the generation's folder, and the manifest, put
+last, is the commit. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+from outlast.checkpoint.dcp.file_place import FilePlace
+from outlast.checkpoint.dcp.manifest import GlobalManifest, decode_global_manifest
+from outlast.checkpoint.dcp.object_place import ObjectPlace
+from outlast.checkpoint.dcp.store import is_remote
+from outlast.checkpoint.directory import Attempt
+from outlast.errors import Incomplete
+
+__all__ = ["GlobalDirectory"]
+
+SUSPECT = "suspect"
+"""Folder of what was saved for diagnosis."""
+
+
+class Place(Protocol):
+    """What differs between a file system and an object store."""
+
+    url: str
+
+    def generations(self) -> list[int]: ...
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes: ...
+
+    def sizes(self, folder: str) -> dict[str, int]: ...
+
+    def run(self) -> str | None: ...
+
+    def latest(self) -> int | None: ...
+
+    def claim(self, run: str) -> None: ...
+
+    def attempt_folder(self, iteration: int, attempt: Attempt) -> str: ...
+
+    def file_name(self, rank: int, index: int, attempt: Attempt) -> str: ...
+
+    def commit(self, iteration: int, attempt: Attempt, manifest: GlobalManifest, metadata: bytes) -> None: ...
+
+    def point_to(self, iteration: int) -> None: ...
+
+    def discard(self, iteration: int, attempt: Attempt) -> None: ...
+
+    def remove(self, iteration: int) -> None: ...
+
+    def remove_stale(self, attempt: Attempt) -> list[str]: ...
+
+
+class GlobalDirectory:
+    """A path, or any URL that fsspec knows, with generations in it. Thread: any.
+
+    Args:
+        url: ``/path``, ``file:///path``, ``s3://bucket/run``, ``gs://bucket/run``, ``memory://run``, ...
+
+    All methods raise CheckpointError where an object store, and OSError where a file system fails.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        text = os.fspath(url)
+        self._place: Place = ObjectPlace(text) if is_remote(text) else FilePlace(text)
+
+    @property
+    def url(self) -> str:
+        """The place, as a path where it is one."""
+        return self._place.url
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is reached through fsspec."""
+        return is_remote(self.url)
+
+    @property
+    def suspects(self) -> GlobalDirectory:
+        """Where saves for diagnosis go; none of them is ever the newest generation."""
+        return GlobalDirectory(f"{self.url}/{SUSPECT}")
+
+    # -- what is there -----------------------------------------------------------------------------------------
+
+    def generations(self) -> list[int]:
+        """Return the iterations that have a folder of a committed name, newest first; whole or not."""
+        return self._place.generations()
+
+    def manifest(self, iteration: int) -> GlobalManifest:
+        """Read a generation's manifest.
+
+        Raises:
+            CheckpointError: There is none, or it cannot be trusted.
+        """
+        try:
+            data = self._place.read(f"{self.folder(iteration)}/manifest.json")
+        except FileNotFoundError:
+            raise Incomplete("there is no manifest") from None
+        return decode_global_manifest(data)
+
+    def run(self) -> str | None:
+        """Return the run that the place belongs to; ``None`` when it is new."""
+        return self._place.run()
+
+    def latest(self) -> int | None:
+        """Return what the tracker names, a hint for people; ``None``: nothing that can be read."""
+        return self._place.latest()
+
+    def names(self) -> list[str]:
+        """Return the names of all that lies directly in the place."""
+        return self._place.names()
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return a folder's files, names relative to it, and their bytes."""
+        return self._place.sizes(folder)
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Return a file, or its bytes from ``start`` up to ``end`` or the file's end.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        return self._place.read(name, start, end)
+
+    @staticmethod
+    def folder(iteration: int) -> str:
+        """Return the name of a generation's folder."""
+        return f"step-{iteration}"
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def attempt_folder(self, iteration: int, attempt: Attempt) -> str:
+        """Return the folder that an attempt's files go to."""
+        return self._place.attempt_folder(iteration, attempt)
+
+    def file_name(self, rank: int, index: int, attempt: Attempt) -> str:
+        """Return the name of a rank's file of an attempt."""
+        return self._place.file_name(rank, index, attempt)
+
+    def claim(self, run: str) -> None:
+        """Name the run that the place belongs to, unless it is named."""
+        self._place.claim(run)
+
+    def commit(self, iteration: int, attempt: Attempt, manifest: GlobalManifest, metadata: bytes) -> None:
+        """Make an attempt, all of whose files are there, the generation of its iteration.
+
+        A generation that has its place already is replaced in one step; on a file system it is set aside.
+
+        Args:
+            iteration: Number of optimizer steps done.
+            attempt: Whose files they are.
+            manifest: What it consists of.
+            metadata: What other readers of the format read.
+
+        Raises:
+            Incomplete: A file is not there, or is torn.
+        """
+        self._place.commit(iteration, attempt, manifest, metadata)
+
+    def point_to(self, iteration: int) -> None:
+        """Set the tracker."""
+        self._place.point_to(iteration)
+
+    def discard(self, iteration: int, attempt: Attempt) -> None:
+        """Delete what a failed attempt wrote: its room may be what the next one lacks."""
+        self._place.discard(iteration, attempt)
+
+    def remove(self, iteration: int) -> None:
+        """Delete a generation, so that no half of it is ever taken for one."""
+        self._place.remove(iteration)
+
+    def remove_stale(self, attempt: Attempt) -> list[str]:
+        """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.
+
+        Only what is provably not in use. Another job's leftovers stay.
+        """
+        return self._place.remove_stale(attempt)

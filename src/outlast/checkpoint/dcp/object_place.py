@@ -1,0 +1,138 @@
+"""The global tier in an object store. Nothing here imports torch.
+
+There is no rename: files of an attempt carry its name, so that nobody's late upload changes what is committed, and the
+manifest is put last.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from outlast.checkpoint.dcp.file_place import check_files, parse_tracker
+from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, decode_global_manifest, encode_global_manifest
+from outlast.checkpoint.dcp.store import open_store
+from outlast.checkpoint.directory import RUN, TRACKER, Attempt
+from outlast.checkpoint.manifest import MANIFEST
+from outlast.env import clean_name
+from outlast.errors import CheckpointError
+
+__all__ = ["ObjectPlace"]
+
+_GENERATION = re.compile(r"step-(\d+)")
+_FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
+
+
+class _Run(msgspec.Struct, frozen=True):
+    run: str
+
+
+class ObjectPlace:
+    """Objects below a URL.
+
+    Args:
+        url: As fsspec takes it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._store = open_store(self.url)
+
+    def generations(self) -> list[int]:
+        found = (_GENERATION.fullmatch(name) for name in self._store.names())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def names(self) -> list[str]:
+        return self._store.names()
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        return self._store.read(name, start, end)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return self._store.sizes(folder)
+
+    def run(self) -> str | None:
+        try:
+            return msgspec.json.decode(self._store.read(RUN), type=_Run).run
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(
+                f"{self._store.describe(RUN)} cannot be read ({error}); restore or delete it"
+            ) from error
+
+    def latest(self) -> int | None:
+        try:
+            return parse_tracker(self._store.read(TRACKER))
+        except FileNotFoundError:
+            return None
+
+    def claim(self, run: str) -> None:
+        if self.run() is None:
+            self._store.write(RUN, msgspec.json.encode(_Run(run)))
+
+    def attempt_folder(self, iteration: int, attempt: Attempt) -> str:
+        return f"step-{iteration}"
+
+    def file_name(self, rank: int, index: int, attempt: Attempt) -> str:
+        return f"__{rank}_{index}.{attempt}.distcp"
+
+    def commit(self, iteration: int, attempt: Attempt, manifest: GlobalManifest, metadata: bytes) -> None:
+        folder = f"step-{iteration}"
+        check_files(manifest, self._store.sizes(folder))
+        replaced = self._committed_files(folder)
+        self._store.write(f"{folder}/{METADATA}", metadata)
+        self._store.write(f"{folder}/{MANIFEST}", encode_global_manifest(manifest))
+        # What an earlier attempt at this iteration had committed is nobody's any more; another's upload may go on.
+        self._remove(folder, (replaced or set()) - {file.name for file in manifest.files})
+
+    def point_to(self, iteration: int) -> None:
+        self._store.write(TRACKER, f"step-{iteration}\n".encode())
+
+    def discard(self, iteration: int, attempt: Attempt) -> None:
+        folder = f"step-{iteration}"
+        self._remove(folder, {name for name in self._store.sizes(folder) if name.endswith(f".{attempt}.distcp")})
+
+    def remove(self, iteration: int) -> None:
+        folder = f"step-{iteration}"
+        names = set(self._store.sizes(folder))
+        self._store.remove([f"{folder}/{MANIFEST}"])  # first: what is left then is no generation
+        self._remove(folder, names - {MANIFEST})
+
+    def remove_stale(self, attempt: Attempt) -> list[str]:
+        removed = []
+        for iteration in self.generations():
+            folder = f"step-{iteration}"
+            stale = {name for name in self._store.sizes(folder) if _is_stale(name, attempt)}
+            committed = self._committed_files(folder) if stale else None
+            if committed is None:
+                continue  # nobody knows what belongs to it
+            stale -= committed
+            self._remove(folder, stale)
+            removed += [f"{folder}/{name}" for name in sorted(stale)]
+        return removed
+
+    def _committed_files(self, folder: str) -> set[str] | None:
+        """Return the files that a generation's manifest names; ``None`` when it cannot be trusted."""
+        try:
+            data = self._store.read(f"{folder}/{MANIFEST}")
+        except FileNotFoundError:
+            return set()
+        try:
+            return {file.name for file in decode_global_manifest(data).files}
+        except CheckpointError:
+            return None
+
+    def _remove(self, folder: str, names: set[str]) -> None:
+        self._store.remove(f"{folder}/{name}" for name in sorted(names))
+
+
+def _is_stale(name: str, attempt: Attempt) -> bool:
+    """Whether a file is of an attempt of this job that is decided or whose processes are gone."""
+    match = _FILE.fullmatch(name)
+    if match is None or match["job"] != clean_name(attempt.job):
+        return False
+    if match["token"] == attempt.token:
+        return int(match["ordinal"]) < attempt.ordinal
+    return int(match["cycle"]) <= attempt.cycle

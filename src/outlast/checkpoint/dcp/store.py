@@ -1,0 +1,231 @@
+"""Any place that fsspec reaches, with a time limit on everything. Nothing here imports torch.
+
+Whatever a store's own library raises comes out as one of two: ``FileNotFoundError``, or a CheckpointError that names
+the object. Settings and credentials are fsspec's own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and
+what the store's library reads by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import UTC, datetime
+from typing import Any
+
+from outlast.errors import CheckpointError
+
+__all__ = ["Store", "is_remote", "local_path", "open_store"]
+
+TIMEOUT_S = 60.0
+"""For one small operation, or one piece of a large one."""
+SLACK_S = 1.0
+
+_stores: dict[str, Store] = {}
+_lock = threading.Lock()
+
+
+def is_remote(url: str) -> bool:
+    """Return whether a place is reached through fsspec."""
+    return "://" in url and not url.startswith("file://")
+
+
+def local_path(url: str) -> str:
+    """Return the path of a place on a file system."""
+    return url.removeprefix("file://")
+
+
+def open_store(url: str) -> Store:
+    """Return the store at a URL; the same one, with its connections, each time."""
+    with _lock:
+        if url not in _stores:
+            _stores[url] = Store(url)
+        return _stores[url]
+
+
+class Store:
+    """Objects below one URL. Thread: any.
+
+    Args:
+        url: ``s3://bucket/run``, ``gs://bucket/run``, ``memory://run``, or any other that fsspec knows.
+        timeout_s: For each operation that is not given another.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._opened: tuple[Any, str] | None = None
+
+    @property
+    def is_s3(self) -> bool:
+        """Whether large objects can be put in parts at once."""
+        return self.url.startswith(("s3://", "s3a://"))
+
+    def describe(self, name: str) -> str:
+        """Return the URL of an object."""
+        return f"{self.url}/{name}" if name else self.url
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Return the objects below a folder: names relative to it, and their bytes; empty when there is none."""
+        prefix = self._path(folder)
+        try:
+            found = self._call("find", folder, prefix, detail=True)
+        except FileNotFoundError:
+            return {}
+        strip = len(prefix.strip("/")) + 1
+        return {path.strip("/")[strip:]: int(about.get("size") or 0) for path, about in found.items()}
+
+    def modified_ns(self, folder: str = "") -> int | None:
+        """Return when an object below a folder last changed, in nanoseconds since the epoch by the store's clock.
+
+        Returns:
+            The newest of their times; ``None``: the store does not tell.
+        """
+        try:
+            found = self._call("find", folder, self._path(folder), detail=True)
+        except FileNotFoundError:
+            return None
+        times = [_modified_ns(about) for about in found.values()]
+        return None if None in times else max(filter(None, times), default=None)
+
+    def names(self) -> list[str]:
+        """Return the names of what lies directly here, folders and objects alike."""
+        try:
+            found = self._call("ls", "", self._path(""), detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in found})
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Return an object, or its bytes from ``start`` to ``end``.
+
+        Raises:
+            FileNotFoundError: There is none.
+            CheckpointError: The store does not give it.
+        """
+        if start is not None and start == end:
+            return b""
+        return bytes(self._call("cat_file", name, self._path(name), start=start, end=end))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a small object, or replace it."""
+        self._call("pipe_file", name, self._path(name), data)
+
+    def put_in_parts(self, name: str, data: Any, *, part_bytes: int, concurrency: int, timeout_s: float) -> None:
+        """Put a large object, several parts at once; only where :attr:`is_s3`.
+
+        Args:
+            name: Of the object.
+            data: Has a length, and gives bytes for slices, which are asked for when they are needed.
+            part_bytes: Of each part but the last.
+            concurrency: Parts under way at once.
+            timeout_s: For the whole of it.
+        """
+        arguments = {"chunksize": part_bytes, "max_concurrency": concurrency}
+        self._call("pipe_file", name, self._path(name), data, timeout_s=timeout_s, **arguments)
+
+    def put_stream(self, name: str, pieces: Iterable[bytes], *, block_bytes: int, timeout_s: float) -> None:
+        """Put a large object, piece after piece."""
+
+        def put() -> None:
+            file_system, _ = self._open()
+            file = file_system.open(self._path(name), "wb", block_size=block_bytes)
+            try:
+                for piece in pieces:
+                    file.write(piece)
+            except BaseException:
+                discard: Callable[[], None] | None = getattr(file, "discard", None)
+                if discard is not None:
+                    file.closed = True  # its end would make an object of the half that is there
+                    discard()
+                raise
+            file.close()
+
+        self._guard(name, lambda: _in_thread(put, timeout_s), timeout_s)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete objects; those that are not there are none of anyone's concern."""
+        for name in names:
+            try:
+                self._call("rm_file", name, self._path(name))
+            except FileNotFoundError:
+                pass
+
+    def _path(self, name: str) -> str:
+        _, root = self._open()
+        return f"{root}/{name}" if name else root
+
+    def _open(self) -> tuple[Any, str]:
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._guard("", self._connect, self._timeout_s)
+            return self._opened
+
+    def _connect(self) -> tuple[Any, str]:
+        import fsspec  # type: ignore[import-untyped]
+
+        # A listing that is remembered would hide what other ranks wrote.
+        file_system, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        return file_system, str(root).rstrip("/")
+
+    def _call(self, method: str, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        file_system, _ = self._open()
+
+        def call() -> Any:
+            if file_system.async_impl:
+                work = getattr(file_system, f"_{method}")(*args, **kwargs)
+                running = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, limit_s), file_system.loop)
+                try:
+                    return running.result(limit_s + SLACK_S)
+                except BaseException:
+                    running.cancel()
+                    raise
+            return _in_thread(lambda: getattr(file_system, method)(*args, **kwargs), limit_s)
+
+        return self._guard(name, call, limit_s)
+
+    def _guard(self, name: str, work: Callable[[], Any], limit_s: float) -> Any:
+        """Do something with the store; its errors become ours."""
+        where = self.describe(name)
+        try:
+            return work()
+        except FileNotFoundError:
+            raise
+        except (TimeoutError, FutureTimeout) as error:
+            raise CheckpointError(f"{where}: the store did not answer within {limit_s:.3g} s") from error
+        except ImportError as error:
+            raise CheckpointError(f"{where}: {error}; install the package that reaches this store") from error
+        except Exception as error:  # each store's library has errors of its own
+            text = str(error).strip().splitlines()
+            raise CheckpointError(f"{where}: {type(error).__name__}: {text[0][:300] if text else ''}") from error
+
+
+def _in_thread(work: Callable[[], Any], timeout_s: float) -> Any:
+    """Do something that knows no time limit; past its limit it is left alone."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="outlast-store", daemon=True).start()
+    return outcome.result(timeout_s)
+
+
+def _modified_ns(about: Mapping[str, Any]) -> int | None:
+    """Return the time of an object, under whichever name a store's library has it."""
+    for key in ("LastModified", "mtime", "updated", "last_modified", "created"):
+        when = about.get(key)
+        if isinstance(when, str):
+            when = datetime.fromisoformat(when)
+        if isinstance(when, int | float):
+            return int(when * 1e9)
+        if isinstance(when, datetime):
+            return int((when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() * 1e9)
+    return None
