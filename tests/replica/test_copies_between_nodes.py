@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable
 
 import pytest
+from replica_nodes import Arriving
 
 from outlast.checkpoint.holdings import MANIFEST_PART, CopyKey
+from outlast.checkpoint.replica import client
 from outlast.checkpoint.replica.client import ReplicaError, fetch, push, read_small
 from outlast.checkpoint.replica.replicator import Replicator, Target
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
@@ -39,9 +42,13 @@ def test_a_copy_is_what_was_sent(node, hold: Callable[[bytes], int], num_bytes: 
     assert node.memory.num_open == 0
 
 
+@pytest.mark.parametrize("num_connections", [1, 2, 3])
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_what_is_fetched_is_what_is_held(node, hold: Callable[[bytes], int], num_bytes: int) -> None:
-    """A part comes back whole, with the digests of what arrived."""
+def test_what_is_fetched_is_what_is_held(
+    node, hold: Callable[[bytes], int], monkeypatch, num_bytes: int, num_connections: int
+) -> None:
+    """A part comes back whole, over however many connections, with the digests of what arrived."""
+    monkeypatch.setattr(client, "NUM_CONNECTIONS", num_connections)
     data = make_bytes(num_bytes)
     node.memory.parts[COPY] = data
     fd = hold(bytes(num_bytes))
@@ -145,3 +152,42 @@ def test_nobody_there_is_an_outcome(hold: Callable[[bytes], int]) -> None:
     assert outcome.chunks is None
     assert outcome.is_new
     assert outcome.error == "node gone (127.0.0.1:1): Connection refused"
+
+
+def test_one_connection_that_breaks_fails_the_fetch(node, hold: Callable[[bytes], int], monkeypatch) -> None:
+    """A part is never returned with a range missing, and all threads end."""
+    monkeypatch.setattr(client, "NUM_CONNECTIONS", 2)
+    data = make_bytes(12 * CHUNK_BYTES)
+    node.memory.parts[COPY] = data
+    original = client._fetch_ranges
+
+    def break_second(*arguments) -> None:
+        if threading.current_thread().name == "outlast-fetch":
+            raise ConnectionResetError("it ended the connection")
+        original(*arguments)
+
+    monkeypatch.setattr(client, "_fetch_ranges", break_second)
+    with pytest.raises(ReplicaError, match="it ended the connection"):
+        fetch(node.target, KEY, COPY, hold(bytes(len(data))), len(data), timeout_s=10)
+    assert not [thread for thread in threading.enumerate() if thread.name in ("outlast-fetch", "outlast-map")]
+
+
+def test_a_file_that_is_too_short_to_land_in_is_refused(node, hold: Callable[[bytes], int]) -> None:
+    """The caller's mistake is an error, not a signal."""
+    node.memory.parts[COPY] = bytes(10)
+    with pytest.raises(ReplicaError, match="no room for the 10 bytes"):
+        fetch(node.target, KEY, COPY, hold(bytes(9)), 10, timeout_s=10)
+
+
+def test_a_slow_disk_is_waited_for(node, hold: Callable[[bytes], int], monkeypatch) -> None:
+    """A partner that takes longer to make a copy durable than the timeout says that it goes on."""
+    monkeypatch.setattr("outlast.checkpoint.replica.service.WORKING_S", 0.05)
+    keep = Arriving.keep
+
+    def slow(self) -> None:
+        threading.Event().wait(0.6)
+        keep(self)
+
+    monkeypatch.setattr(Arriving, "keep", slow)
+    push(node.target, KEY, COPY, hold(b"shard"), range(1), 5, timeout_s=0.3)
+    assert node.memory.parts == {COPY: b"shard"}

@@ -23,7 +23,7 @@ MESSAGES = st.one_of(
     st.builds(f.Put, KEYS, SIZES, st.integers(0, 1 << 30), st.integers(1, 1 << 16)),
     st.builds(f.Get, KEYS, SIZES, SIZES),
     st.builds(f.Chunk, st.text(max_size=20)),
-    st.sampled_from([f.Ping(), f.Ready(), f.Kept(), f.Working(), f.Failed("no room")]),
+    st.sampled_from([f.Ping(), f.Ready(), f.Keep(), f.Kept(), f.Working(), f.Failed("no room")]),
 )
 
 

@@ -260,7 +260,7 @@ class Channel:
             if end_s is not None:
                 left_s = end_s - clock.now_s()
                 if left_s <= 0:
-                    raise TimeoutError("it did not authenticate in time")
+                    raise TimeoutError("it did not answer in time")
                 self._set_kernel_timeout(left_s)
             try:
                 part = self._socket.recv(num_bytes - len(data))

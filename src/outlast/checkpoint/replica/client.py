@@ -17,7 +17,7 @@ import msgspec
 
 from outlast.checkpoint.holdings import CopyKey
 from outlast.checkpoint.replica.channel import Channel, NotAuthenticated, RefusedByPeer
-from outlast.checkpoint.replica.frames import Chunk, Data, FrameError, Get, Kept, Ping, Put, Ready
+from outlast.checkpoint.replica.frames import Chunk, Data, FrameError, Get, Keep, Kept, Ping, Put, Ready
 from outlast.checkpoint.replica.landing import Landing
 from outlast.checkpoint.shard import CHUNK_BYTES, num_chunks
 
@@ -144,6 +144,7 @@ def push(
                 digests.append(channel.expect(Chunk).digest)
         while len(digests) < len(chunks):
             digests.append(channel.expect(Chunk).digest)
+        channel.send(Keep())
         channel.expect(Kept)
     return tuple(digests)
 

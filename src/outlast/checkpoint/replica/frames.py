@@ -24,6 +24,7 @@ __all__ = [
     "Failed",
     "FrameError",
     "Get",
+    "Keep",
     "Kept",
     "Message",
     "Ping",
@@ -104,6 +105,10 @@ class Chunk(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     digest: str
 
 
+class Keep(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """I have all your digests: keep it. Reply: :class:`Kept`. Without this word a part is forgotten."""
+
+
 class Kept(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """All is received, and durable as far as its place is."""
 
@@ -125,7 +130,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     error: str
 
 
-Message: TypeAlias = Challenge | Prove | Welcome | Ping | Put | Get | Ready | Chunk | Kept | Working | Data | Failed
+Message: TypeAlias = (
+    Challenge | Prove | Welcome | Ping | Put | Get | Ready | Chunk | Keep | Kept | Working | Data | Failed
+)
 
 
 def encode_frame(message: Message) -> bytes:

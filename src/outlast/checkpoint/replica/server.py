@@ -141,6 +141,9 @@ class ReplicaServer:
         try:
             if not channel.challenge_client(self._key(), HANDSHAKE_S):
                 return False
+        except TimeoutError:
+            self._refuse(source, "it did not authenticate in time")
+            return False
         except (NotAuthenticated, FrameError, OSError) as error:
             self._refuse(source, str(error))
             return False

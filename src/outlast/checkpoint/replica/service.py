@@ -21,6 +21,7 @@ from outlast.checkpoint.replica.frames import (
     Failed,
     FrameError,
     Get,
+    Keep,
     Kept,
     Message,
     Ping,
@@ -117,6 +118,8 @@ class Service:
             for start in range(0, request.num_bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, request.num_bytes - start)
                 self._channel.send(Chunk(self._channel.receive_pieces(size, self._scratch, write)))
+            if not isinstance(self._channel.receive(), Keep):
+                raise ConnectionResetError("it left before the end")
             self._patiently(sink.keep)
             self._channel.send(Kept())
         except HoldingsError as error:
