@@ -19,6 +19,7 @@ class Memory:
         self.parts: dict[CopyKey, bytes] = {}
         self.refusal: str | None = None
         self.num_open = 0
+        self.num_received = 0
         self.change = threading.Condition()
 
     def receive(self, key: CopyKey, num_bytes: int) -> Arriving:
@@ -40,6 +41,7 @@ class Arriving:
         self._done = False
         with memory.change:
             memory.num_open += 1
+            memory.num_received += 1
 
     def keep(self) -> None:
         data = os.pread(self.fd, self._num_bytes, 0)

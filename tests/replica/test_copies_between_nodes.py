@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from replica_nodes import Arriving
+from replica_nodes import Arriving, Memory
 
 from outlast.checkpoint.holdings import MANIFEST_PART, CopyKey
 from outlast.checkpoint.replica import client
 from outlast.checkpoint.replica.client import ReplicaError, fetch, push, read_small
+from outlast.checkpoint.replica.frames import Put, Working
 from outlast.checkpoint.replica.replicator import Replicator, Target
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
 
@@ -191,3 +192,25 @@ def test_a_slow_disk_is_waited_for(node, hold: Callable[[bytes], int], monkeypat
     monkeypatch.setattr(Arriving, "keep", slow)
     push(node.target, KEY, COPY, hold(b"shard"), range(1), 5, timeout_s=0.3)
     assert node.memory.parts == {COPY: b"shard"}
+
+
+def test_a_sender_that_leaves_while_room_is_made_leaves_nothing(
+    node, hold: Callable[[bytes], int], monkeypatch
+) -> None:
+    """A disk that is slow to give room: when it does, and nobody waits any more, the room is given back."""
+    monkeypatch.setattr("outlast.checkpoint.replica.service.WORKING_S", 0.02)
+    may_go_on = threading.Event()
+    receive = Memory.receive
+
+    def slow(self, key: CopyKey, num_bytes: int) -> Arriving:
+        assert may_go_on.wait(10)
+        return receive(self, key, num_bytes)
+
+    monkeypatch.setattr(Memory, "receive", slow)
+    with client.connect(node.target, KEY, timeout_s=10) as channel:
+        channel.send(Put(COPY, 5))
+        assert isinstance(channel.receive(), Working)
+    may_go_on.set()
+    with node.memory.change:
+        assert node.memory.change.wait_for(lambda: node.memory.num_received and not node.memory.num_open, timeout=10)
+    assert not node.memory.parts

@@ -36,6 +36,7 @@ __all__ = ["Service"]
 
 WORKING_S = 1.0
 """Seconds after which a peer that waits for a disk hears that it is being worked at."""
+MAX_WORK_S = 120.0
 T = TypeVar("T")
 
 
@@ -101,11 +102,17 @@ class Service:
     # -- taking in ---------------------------------------------------------------------------------------------
 
     def _put(self, request: Put) -> None:
+        made: list[_Sink] = []
         try:
-            sink = self._patiently(lambda: self._sink(request))
+            self._patiently(lambda: made.append(self._sink(request)))
+        except (ConnectionError, TimeoutError):
+            for late in made:
+                late.drop()
+            raise
         except (HoldingsError, OSError) as error:
             self._channel.send(Failed(str(error)))
             return
+        sink = made[0]
         received = 0
 
         def write(piece: memoryview, offset: int) -> None:
@@ -145,7 +152,7 @@ class Service:
             num_bytes -= len(piece)
 
     def _patiently(self, work: Callable[[], T]) -> T:
-        """Do what may take a disk long, and let the peer know meanwhile that it goes on."""
+        """Do what may take a disk long, and let the peer know meanwhile that it goes on, up to ``MAX_WORK_S``."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -157,13 +164,14 @@ class Service:
         worker = threading.Thread(target=run, name="outlast-replica-disk", daemon=True)
         worker.start()
         try:
-            while True:
+            for _ in range(round(MAX_WORK_S / WORKING_S)):
                 try:
                     return future.result(WORKING_S)
                 except NotYet:
                     if future.done():
                         raise
                     self._channel.send(Working())
+            return future.result()  # the peer's own timeout decides
         finally:
             worker.join()
 
