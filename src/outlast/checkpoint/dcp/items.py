@@ -1,0 +1,177 @@
+"""What a shard's image holds, named as ``torch.distributed.checkpoint`` names it.
+
+Works on the image alone, which is a snapshot, so it may run in any thread while training goes on. The names are those
+that ``flatten_state_dict`` gives: mappings are walked into, lists only where they hold tensors or mappings.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from outlast.checkpoint.dcp.inventory import Inventory, Part, Value
+from outlast.checkpoint.manifest import TensorEntry
+from outlast.checkpoint.shard import DTYPE_NAMES, TREE
+from outlast.checkpoint.state import decode
+from outlast.errors import CheckpointError
+
+__all__ = ["OURS", "ROOT", "TORCH_TYPES", "Items", "Path", "named_tensors"]
+
+Path = tuple[str | int, ...]
+ROOT = "state"
+"""What of the tree is the state that training gave; the rest is ours."""
+OURS = "outlast/"
+"""Begins the names of what other readers of the format do not get to see."""
+TORCH_TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, short in DTYPE_NAMES.items()}
+"""safetensors' name of an element type to torch's."""
+
+
+class Items:
+    """One rank's shard, item by item.
+
+    Args:
+        image: The shard's bytes; must stay what they are.
+        tensors: What lies where in it, the tree included.
+        alone: Whether this is the only rank: then nothing needs to be compared with others.
+
+    Raises:
+        CheckpointError: The tree is not one.
+    """
+
+    def __init__(self, image: memoryview, tensors: Sequence[TensorEntry], *, alone: bool) -> None:
+        self._image = image
+        self._entries = {entry.name: entry for entry in tensors}
+        self.tree = self._entries.pop(TREE)
+        """Where the plain values lie."""
+        root = _root(bytes(image[self.tree.offset : self.tree.offset + self.tree.num_bytes]))
+        self._values: dict[str, Any] = {}
+        values, paths = list[Value](), dict[str, tuple[str, Path]]()
+        layouts: dict[str, list[Any]] = {}
+        taken: set[str] = set()
+        for path, node in _walk(root.get(ROOT, ["d", []]), ()):
+            item = ".".join(map(str, path))
+            if node[0] == "T":
+                layouts[node[1]] = node[2] if len(node) > 2 else []
+                if item not in taken:
+                    paths[node[1]] = item, path
+            elif item not in taken and _can_be_dumped(node):
+                self._values[item] = node
+                values.append(Value(item, path))
+            taken.add(item)
+        parts = []
+        for entry in self._entries.values():
+            item, path = paths.get(entry.name, (OURS + entry.name, ()))
+            placements = layouts.get(entry.name) or [[None]]
+            is_shared = not alone and None in placements[0]
+            parts.append(self._part(entry, item, path, is_shared=is_shared))
+        self.inventory = Inventory(tuple(parts), tuple(values))
+
+    def value(self, item: str) -> bytes:
+        """Return a plain value as ``torch.save`` writes it."""
+        node = self._values[item]
+        if node[0] == "o":
+            data: bytes = node[1]
+            return data
+        buffer = io.BytesIO()
+        torch.save(decode(msgspec.msgpack.encode(node), self._tensor), buffer)
+        return buffer.getvalue()
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return what is known of a tensor of the shard."""
+        return self._entries[name]
+
+    def _part(self, entry: TensorEntry, item: str, path: Path, *, is_shared: bool) -> Part:
+        digest = ""
+        if is_shared:
+            with self._image[entry.offset : entry.offset + entry.num_bytes] as data:
+                digest = xxhash.xxh3_64_hexdigest(data)
+        return Part(
+            entry.name,
+            item,
+            path,
+            entry.dtype,
+            entry.shape,
+            entry.global_shape,
+            entry.global_offset,
+            entry.num_bytes,
+            digest,
+        )
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        entry = self._entries[name]
+        dtype = TORCH_TYPES[entry.dtype]
+        if not entry.num_bytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        data = bytearray(self._image[entry.offset : entry.offset + entry.num_bytes])
+        return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+
+
+def named_tensors(tree: bytes) -> dict[str, str]:
+    """Return all tensors of a tree: name in the shard to the name that it has for all ranks.
+
+    Raises:
+        CheckpointError: The tree is not one.
+    """
+    root = _root(tree)
+    found = {name: OURS + name for node in root.values() for name in _tensors(node)}
+    taken: set[str] = set()
+    for path, node in _walk(root.get(ROOT, ["d", []]), ()):
+        item = ".".join(map(str, path))
+        if node[0] == "T" and item not in taken:
+            found[node[1]] = item
+        taken.add(item)
+    return found
+
+
+def _root(tree: bytes) -> dict[str, Any]:
+    try:
+        kind, items = msgspec.msgpack.decode(tree)
+        if kind != "d":
+            raise ValueError("it is no mapping")
+        return dict(items)
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        raise CheckpointError(f"the tree of plain values cannot be read ({error})") from error
+
+
+def _walk(node: list[Any], path: Path) -> list[tuple[Path, list[Any]]]:
+    """Return the tensors and the plain values of a tree, with the paths that lead to them."""
+    match node:
+        case ["d" | "D", items, *_]:
+            return [found for key, item in items for found in _walk(item, (*path, str(key)))]
+        case ["l", items] if not _is_plain(node):
+            return [found for index, item in enumerate(items) for found in _walk(item, (*path, index))]
+    return [(path, node)]
+
+
+def _is_plain(node: list[Any]) -> bool:
+    """Whether a list holds neither tensors nor mappings, however deep."""
+    return all(item[0] not in ("T", "d", "D") and (item[0] != "l" or _is_plain(item)) for item in node[1])
+
+
+def _tensors(node: list[Any]) -> list[str]:
+    """Return the names of all tensors below a node, those that were arrays included."""
+    match node:
+        case ["T" | "n", name, *_]:
+            return [name]
+        case ["d" | "D", items, *_]:
+            return [name for _, item in items for name in _tensors(item)]
+        case ["l" | "p", items]:
+            return [name for item in items for name in _tensors(item)]
+    return []
+
+
+def _can_be_dumped(node: list[Any]) -> bool:
+    """Whether a plain value can be put in the format, which knows no distributed tensor within a tuple."""
+    match node:
+        case ["T", _, _]:
+            return False
+        case ["d" | "D", items, *_]:
+            return all(_can_be_dumped(item) for _, item in items)
+        case ["l" | "p", items]:
+            return all(_can_be_dumped(item) for item in items)
+    return True

@@ -1,0 +1,315 @@
+"""A generation loaded by another number of ranks than saved it: each takes the parts that it has now.
+
+Nothing live is touched before :meth:`Resharded.apply`. What is read goes into CPU tensors beside the live ones, as
+large as this rank's parts. Plain values are those of rank 0, and so are tensors that differed between ranks; random numbers
+are left out.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.items import ROOT, TORCH_TYPES, Path
+from outlast.checkpoint.dcp.manifest import GlobalManifest, Item
+from outlast.checkpoint.dcp.regions import Wanted, fill
+from outlast.checkpoint.dcp.stored_rank import read_tree, tensors_of
+from outlast.checkpoint.dcp.verified_file import VerifiedFiles
+from outlast.checkpoint.restore import check_fit, restore_into
+from outlast.checkpoint.state import decode, is_stateful
+from outlast.errors import CheckpointError
+
+__all__ = ["Resharded", "load_resharded"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Stands for a tensor in the saved structure."""
+
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class _Shadow:
+    """This rank's part of a tensor, beside the live one."""
+
+    local: torch.Tensor
+    like: Any
+    """The live distributed tensor whose layout it has; ``None`` = it is the whole."""
+    shape: tuple[int, ...]
+
+    def tensor(self) -> torch.Tensor:
+        if self.like is None:
+            return self.local
+        from torch.distributed.tensor import DTensor
+
+        mesh = self.like.device_mesh
+        return cast(
+            torch.Tensor,
+            DTensor.from_local(
+                self.local.to(mesh.device_type),
+                mesh,
+                self.like.placements,
+                run_check=False,
+                shape=torch.Size(self.shape),
+                stride=torch.empty(self.shape, device="meta").stride(),
+            ),
+        )
+
+
+class Resharded:
+    """A generation in tensors beside the live ones, verified.
+
+    Args:
+        state: The live state.
+        saved: What it is to become.
+        num_bytes_read: From the global tier.
+    """
+
+    def __init__(self, state: Mapping[str, Any], saved: dict[str, Any], num_bytes_read: int) -> None:
+        self._state, self._saved = state, saved
+        self.num_bytes_read = num_bytes_read
+
+    def apply(self) -> None:
+        """Put it into the live state.
+
+        Raises:
+            CheckpointError: A ``load_state_dict`` refused it; the live state is then of no use.
+        """
+        restore_into(self._state, _mapped(self._saved, lambda value, _: value.tensor(), _Shadow, ()))
+
+
+def load_resharded(
+    directory: GlobalDirectory, generation: int, manifest: GlobalManifest, state: Mapping[str, Any]
+) -> Resharded:
+    """Read what this rank needs of a generation, whichever number of ranks saved it.
+
+    Optimizers need not have taken a step: their states are made as they were saved, in the layout of the parameters.
+
+    Args:
+        directory: The global tier.
+        generation: Iteration of the generation.
+        manifest: Of the generation.
+        state: The live state: plain, DDP or ``fully_shard`` modules, optimizers, anything with a ``state_dict``.
+
+    Raises:
+        CheckpointError: A byte differs from its digest or is not there, or the generation does not fit ``state``.
+
+    Blocks: until everything is read. Does not communicate, but a ``state_dict()`` in ``state`` may.
+    """
+    files = VerifiedFiles(directory, manifest, directory.folder(generation))
+    planner = _Planner(files)
+    saved = planner.plan(state)
+    check_fit(state, saved)
+    fill(files, planner.wanted)
+    _say_what_differed(manifest)
+    return Resharded(state, saved, files.num_bytes_read)
+
+
+class _Planner:
+    """Decides what becomes of each part of the live state, and what has to be read for it."""
+
+    def __init__(self, files: VerifiedFiles) -> None:
+        self.wanted: list[Wanted] = []
+        self._files = files
+        self._items = {item.name: item for item in files.manifest.items if item.path and item.dtype is not None}
+        self._shadows: dict[tuple[str, int], _Shadow] = {}
+
+    def plan(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        saved = _saved_structure(self._files)
+        return {name: self._any(value, saved.get(name, _MISSING), (name,)) for name, value in state.items()}
+
+    def _any(self, live: Any, saved: Any, path: Path) -> Any:
+        if is_stateful(live):
+            return self._stateful(live, saved, path)
+        if isinstance(live, torch.Tensor):
+            return self._shadow(path, live)
+        if isinstance(live, Mapping) and _holds_more_than_values(live):
+            inner = saved if isinstance(saved, Mapping) else {}
+            return {
+                name: self._any(value, inner.get(name, _MISSING), (*path, str(name))) for name, value in live.items()
+            }
+        return self._value(saved, path)
+
+    def _stateful(self, live: Any, saved: Any, path: Path) -> Any:
+        content = live.state_dict()
+        templates = dict(_tensors(content, path))
+        if isinstance(live, torch.optim.Optimizer):
+            return self._as_saved(saved, path, {**templates, **_optimizer_templates(live, content, saved, path)})
+        stored = {stored_path for stored_path, _ in _tensors(saved, path, _Stored)}
+        if isinstance(live, torch.nn.Module) or (templates and set(templates) != stored):
+            return self._as_live(content, saved, path)
+        return self._as_saved(saved, path, templates)
+
+    def _as_saved(self, saved: Any, path: Path, templates: Mapping[Path, torch.Tensor]) -> Any:
+        """Return what was saved, its tensors in the layout of the live ones."""
+        self._value(saved, path)
+        return _mapped(saved, lambda stored, at: self._make(stored.item, templates.get(at)), _Stored, path)
+
+    def _as_live(self, live: Any, saved: Any, path: Path) -> Any:
+        """Return what the live state asks for."""
+        if isinstance(live, torch.Tensor):
+            return self._shadow(path, live)
+        if isinstance(live, Mapping):
+            inner = saved if isinstance(saved, Mapping) else {}
+            filled = copy.copy(live)
+            for name, value in live.items():
+                cast(Any, filled)[name] = self._as_live(value, inner.get(name, _MISSING), (*path, str(name)))
+            return filled
+        if isinstance(live, list) and any(True for _ in _tensors(live, path)):
+            inner_list = saved if isinstance(saved, list) and len(saved) == len(live) else [_MISSING] * len(live)
+            pairs = enumerate(zip(live, inner_list, strict=True))
+            return [self._as_live(value, found, (*path, index)) for index, (value, found) in pairs]
+        return live if saved is _MISSING else self._as_saved(saved, path, {})
+
+    def _value(self, saved: Any, path: Path) -> Any:
+        if saved is _MISSING:
+            raise CheckpointError(f"{_name(path)} was not saved; give the state that was saved")
+        return saved
+
+    def _shadow(self, path: Path, live: torch.Tensor) -> _Shadow:
+        item = self._items.get(_name(path))
+        if item is None:
+            raise CheckpointError(f"tensor {_name(path)} was not saved; give the state that was saved")
+        if item.shape != tuple(live.shape):
+            raise CheckpointError(f"tensor {item.name} was saved as {item.shape}, here it is {tuple(live.shape)}")
+        return self._make(item, live)
+
+    def _make(self, item: Item, template: torch.Tensor | None) -> _Shadow:
+        """Return a tensor that takes this rank's part of an item."""
+        like: Any = template if hasattr(template, "device_mesh") and tuple(template.shape) == item.shape else None  # type: ignore[union-attr]
+        if (item.name, id(like)) in self._shadows:
+            return self._shadows[item.name, id(like)]
+        shape, offset = item.shape, (0,) * len(item.shape)
+        if like is not None:
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            found = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+            shape, offset = tuple(map(int, found[0])), tuple(map(int, found[1]))
+        assert item.dtype is not None
+        shadow = _Shadow(torch.empty(shape, dtype=TORCH_TYPES[item.dtype]), like, item.shape)
+        self._shadows[item.name, id(like)] = shadow
+        self.wanted.append(Wanted(item, offset, shadow.local))
+        return shadow
+
+
+_MISSING = object()
+
+
+def _saved_structure(files: VerifiedFiles) -> dict[str, Any]:
+    """Return the state as rank 0 saved it, with :class:`_Stored` for its tensors."""
+    tree = read_tree(files, 0)
+    mine = tensors_of(files.manifest, 0, tree)
+    shared = {item.name: item for item in files.manifest.items}
+    _, entries = msgspec.msgpack.decode(tree)
+    root = dict(entries).get(ROOT, ["d", []])
+
+    def get(name: str) -> torch.Tensor:
+        item = mine[name]
+        if name in arrays:
+            assert item.dtype is not None
+            (piece,) = item.pieces
+            tensor = torch.empty(piece.shape, dtype=TORCH_TYPES[item.dtype])
+            fill(files, [Wanted(item, piece.offset, tensor)])
+            return tensor
+        return cast(torch.Tensor, _Stored(shared.get(item.name, item)))
+
+    arrays: set[str] = set()
+    stripped = _without_layouts(root, arrays)
+    return dict(decode(msgspec.msgpack.encode(stripped), get))
+
+
+def _without_layouts(node: Any, arrays: set[str]) -> Any:
+    """Return a tree whose tensors are not distributed; note those that were arrays."""
+    match node:
+        case ["T", name, *_]:
+            return ["T", name]
+        case ["n", name]:
+            arrays.add(name)
+            return node
+        case ["d" | "D" as kind, items, *rest]:
+            return [kind, [[key, _without_layouts(item, arrays)] for key, item in items], *rest]
+        case ["l" | "p" as kind, items]:
+            return [kind, [_without_layouts(item, arrays) for item in items]]
+    return node
+
+
+def _mapped(value: Any, change: Callable[[Any, Path], Any], kind: type, path: Path) -> Any:
+    """Return a copy of nested containers in which all of a kind are replaced."""
+    if isinstance(value, kind):
+        return change(value, path)
+    if isinstance(value, dict | collections.OrderedDict):
+        changed = copy.copy(value)
+        for key, inner in value.items():
+            changed[key] = _mapped(inner, change, kind, (*path, str(key)))
+        return changed
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(inner, change, kind, (*path, index)) for index, inner in enumerate(value))
+    return value
+
+
+def _tensors(value: Any, path: Path, kind: type = torch.Tensor) -> list[tuple[Path, Any]]:
+    """Return all of a kind in nested containers, with the paths that lead to them."""
+    if isinstance(value, kind):
+        return [(path, value)]
+    if isinstance(value, Mapping):
+        return [found for key, inner in value.items() for found in _tensors(inner, (*path, str(key)), kind)]
+    if isinstance(value, list | tuple):
+        return [found for index, inner in enumerate(value) for found in _tensors(inner, (*path, index), kind)]
+    return []
+
+
+def _optimizer_templates(
+    optimizer: torch.optim.Optimizer, content: dict[str, Any], saved: Any, path: Path
+) -> dict[Path, torch.Tensor]:
+    """Return the parameters for the paths of their states: a state of a parameter's shape has its layout.
+
+    Raises:
+        CheckpointError: The optimizer has other parameters.
+    """
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if not isinstance(groups, list) or not isinstance(saved.get("state"), Mapping):
+        raise CheckpointError(f"{_name(path)} was not saved as an optimizer's state; give the state that was saved")
+    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(f"{_name(path)} was saved with parameter groups of {sizes[0]}, here they are {sizes[1]}")
+    numbers = [number for group in groups for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        (*path, "state", str(number), str(key)): parameter
+        for number, parameter in zip(numbers, parameters, strict=True)
+        for key in saved["state"].get(number, ())
+    }
+
+
+def _holds_more_than_values(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_more_than_values(inner) for inner in value.values())
+    return is_stateful(value) or isinstance(value, torch.Tensor)
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _say_what_differed(manifest: GlobalManifest) -> None:
+    prefix = f"{ROOT}."
+    names = sorted({t.name for entry in manifest.ranks for t in entry.tensors if t.name.startswith(prefix)})
+    if names:
+        more = ", ..." if len(names) > 3 else ""
+        log.warning(
+            "%d tensors differed between the ranks that saved them (%s%s); all ranks now take those of the lowest",
+            len(names),
+            ", ".join(name.removeprefix(prefix) for name in names[:3]),
+            more,
+        )

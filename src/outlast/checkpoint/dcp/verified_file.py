@@ -1,0 +1,115 @@
+"""Reading a generation's files, each chunk compared with its digest before any byte of it is given out.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import xxhash
+
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.errors import CheckpointError, Corrupt, Incomplete
+
+__all__ = ["VerifiedFile", "VerifiedFiles"]
+
+
+class VerifiedFiles:
+    """The files of one generation. Thread: any.
+
+    Args:
+        directory: Where the generation lies.
+        manifest: Of the generation.
+        folder: Its folder in the directory; ``None``: that of its iteration.
+    """
+
+    def __init__(self, directory: GlobalDirectory, manifest: GlobalManifest, folder: str | None = None) -> None:
+        self.directory, self.manifest = directory, manifest
+        self.folder = directory.folder(manifest.iteration) if folder is None else folder
+        self._lock = threading.Lock()
+        self._num_bytes_read = 0
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes that came from the place so far."""
+        return self._num_bytes_read
+
+    def open(self, index: int) -> VerifiedFile:
+        """Return a reader of a file, for one thread."""
+        return VerifiedFile(self, index)
+
+    def chunk(self, index: int, number: int) -> bytes:
+        """Return a chunk of a file, as it was written.
+
+        Raises:
+            Incomplete: The file is missing or ends too early.
+            Corrupt: It differs from its digest.
+            CheckpointError: It cannot be read.
+        """
+        file = self.manifest.files[index]
+        start = number * CHUNK_BYTES
+        end = min(start + CHUNK_BYTES, file.num_bytes)
+        name = f"{self.folder}/{file.name}"
+        try:
+            data = self.directory.read(name, start, end)
+        except FileNotFoundError:
+            raise Incomplete(f"{name} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read ({error.strerror or error})") from error
+        except CheckpointError:
+            # A store refuses to give bytes from beyond an object's end.
+            if (size := self._size(file.name)) is not None and size < end:
+                raise Incomplete(f"{name} is {size} bytes long instead of {file.num_bytes}") from None
+            raise
+        with self._lock:
+            self._num_bytes_read += len(data)
+        if len(data) != end - start:
+            raise Incomplete(f"{name} ends after {start + len(data)} bytes instead of {file.num_bytes}")
+        if xxhash.xxh3_64_hexdigest(data) != file.chunks[number]:
+            within = [n for n, begin, size in self.manifest.contents(index) if begin < end and begin + size > start]
+            items = f" ({', '.join(within[:3])}{', ...' if len(within) > 3 else ''})" if within else ""
+            raise Corrupt(f"{name}: chunk {number}, bytes {start} to {end}{items}, differs from its digest")
+        return data
+
+    def _size(self, name: str) -> int | None:
+        try:
+            return self.directory.sizes(self.folder).get(name, 0)
+        except CheckpointError:
+            return None
+
+
+class VerifiedFile:
+    """One file; the chunk that was read last is remembered. Thread: one.
+
+    Args:
+        files: The generation's.
+        index: Which of them.
+    """
+
+    def __init__(self, files: VerifiedFiles, index: int) -> None:
+        self._files, self._index = files, index
+        self._number, self._chunk = -1, b""
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the file's bytes from ``start`` on. Raises as :meth:`VerifiedFiles.chunk`."""
+        done = 0
+        while done < len(target):
+            number, skip = divmod(start + done, CHUNK_BYTES)
+            if number != self._number:
+                self._number, self._chunk = -1, b""
+                self._chunk = self._files.chunk(self._index, number)
+                self._number = number
+            part = memoryview(self._chunk)[skip : skip + len(target) - done]
+            if not part:
+                raise Incomplete(f"{self._files.manifest.files[self._index].name} ends before byte {start + done}")
+            target[done : done + len(part)] = part
+            done += len(part)
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return the file's bytes from ``start`` on. Raises as :meth:`VerifiedFiles.chunk`."""
+        data = bytearray(num_bytes)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
