@@ -162,3 +162,33 @@ except PeerLost as error:
         assert "lost: a peer left" in out
     finally:
         _end(ranks)
+
+
+@pytest.mark.process
+def test_a_rank_that_leaves_waits_for_no_reduction_under_way(tmp_path: os.PathLike[str]) -> None:
+    """At whatever moment of a reduction that its peer takes part in, a rank that closes is through at once."""
+    body = """
+import torch.distributed as dist
+consensus.close()
+for number in range(60):
+    consensus = Consensus(["stop", "save"], world_size=place.world_size)
+    consensus.begin({}); consensus.finish()
+    dist.barrier()
+    consensus.begin({})
+    if place.global_rank == 1:
+        for _ in range(1000 * (number % 9)):
+            pass
+        consensus.close()
+    dist.barrier()
+    consensus.close()
+    dist.barrier()
+print("through")
+"""
+    ranks = _start(body, 2, tmp_path)
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=18)
+            assert rank.returncode == 0, err
+            assert out == "through\n"
+    finally:
+        _end(ranks)
