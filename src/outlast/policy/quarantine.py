@@ -114,7 +114,8 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
         loads: What earlier cycles of the run loaded.
     """
     if load is None or iteration is None:
-        return Judgement(distrusted=None, reason="nothing was loaded that could be at fault")
+        why = f"{len(known)} copies being distrusted already" if known else "so no copy can be at fault"
+        return Judgement(distrusted=None, reason=f"nothing was loaded, {why}")
     since = iteration - load.generation
     what = f"generation {load.generation} ({load.tier} tier, attempt {load.attempt})"
     if not 0 <= since <= load.suspect_window:
