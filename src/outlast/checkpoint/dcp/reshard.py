@@ -1,8 +1,8 @@
 """A generation loaded by another number of ranks than saved it: each takes the parts that it has now.
 
 Nothing live is touched before :meth:`Resharded.apply`. What is read goes into CPU tensors beside the live ones, as
-large as this rank's parts. Plain values are those of rank 0, and so are tensors that differed between ranks; random numbers
-are left out.
+large as this rank's parts. Plain values are those of rank 0, and so are tensors that differed between ranks; random
+numbers are left out.
 """
 
 from __future__ import annotations

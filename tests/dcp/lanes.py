@@ -1,0 +1,164 @@
+"""Ranks that save to a global tier: a lane each, in threads of one process, the writer's work done in place."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outlast.checkpoint.arena import Arena, Stager
+from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
+from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.manifest import topology_digest
+from outlast.checkpoint.shard import Identity
+from outlast.checkpoint.state import FlatState, flatten
+from outlast.errors import CheckpointError
+
+LONG_S = 15.0
+
+
+class SharedStore:
+    """The part of a store that the lanes need, for threads."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+
+@dataclass
+class Image:
+    """A shard's image."""
+
+    arena: Arena
+    num_bytes: int
+    tensors: tuple[Any, ...]
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.arena.array)[: self.num_bytes]  # type: ignore[arg-type]
+
+
+def stage(flat: FlatState, *, rank: int = 0, world: int = 1, iteration: int = 0, attempt: str = "a") -> Image:
+    """Make the image of a rank's shard."""
+    identity = Identity(
+        run="r", topology=topology_digest(world), rank=rank, world_size=world, iteration=iteration, attempt=attempt
+    )
+    stager = Stager()
+
+    def provide(num_bytes: int) -> Arena:
+        fd = os.memfd_create("image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, num_bytes)
+        return Arena(fd, num_bytes)
+
+    try:
+        staged = stager.stage(flat, identity, provide)
+        return Image(staged.arena, staged.num_bytes, tuple(staged.tensors))
+    finally:
+        stager.close()
+
+
+def flat_state(state: Any, random: Any = None) -> FlatState:
+    """Take a state apart as the manager does."""
+    return flatten({"state": state, "random": random})
+
+
+@dataclass
+class Lanes:
+    """As many lanes as ranks, over one place."""
+
+    url: str
+    world: int
+    token: str = "ab12cd34"
+    cycle: int = 0
+    timeout_s: float = LONG_S
+    most_recent_k: int = 3
+    suspect_window: int = 0
+    file_bytes: int = 1 << 20
+    writer: Callable[[int, Assemble, memoryview], Assembled] | None = None
+    """In place of ``assemble``: rank, request, image."""
+    ordinal: int = 0
+    lanes: list[GlobalLane] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        store = SharedStore()
+        self.directory = GlobalDirectory(self.url)
+        self._images: dict[int, Image] = {}
+        self._outcomes: dict[int, CheckpointError | None] = {}
+        self._told = threading.Semaphore(0)
+        self.lanes = [
+            GlobalLane(
+                self.directory,
+                store,
+                rank=rank,
+                world_size=self.world,
+                token=self.token,
+                run="r",
+                topology=topology_digest(self.world),
+                ask=lambda request, fd, timeout_s, rank=rank: self._assemble(rank, request),
+                timeout_s=self.timeout_s,
+                retention=GlobalRetention(most_recent_k=self.most_recent_k, suspect_window=self.suspect_window),
+                on_outcome=lambda save, error, rank=rank: self._note(rank, error),
+                file_bytes=self.file_bytes,
+            )
+            for rank in range(self.world)
+        ]
+
+    def save(
+        self, flats: Sequence[FlatState], iteration: int, *, suspect: bool = False, leave_out: Sequence[int] = ()
+    ) -> list[CheckpointError | None]:
+        """Save; return each rank's error."""
+        attempt = Attempt(job="job", cycle=self.cycle, token=self.token, ordinal=self.ordinal)
+        self.ordinal += 1
+        self._outcomes = {}
+        for rank, flat in enumerate(flats):
+            image = stage(flat, rank=rank, world=self.world, iteration=iteration, attempt=str(attempt))
+            self._images[rank] = image
+        ranks = [rank for rank in range(self.world) if rank not in leave_out]
+        for rank in ranks:
+            image = self._images[rank]
+            self.lanes[rank].submit(
+                GlobalSave(
+                    iteration=iteration,
+                    attempt=attempt,
+                    fd=image.arena.fd,
+                    image=image.view,
+                    tensors=image.tensors,
+                    suspect=suspect,
+                )
+            )
+        for _ in ranks:
+            assert self._told.acquire(timeout=4 * LONG_S), "a lane has told no outcome"
+        return [self._outcomes[rank] for rank in ranks]
+
+    def close(self) -> None:
+        for lane in self.lanes:
+            assert lane.stop(5.0)
+
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _assemble(self, rank: int, request: Assemble) -> Assembled:
+        view = self._images[rank].view
+        return assemble(request, view) if self.writer is None else self.writer(rank, request, view)
+
+    def _note(self, rank: int, error: CheckpointError | None) -> None:
+        self._outcomes[rank] = error
+        self._told.release()
