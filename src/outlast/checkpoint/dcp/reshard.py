@@ -48,7 +48,12 @@ class _Shadow:
     """The live distributed tensor whose layout it has; ``None`` = it is the whole."""
     shape: tuple[int, ...]
 
+    def outline(self) -> torch.Tensor:
+        """Return the whole's shape and type, without its bytes."""
+        return torch.empty(self.shape, dtype=self.local.dtype, device="meta")
+
     def tensor(self) -> torch.Tensor:
+        """Return what the live state takes."""
         if self.like is None:
             return self.local
         from torch.distributed.tensor import DTensor
@@ -110,7 +115,7 @@ def load_resharded(
     files = VerifiedFiles(directory, manifest, directory.folder(generation))
     planner = _Planner(files)
     saved = planner.plan(state)
-    check_fit(state, saved)
+    check_fit(state, _mapped(saved, lambda shadow, _: shadow.outline(), _Shadow, ()))
     fill(files, planner.wanted)
     _say_what_differed(manifest)
     return Resharded(state, saved, files.num_bytes_read)

@@ -144,7 +144,7 @@ class Store:
                 raise
             file.close()
 
-        self._guard(name, lambda: _in_thread(put, timeout_s), timeout_s)
+        self._guard(name, lambda: _in_thread(put, timeout_s), timeout_s, writes=True)
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete objects; those that are not there are none of anyone's concern."""
@@ -186,15 +186,17 @@ class Store:
                     raise
             return _in_thread(lambda: getattr(file_system, method)(*args, **kwargs), limit_s)
 
-        return self._guard(name, call, limit_s)
+        return self._guard(name, call, limit_s, writes=method == "pipe_file")
 
-    def _guard(self, name: str, work: Callable[[], Any], limit_s: float) -> Any:
+    def _guard(self, name: str, work: Callable[[], Any], limit_s: float, *, writes: bool = False) -> Any:
         """Do something with the store; its errors become ours."""
         where = self.describe(name)
         try:
             return work()
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            if not writes:
+                raise
+            raise CheckpointError(f"{where}: {error}; make the place first") from error
         except (TimeoutError, FutureTimeout) as error:
             raise CheckpointError(f"{where}: the store did not answer within {limit_s:.3g} s") from error
         except ImportError as error:

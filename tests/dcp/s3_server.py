@@ -1,0 +1,111 @@
+"""An S3 server in a process of its own, on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+READY_S = 30.0
+
+
+class S3Server:
+    """moto's server. It keeps its objects in memory, and writes down what it is asked, so that another can take over.
+
+    Args:
+        bucket: To make.
+        record: File for what it is asked.
+    """
+
+    def __init__(self, bucket: str, record: Path) -> None:
+        self.bucket, self._record = bucket, record
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port = listener.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables by which fsspec and the store's library find the server."""
+        return {
+            "FSSPEC_S3_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_MAX_ATTEMPTS": "1",
+        }
+
+    def client(self) -> Any:
+        """Return a client that is none of ours."""
+        import botocore.session
+
+        return botocore.session.get_session().create_client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+        )
+
+    def start(self) -> None:
+        """Start it, with what it had when it ended. Blocks: until it answers."""
+        is_new = not self._record.exists()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            env={
+                **os.environ,
+                **self.environment,
+                "MOTO_ENABLE_RECORDING": "1",
+                "MOTO_RECORDER_FILEPATH": os.fspath(self._record),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        end = time.monotonic() + READY_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+                break
+            except OSError:
+                assert self._process.poll() is None, "the server ended"
+                assert time.monotonic() < end, "the server does not answer"
+                time.sleep(0.05)
+        if is_new:
+            self.client().create_bucket(Bucket=self.bucket)
+        else:
+            request = urllib.request.Request(f"{self.endpoint}/moto-api/recorder/replay-recording", method="POST")
+            urllib.request.urlopen(request, timeout=READY_S).close()
+
+    def stop(self) -> None:
+        """Leave it connected, but silent."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Undo :meth:`stop`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(10)
+
+    def objects(self, prefix: str = "") -> dict[str, int]:
+        """Return what is in the bucket: names and bytes."""
+        found = self.client().list_objects_v2(Bucket=self.bucket, Prefix=prefix)
+        return {one["Key"]: one["Size"] for one in found.get("Contents", ())}

@@ -1,0 +1,232 @@
+"""The global tier in S3, against a real server process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from lanes import Lanes, flat_state
+from s3_server import S3Server
+
+from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
+from outlast.checkpoint.dcp.load import load_resharded, read_rank
+from outlast.checkpoint.dcp.reader import VerifiedReader
+from outlast.checkpoint.dcp.store import Store
+from outlast.checkpoint.state import decode
+from outlast.errors import CheckpointError, Corrupt, Incomplete
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+BUCKET = "bucket"
+
+
+@contextlib.contextmanager
+def _reachable(record: Path) -> Iterator[S3Server]:
+    """Run a server, and have fsspec find it."""
+    server = S3Server(BUCKET, record)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
+            # In this process fsspec was imported before: it has read its variables already.
+            patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": server.endpoint})
+            yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with _reachable(tmp_path_factory.mktemp("s3") / "record") as running:
+        yield running
+
+
+@pytest.fixture
+def mortal_server(tmp_path: Path) -> Iterator[S3Server]:
+    with _reachable(tmp_path / "record") as running:
+        yield running
+
+
+@pytest.fixture
+def url(server: S3Server, request: pytest.FixtureRequest) -> str:
+    return f"s3://{BUCKET}/{request.node.name}"
+
+
+def _state(value: float = 1.0) -> dict[str, object]:
+    return {"model": {"weight": torch.full((64, 64), value), "bias": torch.arange(64.0)}, "epoch": value}
+
+
+def _value_of(lanes: Lanes, iteration: int) -> float:
+    found = read_rank(lanes.directory, iteration, lanes.directory.manifest(iteration), 1)
+    saved = decode(found.tree, found.tensor)["state"]
+    assert torch.equal(saved["model"]["weight"], torch.full((64, 64), saved["epoch"]))
+    assert torch.equal(saved["model"]["bias"], torch.arange(64.0))
+    return float(saved["epoch"])
+
+
+def test_a_generation_goes_to_s3_and_comes_back(server: S3Server, url: str) -> None:
+    """Ranks save to a bucket, in the same layout as to a path, and each gets its own state back."""
+    with Lanes(url, 2) as lanes:
+        assert lanes.save([flat_state(_state(2.0))] * 2, 7) == [None, None]
+        assert lanes.directory.is_remote
+        assert lanes.directory.generations() == [7]
+        assert (lanes.directory.run(), lanes.directory.latest()) == ("r", 7)
+        assert _value_of(lanes, 7) == 2.0
+        live = {"model": {"weight": torch.zeros(64, 64), "bias": torch.zeros(64)}, "epoch": 0.0}
+        load_resharded(lanes.directory, 7, lanes.directory.manifest(7), live).apply()
+        assert live["epoch"] == 2.0
+        assert torch.equal(live["model"]["weight"], torch.full((64, 64), 2.0))
+    names = set(server.objects(url.removeprefix(f"s3://{BUCKET}/")))
+    assert {name.rpartition("/")[2] for name in names} >= {".metadata", "manifest.json", "latest", "run.json"}
+
+
+def test_the_formats_own_loader_reads_it_from_s3(server: S3Server, url: str) -> None:
+    """In another process, stock `dcp.load` reads the URL; so does it with our reader, verified."""
+    with Lanes(url, 2) as lanes:
+        assert lanes.save([flat_state(_state(3.0))] * 2, 7) == [None, None]
+    script = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from outlast.checkpoint.dcp.reader import VerifiedReader
+url = sys.argv[1]
+for options in ({"checkpoint_id": url}, {"storage_reader": VerifiedReader(url)}):
+    state = {"model": {"weight": torch.zeros(64, 64), "bias": torch.zeros(64)}, "epoch": 0.0}
+    dcp.load(state, **options)
+    assert torch.equal(state["model"]["weight"], torch.full((64, 64), 3.0))
+    assert torch.equal(state["model"]["bias"], torch.arange(64.0))
+    assert state["epoch"] == 3.0
+"""
+    environment = {**os.environ, **server.environment}
+    subprocess.run([sys.executable, "-c", script, f"{url}/step-7"], env=environment, check=True, timeout=50)
+
+
+def test_large_files_go_up_in_parts(server: S3Server, url: str) -> None:
+    """A file of more than two parts is uploaded in parts, and what arrives is what its digests say."""
+    image = memoryview(os.urandom(20 << 20))
+    pieces = (b"head", Range(100, (20 << 20) - 100), b"tail")
+    request = Assemble(url=url, folder="step-1", name="f.distcp", pieces=pieces, timeout_s=30.0)
+
+    done = assemble(request, image)
+
+    assert done.error is None
+    key = f"{url.removeprefix(f's3://{BUCKET}/')}/step-1/f.distcp"
+    found = server.client().get_object(Bucket=BUCKET, Key=key)
+    assert found["ETag"].strip('"').endswith("-3")
+    assert found["Body"].read() == b"head" + bytes(image[100:]) + b"tail"
+    assert len(done.chunks) == 3
+
+
+def test_a_server_killed_during_a_save_costs_that_save_only(mortal_server: S3Server) -> None:
+    """The save fails as an error on all ranks; when the server is back, the older generation is intact, nothing of the
+    failed one is taken for a generation, and later saves succeed and clear its remains away."""
+    server, url = mortal_server, f"s3://{BUCKET}/mortal"
+    is_there, is_killed = threading.Event(), threading.Event()
+
+    def writer(rank: int, request: Assemble, image: memoryview) -> Assembled:
+        if rank == 0 and "step-20" in request.folder and not is_killed.is_set():
+            done = assemble(request, image)
+            is_there.set()
+            return done
+        if rank == 1 and "step-20" in request.folder and not is_killed.is_set():
+            assert is_there.wait(20.0)
+            server.kill()
+            is_killed.set()
+        return assemble(request, image)
+
+    with Lanes(url, 2, writer=writer, suspect_window=0) as lanes:
+        assert lanes.save([flat_state(_state(1.0))] * 2, 10) == [None, None]
+        errors = lanes.save([flat_state(_state(2.0))] * 2, 20)
+        server.start()
+        assert all(isinstance(error, CheckpointError) for error in errors)
+        assert "rank 1" in str(errors[0])
+        assert "step-20" in str(errors[0])
+        assert lanes.directory.latest() == 10
+        assert _value_of(lanes, 10) == 1.0
+        with pytest.raises(Incomplete, match="no manifest"):
+            lanes.directory.manifest(20)
+        prefix = url.removeprefix(f"s3://{BUCKET}/")
+        left = server.objects(f"{prefix}/step-20/")
+        assert len(left) == 1  # what was there when the server died
+
+        assert lanes.save([flat_state(_state(3.0))] * 2, 20) == [None, None]
+        assert _value_of(lanes, 20) == 3.0
+        assert lanes.directory.latest() == 20
+        assert not set(left) & set(server.objects(f"{prefix}/step-20/"))
+
+
+def test_a_silent_server_is_not_waited_for(server: S3Server, url: str) -> None:
+    """Every operation ends within its time, as an error that names the object."""
+    store = Store(url, timeout_s=1.0)
+    store.write("there", b"x")
+    server.stop()
+    try:
+        with pytest.raises(CheckpointError, match=f"{url}/there: the store did not answer within 1 s"):
+            store.read("there")
+        with pytest.raises(CheckpointError, match="did not answer within 1 s"):
+            store.write("more", b"y")
+        request = Assemble(url=url, folder="step-1", name="f", pieces=(bytes(40 << 20),), timeout_s=1.0)
+        done = assemble(request, memoryview(b""))
+        assert done.error is not None
+        assert "did not answer within 1 s" in done.error
+    finally:
+        server.go_on()
+    assert store.read("there") == b"x"
+
+
+def test_damage_in_the_bucket_is_seen(server: S3Server, url: str) -> None:
+    """A changed byte, a shorter object and a missing one are refused by name."""
+    with Lanes(url, 2) as lanes:
+        assert lanes.save([flat_state(_state(1.0))] * 2, 10) == [None, None]
+        manifest = lanes.directory.manifest(10)
+        name = manifest.files[0].name
+        key = f"{url.removeprefix(f's3://{BUCKET}/')}/step-10/{name}"
+        client = server.client()
+        data = bytearray(client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+        data[len(data) // 2] ^= 1
+        client.put_object(Bucket=BUCKET, Key=key, Body=bytes(data))
+        with pytest.raises(Corrupt, match=f"{name}: chunk 0"):
+            read_rank(lanes.directory, 10, manifest, 0)
+        client.put_object(Bucket=BUCKET, Key=key, Body=bytes(data[:100]))
+        with pytest.raises(Incomplete, match=name):
+            read_rank(lanes.directory, 10, manifest, 0)
+        client.put_object(Bucket=BUCKET, Key=key, Body=b"")
+        with pytest.raises(Incomplete, match=name):
+            read_rank(lanes.directory, 10, manifest, 0)
+        client.delete_object(Bucket=BUCKET, Key=key)
+        with pytest.raises(Incomplete, match=f"{name} is missing"):
+            read_rank(lanes.directory, 10, manifest, 0)
+        with pytest.raises(Incomplete, match="no manifest"):
+            VerifiedReader(f"{url}/step-11")
+
+
+def test_old_generations_go_manifest_first(server: S3Server, url: str) -> None:
+    """The newest two stay; of the others nothing is left."""
+    with Lanes(url, 1, most_recent_k=2) as lanes:
+        for iteration in (10, 20, 30, 40):
+            assert lanes.save([flat_state(_state(1.0))], iteration) == [None]
+        assert lanes.directory.generations() == [40, 30]
+
+
+def test_a_second_attempt_takes_the_first_ones_place(server: S3Server, url: str) -> None:
+    """Saved again at the same iteration, a generation is replaced as a whole, and the old one's files go."""
+    with Lanes(url, 2) as first:
+        assert first.save([flat_state(_state(1.0))] * 2, 10) == [None, None]
+        old = {file.name for file in first.directory.manifest(10).files}
+    with Lanes(url, 2, token="ef56ab78", cycle=1) as second:
+        assert second.save([flat_state(_state(5.0))] * 2, 10) == [None, None]
+        assert _value_of(second, 10) == 5.0
+        assert not old & set(second.directory.sizes("step-10"))
+
+
+def test_a_store_that_is_not_there_is_an_error(url: str) -> None:
+    """A bucket that nobody made, or a protocol that nobody knows, is named in one line."""
+    request = Assemble(url="s3://nobody-made-it/run", folder="step-1", name="f", pieces=(b"x",), timeout_s=20.0)
+    assert "s3://nobody-made-it/run/step-1/f" in str(assemble(request, memoryview(b"")).error)
+    request = Assemble(url="nonsense://place", folder="step-1", name="f", pieces=(b"x",), timeout_s=5.0)
+    assert "nonsense" in str(assemble(request, memoryview(b"")).error)
