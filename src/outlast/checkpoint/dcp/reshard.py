@@ -7,36 +7,27 @@ numbers are left out.
 
 from __future__ import annotations
 
-import collections
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgspec
 import torch
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import ROOT, TORCH_TYPES, Path
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item
 from outlast.checkpoint.dcp.regions import Wanted, fill
-from outlast.checkpoint.dcp.stored_rank import read_tree, tensors_of
+from outlast.checkpoint.dcp.structure import Stored, find_all, replace_all, saved_structure
 from outlast.checkpoint.dcp.verified_file import VerifiedFiles
 from outlast.checkpoint.restore import check_fit, restore_into
-from outlast.checkpoint.state import decode, is_stateful
+from outlast.checkpoint.state import is_stateful
 from outlast.errors import CheckpointError
 
 __all__ = ["Resharded", "load_resharded"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Stands for a tensor in the saved structure."""
-
-    item: Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +82,7 @@ class Resharded:
         Raises:
             CheckpointError: A ``load_state_dict`` refused it; the live state is then of no use.
         """
-        restore_into(self._state, _mapped(self._saved, lambda value, _: value.tensor(), _Shadow, ()))
+        restore_into(self._state, replace_all(self._saved, lambda value, _: value.tensor(), _Shadow, ()))
 
 
 def load_resharded(
@@ -115,7 +106,7 @@ def load_resharded(
     files = VerifiedFiles(directory, manifest, directory.folder(generation))
     planner = _Planner(files)
     saved = planner.plan(state)
-    check_fit(state, _mapped(saved, lambda shadow, _: shadow.outline(), _Shadow, ()))
+    check_fit(state, replace_all(saved, lambda shadow, _: shadow.outline(), _Shadow, ()))
     fill(files, planner.wanted)
     _say_what_differed(manifest)
     return Resharded(state, saved, files.num_bytes_read)
@@ -131,7 +122,7 @@ class _Planner:
         self._shadows: dict[tuple[str, int], _Shadow] = {}
 
     def plan(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        saved = _saved_structure(self._files)
+        saved = saved_structure(self._files)
         return {name: self._any(value, saved.get(name, _MISSING), (name,)) for name, value in state.items()}
 
     def _any(self, live: Any, saved: Any, path: Path) -> Any:
@@ -148,10 +139,10 @@ class _Planner:
 
     def _stateful(self, live: Any, saved: Any, path: Path) -> Any:
         content = live.state_dict()
-        templates = dict(_tensors(content, path))
+        templates = dict(find_all(content, path))
         if isinstance(live, torch.optim.Optimizer):
             return self._as_saved(saved, path, {**templates, **_optimizer_templates(live, content, saved, path)})
-        stored = {stored_path for stored_path, _ in _tensors(saved, path, _Stored)}
+        stored = {stored_path for stored_path, _ in find_all(saved, path, Stored)}
         if isinstance(live, torch.nn.Module) or (templates and set(templates) != stored):
             return self._as_live(content, saved, path)
         return self._as_saved(saved, path, templates)
@@ -159,7 +150,7 @@ class _Planner:
     def _as_saved(self, saved: Any, path: Path, templates: Mapping[Path, torch.Tensor]) -> Any:
         """Return what was saved, its tensors in the layout of the live ones."""
         self._value(saved, path)
-        return _mapped(saved, lambda stored, at: self._make(stored.item, templates.get(at)), _Stored, path)
+        return replace_all(saved, lambda stored, at: self._make(stored.item, templates.get(at)), Stored, path)
 
     def _as_live(self, live: Any, saved: Any, path: Path) -> Any:
         """Return what the live state asks for."""
@@ -171,7 +162,7 @@ class _Planner:
             for name, value in live.items():
                 cast(Any, filled)[name] = self._as_live(value, inner.get(name, _MISSING), (*path, str(name)))
             return filled
-        if isinstance(live, list) and any(True for _ in _tensors(live, path)):
+        if isinstance(live, list) and any(True for _ in find_all(live, path)):
             inner_list = saved if isinstance(saved, list) and len(saved) == len(live) else [_MISSING] * len(live)
             pairs = enumerate(zip(live, inner_list, strict=True))
             return [self._as_live(value, found, (*path, index)) for index, (value, found) in pairs]
@@ -209,69 +200,6 @@ class _Planner:
 
 
 _MISSING = object()
-
-
-def _saved_structure(files: VerifiedFiles) -> dict[str, Any]:
-    """Return the state as rank 0 saved it, with :class:`_Stored` for its tensors."""
-    tree = read_tree(files, 0)
-    mine = tensors_of(files.manifest, 0, tree)
-    shared = {item.name: item for item in files.manifest.items}
-    _, entries = msgspec.msgpack.decode(tree)
-    root = dict(entries).get(ROOT, ["d", []])
-
-    def get(name: str) -> torch.Tensor:
-        item = mine[name]
-        if name in arrays:
-            assert item.dtype is not None
-            (piece,) = item.pieces
-            tensor = torch.empty(piece.shape, dtype=TORCH_TYPES[item.dtype])
-            fill(files, [Wanted(item, piece.offset, tensor)])
-            return tensor
-        return cast(torch.Tensor, _Stored(shared.get(item.name, item)))
-
-    arrays: set[str] = set()
-    stripped = _without_layouts(root, arrays)
-    return dict(decode(msgspec.msgpack.encode(stripped), get))
-
-
-def _without_layouts(node: Any, arrays: set[str]) -> Any:
-    """Return a tree whose tensors are not distributed; note those that were arrays."""
-    match node:
-        case ["T", name, *_]:
-            return ["T", name]
-        case ["n", name]:
-            arrays.add(name)
-            return node
-        case ["d" | "D" as kind, items, *rest]:
-            return [kind, [[key, _without_layouts(item, arrays)] for key, item in items], *rest]
-        case ["l" | "p" as kind, items]:
-            return [kind, [_without_layouts(item, arrays) for item in items]]
-    return node
-
-
-def _mapped(value: Any, change: Callable[[Any, Path], Any], kind: type, path: Path) -> Any:
-    """Return a copy of nested containers in which all of a kind are replaced."""
-    if isinstance(value, kind):
-        return change(value, path)
-    if isinstance(value, dict | collections.OrderedDict):
-        changed = copy.copy(value)
-        for key, inner in value.items():
-            changed[key] = _mapped(inner, change, kind, (*path, str(key)))
-        return changed
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(inner, change, kind, (*path, index)) for index, inner in enumerate(value))
-    return value
-
-
-def _tensors(value: Any, path: Path, kind: type = torch.Tensor) -> list[tuple[Path, Any]]:
-    """Return all of a kind in nested containers, with the paths that lead to them."""
-    if isinstance(value, kind):
-        return [(path, value)]
-    if isinstance(value, Mapping):
-        return [found for key, inner in value.items() for found in _tensors(inner, (*path, str(key)), kind)]
-    if isinstance(value, list | tuple):
-        return [found for index, inner in enumerate(value) for found in _tensors(inner, (*path, index), kind)]
-    return []
 
 
 def _optimizer_templates(
