@@ -56,9 +56,11 @@ def compose(inventories: Sequence[Inventory], duties: Sequence[Duty], reports: S
                 holders.setdefault((part.item, part.offset, part.shape), []).append(rank)
     pieces: dict[str, list[Piece]] = {}
     for (name, offset, shape), ranks in holders.items():
-        is_whole = shape == described[name].global_shape
-        piece = Piece(offset, shape, written.get((name, offset, shape)), () if is_whole else tuple(ranks))
+        piece = Piece(offset, shape, written.get((name, offset, shape)), tuple(ranks))
         pieces.setdefault(name, []).append(piece)
+    for name, (first, *others) in pieces.items():
+        if not others:
+            pieces[name] = [msgspec.structs.replace(first, ranks=())]
     for name, part in described.items():
         items[name] = Item(
             name=name, path=part.path, dtype=part.dtype, shape=part.global_shape, pieces=tuple(pieces[name])

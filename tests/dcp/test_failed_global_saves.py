@@ -1,0 +1,174 @@
+"""Saves to the global tier that fail, on a path: what is kept, what is cleared away, what all ranks hear."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from lanes import Lanes, flat_state
+
+from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.load import read_rank
+from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.state import decode
+from outlast.errors import CheckpointError, Incomplete
+
+
+def _flat(value: float = 1.0):
+    return flat_state({"w": torch.full((100,), value), "b": torch.arange(50.0)})
+
+
+def _value_of(directory: GlobalDirectory, iteration: int) -> float:
+    found = read_rank(directory, iteration, directory.manifest(iteration), 0)
+    return float(decode(found.tree, found.tensor)["state"]["w"][0])
+
+
+def test_one_ranks_failure_fails_the_save_for_all(tmp_path: Path) -> None:
+    """All ranks hear whose failure it was; the older generation stays, the attempt's room is given back, and the next
+    save succeeds."""
+    full = threading.Event()
+
+    def writer(rank: int, request: Assemble, image: memoryview) -> Assembled:
+        if rank == 2 and full.is_set():
+            return Assembled(error=f"{request.name}: No space left on device")
+        return assemble(request, image)
+
+    with Lanes(str(tmp_path), 3, writer=writer) as lanes:
+        assert lanes.save([_flat(1.0)] * 3, 10) == [None] * 3
+        full.set()
+        errors = lanes.save([_flat(2.0)] * 3, 20)
+        assert len({str(error) for error in errors}) == 1
+        assert "rank 2: __2_0.distcp: No space left on device" in str(errors[0])
+        assert lanes.directory.generations() == [10]
+        assert lanes.directory.latest() == 10
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run.json", "step-10"]
+        full.clear()
+        assert lanes.save([_flat(3.0)] * 3, 30) == [None] * 3
+        assert _value_of(lanes.directory, 10) == 1.0
+        assert _value_of(lanes.directory, 30) == 3.0
+
+
+def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_save_may_take(tmp_path: Path) -> None:
+    """The others' save fails in time, with the name of what they waited for."""
+    with Lanes(str(tmp_path), 2, timeout_s=0.5) as lanes:
+        (error,) = lanes.save([_flat()] * 2, 10, leave_out=[1])
+        assert "no word of has/1 after 0.5 s" in str(error)
+        assert lanes.directory.generations() == []
+
+
+def test_ranks_that_save_different_iterations_are_told(tmp_path: Path) -> None:
+    """No generation is made of two iterations."""
+    with Lanes(str(tmp_path), 2) as lanes:
+        from outlast.checkpoint.dcp.lane import GlobalSave
+
+        submit = lanes.lanes[1].submit
+
+        def another(save: GlobalSave) -> None:
+            import dataclasses
+
+            submit(dataclasses.replace(save, iteration=11))
+
+        lanes.lanes[1].submit = another  # type: ignore[method-assign]
+        errors = lanes.save([_flat()] * 2, 10)
+        assert all("rank 1 saves iteration 11" in str(error) for error in errors)
+        assert lanes.directory.generations() == []
+
+
+def test_a_file_that_vanished_before_the_commit_is_missed(tmp_path: Path) -> None:
+    """The commit looks at every file: a rank whose writer wrote to another file system makes no generation."""
+
+    def writer(rank: int, request: Assemble, image: memoryview) -> Assembled:
+        done = assemble(request, image)
+        if rank == 1:
+            (tmp_path / request.folder / request.name).unlink()
+        return done
+
+    with Lanes(str(tmp_path), 2, writer=writer) as lanes:
+        errors = lanes.save([_flat()] * 2, 10)
+        assert all("__1_0.distcp is missing; is it the same place for all ranks?" in str(error) for error in errors)
+        assert lanes.directory.generations() == []
+
+
+def test_a_save_for_diagnosis_is_never_the_newest(tmp_path: Path) -> None:
+    """It goes to `suspect/`, and neither the tracker nor the generations tell of it."""
+    with Lanes(str(tmp_path), 2) as lanes:
+        assert lanes.save([_flat(1.0)] * 2, 10) == [None, None]
+        assert lanes.save([_flat(float("nan"))] * 2, 20, suspect=True) == [None, None]
+        assert lanes.directory.generations() == [10]
+        assert lanes.directory.latest() == 10
+        suspects = lanes.directory.suspects
+        assert suspects.generations() == [20]
+        assert suspects.latest() is None
+        assert not suspects.manifest(20).finite
+        assert lanes.directory.manifest(10).finite
+
+
+def test_old_generations_go_but_for_one_beyond_the_suspect_window(tmp_path: Path) -> None:
+    """The newest two stay, and one that is older than the window."""
+    with Lanes(str(tmp_path), 1, most_recent_k=2, suspect_window=25) as lanes:
+        for iteration in range(10, 100, 10):
+            assert lanes.save([_flat()], iteration) == [None]
+        present = lanes.directory.generations()
+    assert present[:2] == [90, 80]
+    assert any(90 - iteration > 25 for iteration in present)
+    assert len(present) <= 4
+
+
+def test_what_earlier_cycles_left_is_removed_and_others_attempts_are_not(tmp_path: Path) -> None:
+    """Attempts of dead processes of this job go with the first commit; another job's may be in use."""
+    for name in ("step-5.tmp-job-0-ffff.0", "step-6.tmp-other-0-ffff.0", "step-4.doomed"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
+    with Lanes(str(tmp_path), 1, cycle=1) as lanes:
+        assert lanes.save([_flat()], 10) == [None]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "run.json", "step-10", "step-6.tmp-other-0-ffff.0"]
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_an_assembled_file_is_new_and_digested(tmp_path: Path, scheme: str) -> None:
+    """The file has the pieces in their order; one that is there already is not written to; a range outside the image is
+    refused."""
+    image = memoryview(bytes(range(256)) * 100)
+    request = Assemble(
+        url=f"{scheme}{tmp_path}", folder="step-1", name="f", pieces=(b"ab", Range(10, 5), b"c"), timeout_s=5.0
+    )
+    done = assemble(request, image)
+    assert done.error is None
+    assert (tmp_path / "step-1" / "f").read_bytes() == b"ab" + bytes(range(10, 15)) + b"c"
+    assert (done.num_bytes, len(done.chunks)) == (8, 1)
+    again = assemble(request, image)
+    assert "File exists" in str(again.error)
+    outside = Assemble(url=str(tmp_path), folder="step-1", name="g", pieces=(Range(25_599, 2),), timeout_s=5.0)
+    assert "not in the image" in str(assemble(outside, image).error)
+    assert not (tmp_path / "step-1" / "g").exists()
+
+
+def test_other_stores_take_the_same_way(tmp_path: Path) -> None:
+    """`memory://`, a store without parts and without a loop, as any other that fsspec knows."""
+    with Lanes("memory://outlast-test/run", 2) as lanes:
+        assert lanes.save([_flat(1.0)] * 2, 10) == [None, None]
+        assert lanes.save([_flat(2.0)] * 2, 20) == [None, None]
+        assert lanes.directory.generations() == [20, 10]
+        assert _value_of(lanes.directory, 20) == 2.0
+        lanes.directory.remove(10)
+        assert lanes.directory.generations() == [20]
+        attempt = Attempt(job="job", cycle=0, token="zz", ordinal=9)
+        with pytest.raises(Incomplete, match="no manifest"):
+            lanes.directory.manifest(10)
+        lanes.directory.discard(20, attempt)
+        assert _value_of(lanes.directory, 20) == 2.0
+
+
+def test_a_place_of_another_run_is_told_by_its_name(tmp_path: Path) -> None:
+    """The first save names the run, and later ones leave the name alone."""
+    directory = GlobalDirectory(tmp_path / "new")
+    assert directory.run() is None
+    directory.claim("first")
+    directory.claim("second")
+    assert directory.run() == "first"
+    (tmp_path / "new" / "run.json").write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=r"run\.json cannot be read"):
+        directory.run()
