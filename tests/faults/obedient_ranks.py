@@ -1,0 +1,237 @@
+"""Ranks that save and load on command, as often as asked, and say in JSON what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from outlast.checkpoint.writer_process import WriterProcess
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """One rank on each node, in processes that stay until the ``with`` block ends.
+
+    Args:
+        nodes: Name of each rank's node, with the node's writer.
+        log: File for their output.
+        width: Of the model; the state takes about 12 bytes times its square.
+    """
+
+    def __init__(self, nodes: dict[str, WriterProcess], log: Path, *, width: int = 160) -> None:
+        common = {**os.environ, "WORLD_SIZE": str(len(nodes)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        common |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        self._log = log
+        self._processes: list[subprocess.Popen[str]] = []
+        self._answers: list[queue.Queue[str]] = []
+        with log.open("ab") as output:
+            for rank, (node, writer) in enumerate(nodes.items()):
+                place = {"RANK": str(rank), "OUTLAST_NODE": node, "OUTLAST_WRITER": writer.address}
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, __file__, str(width), os.fspath(log.with_suffix(".store"))],
+                        env=common | place,
+                        text=True,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=output,
+                    )
+                )
+        for process in self._processes:
+            answers: queue.Queue[str] = queue.Queue()
+            self._answers.append(answers)
+            threading.Thread(target=_forward, args=(process, answers), daemon=True).start()
+
+    def tell(self, *, timeout_s: float = 20.0, **command: Any) -> list[dict[str, Any]]:
+        """Give all ranks one command and return their answers.
+
+        Raises:
+            AssertionError: A rank died, or does not answer.
+        """
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(command) + "\n")
+            process.stdin.flush()
+        return [self._answer(rank, timeout_s) for rank in range(len(self._processes))]
+
+    def _answer(self, rank: int, timeout_s: float) -> dict[str, Any]:
+        try:
+            line = self._answers[rank].get(timeout=timeout_s)
+        except queue.Empty:
+            line = ""
+        assert line, f"rank {rank} does not answer:\n" + self._log.read_text("utf-8", "replace")[-4000:]
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()  # they end when nobody commands any more
+        for process in self._processes:
+            try:
+                process.wait(10 if error is None else 1)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(5)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _forward(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        answers.put(line)
+    answers.put("")
+
+
+# -- what follows runs in the ranks ----------------------------------------------------------------------------
+
+
+def _main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size > 1:
+        # A store in a file: each new connection to a TCP one looks names up, and hundreds are made here.
+        store = dist.FileStore(sys.argv[2], world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    torch.manual_seed(1000 + rank)
+    training = _Training(torch, rank, int(sys.argv[1]))
+    for line in sys.stdin:
+        command = json.loads(line)
+        do = getattr(training, command.pop("do"))
+        print(json.dumps(do(**command)), file=answers)
+
+
+class _Training:
+    """A state that training changes, and that can be told apart at any iteration and on any rank."""
+
+    def __init__(self, torch: Any, rank: int, width: int) -> None:
+        self._torch, self._rank, self._width = torch, rank, width
+        self._model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width))
+        self._optim = torch.optim.AdamW(self._model.parameters(), lr=1e-2)
+        self._state = {"model": self._model, "optim": self._optim, "losses": []}
+        self._saving: Any = None
+
+    def save(self, *, config: dict[str, Any], iterations: list[int], job: str) -> dict[str, Any]:
+        """Train and save; return what each generation held and which attempt wrote it."""
+        manager = self._manager(config, job)
+        saved = {}
+        for iteration in iterations:
+            self._train()
+            handle = manager.save(self._state, iteration)
+            saved[iteration] = self._digest()
+            handle.wait(20)
+        manager.close()
+        return {"saved": saved}
+
+    def begin(self, *, config: dict[str, Any], iteration: int, num_more: int, journal: str) -> dict[str, Any]:
+        """Train one iteration, save it, and train on while the save is under way; return what was saved."""
+        if self._saving is None:
+            self._saving = self._manager(config, "job", journal)
+        self._train()
+        self._handle = self._saving.save(self._state, iteration)
+        saved = self._digest()
+        for _ in range(num_more):
+            self._train()
+        return {"saved": saved, "now": self._digest(), "done": self._handle.done, "step": self._step()}
+
+    def finish(self, *, leave: bool) -> dict[str, Any]:
+        """Wait for the save; return why it failed, if it did."""
+        self._handle.wait(20)
+        told = {"iteration": self._handle.result.generation}
+        if leave:
+            self._saving.close()
+            self._saving = None
+        return told
+
+    def load(self, *, config: dict[str, Any]) -> dict[str, Any]:
+        """Spoil the live state, load, and return what it is now."""
+        from outlast.errors import CheckpointError
+
+        self._spoil()
+        spoiled = self._digest()
+        manager = self._manager(config, "job")
+        try:
+            restored = manager.load_latest(self._state)
+            if restored is None:
+                return {"nothing": True, "untouched": self._digest() == spoiled}
+            return {
+                "iteration": restored.iteration,
+                "tiers": restored.tiers,
+                "digest": self._digest(),
+                "step": self._step(),
+                "rejected": [(one.generation, one.tier, one.rank, one.reason) for one in restored.rejected],
+                "read": restored.bytes_read,
+            }
+        except CheckpointError as error:
+            return {"error": str(error), "kind": type(error).__name__, "untouched": self._digest() == spoiled}
+        finally:
+            manager.close()
+
+    def _manager(self, config: dict[str, Any], job: str, journal: str | None = None) -> Any:
+        from dataclasses import replace
+
+        from outlast.checkpoint import CheckpointManager
+        from outlast.config import CheckpointConfig
+        from outlast.env import read_worker
+        from outlast.runtime.journal import Journal
+
+        events = Journal(journal, run_id="r", job=job, node=read_worker().node, proc=f"rank-{self._rank}")
+        return CheckpointManager(CheckpointConfig(**config), env=replace(read_worker(), job=job), journal=events)
+
+    def _train(self) -> None:
+        self._optim.zero_grad()
+        loss = self._model(self._torch.randn(8, self._width)).square().mean()
+        loss.backward()
+        self._optim.step()
+        self._state["losses"].append(loss.item())
+
+    def _step(self) -> float:
+        """Return what the optimizer says of its steps."""
+        (first, *_) = self._optim.state.values()
+        return float(first["step"])
+
+    def _spoil(self) -> None:
+        """Give everything other values: what is right afterwards was loaded."""
+        self._torch.manual_seed(7)
+        for value in self._model.state_dict().values():
+            value.fill_(-1)
+        for moments in self._optim.state.values():
+            for moment in moments.values():
+                moment.fill_(-2.0)
+        self._state["losses"] = ["spoiled"]
+
+    def _digest(self) -> str:
+        """Return the SHA-256 of all bytes of the state, random numbers included."""
+        sha = hashlib.sha256()
+        for name, tensor in sorted(self._model.state_dict().items()):
+            sha.update(name.encode() + tensor.numpy().tobytes())
+        for index, moments in sorted(self._optim.state_dict()["state"].items()):
+            for name, tensor in sorted(moments.items()):
+                sha.update(f"{index}.{name}".encode() + tensor.numpy().tobytes())
+        sha.update(repr(self._state["losses"]).encode())
+        sha.update(self._torch.get_rng_state().numpy().tobytes())
+        return sha.hexdigest()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,235 @@
+"""Three generations in every tier of one or two nodes, which can be damaged and made whole again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from obedient_ranks import Ranks
+
+from outlast.checkpoint import frames as f
+from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import decode_manifest
+from outlast.checkpoint.replica.replicator import Replicator, Target
+from outlast.checkpoint.writer_client import WriterClient
+from outlast.checkpoint.writer_process import WriterProcess
+from outlast.policy.recovery_point import Tier
+
+__all__ = ["ITERATIONS", "NEWEST", "Node", "Spot", "World", "make_world"]
+
+ITERATIONS = (1, 2, 3)
+NEWEST = 3
+KEY = b"a secret of the tests"
+
+
+@dataclass(frozen=True, order=True)
+class Spot:
+    """One rank's copy of a generation in one place."""
+
+    rank: int
+    generation: int
+    tier: Tier
+    node: str
+    """Whose memory or disk it is; empty for the global tier."""
+
+
+class Node:
+    """A node's writer and folder, and what they held when all was well."""
+
+    def __init__(self, name: str, rank: int, folder: Path | None) -> None:
+        self.name, self.rank, self.folder = name, rank, folder
+        self.writer = WriterProcess()
+        self.client = WriterClient(self.writer.address)
+        self.parts: dict[CopyKey, bytes] = {}
+        self.manifest = b""
+
+    def note_memory(self) -> None:
+        """Remember what the writer holds: the newest generation and nothing else."""
+        (generation,) = self._list()
+        assert decode_manifest(generation.manifest)[0].iteration == NEWEST
+        self.manifest = generation.manifest
+        self.parts = {key: self.read_part(key) for key in generation.parts}
+
+    def open_part(self, key: CopyKey) -> tuple[int, int] | None:
+        """Return a descriptor of the memory that holds a part, and the part's length; ``None``: it is not there."""
+        opened, fd = self.client.ask(f.Open(key=key), f.Opened, timeout_s=10)
+        return (fd, opened.num_bytes) if fd is not None else None
+
+    def read_part(self, key: CopyKey) -> bytes:
+        opened = self.open_part(key)
+        assert opened is not None
+        fd, length = opened
+        with closing(os.fdopen(fd, "rb")):
+            return os.pread(fd, length, 0)
+
+    def write_part(self, key: CopyKey, data: bytes, offset: int = 0) -> None:
+        """Write into the memory that holds a part, behind the writer's back."""
+        opened = self.open_part(key)
+        assert opened is not None
+        os.pwrite(opened[0], data, offset)
+        os.close(opened[0])
+
+    def flip_bit(self, key: CopyKey, offset: int, bit: int) -> None:
+        self.write_part(key, bytes([self.parts[key][offset] ^ 1 << bit]), offset)
+
+    def empty_memory(self) -> None:
+        """Have the writer forget everything."""
+        for generation in self._list():
+            facts = decode_manifest(generation.manifest)[0]
+            self.client.ask(f.Discard(iteration=facts.iteration, attempt=facts.attempt), f.Done, timeout_s=10)
+
+    def heal_memory(self, port_of_others: dict[str, int]) -> None:
+        """Have the writer hold again what it held, and nothing else."""
+        held = self._list()
+        if len(held) != 1 or held[0].manifest != self.manifest or set(held[0].parts) != set(self.parts):
+            self.empty_memory()
+            self._fill_memory(port_of_others[self.name])
+            return
+        for key, data in self.parts.items():
+            self.write_part(key, data)
+
+    def serve(self) -> int:
+        """Return the port where the writer takes and gives copies."""
+        folder = os.fspath(self.folder) if self.folder is not None else None
+        return self.client.ask(f.Serve(host="127.0.0.1", secret=KEY, folder=folder), f.Serving, timeout_s=10)[0].port
+
+    def close(self) -> None:
+        self.client.close()
+        self.writer.close()
+
+    def _list(self) -> tuple[f.InMemory, ...]:
+        return self.client.ask(f.List(), f.Listed, timeout_s=10)[0].generations
+
+    def _fill_memory(self, port: int) -> None:
+        target = Target(node=self.name, host="127.0.0.1", port=port)
+        with closing(Replicator(KEY)) as replicator:
+            for key, data in self.parts.items():
+                if key.rank != self.rank:
+                    fd = os.memfd_create("part")
+                    os.pwrite(fd, data, 0)
+                    (outcome,) = replicator.replicate(key, fd, len(data), (target,), timeout_s=5)
+                    os.close(fd)
+                    assert outcome.error is None, outcome
+        own = next(key for key in self.parts if key.rank == self.rank)
+        data = self.parts[own]
+        _, memory = self.client.ask(f.Take(rank=self.rank, num_bytes=len(data), may_steal=True), f.Taken, timeout_s=10)
+        assert memory is not None
+        os.pwrite(memory, data, 0)
+        self.client.ask(f.Write(key=own, num_bytes=len(data), path=None), f.Written, timeout_s=10, fd=memory)
+        os.close(memory)
+        self.client.ask(f.Keep(key=own, manifest=self.manifest), f.Done, timeout_s=10)
+
+
+class World:
+    """Nodes with one rank each, and all that was ever saved by them.
+
+    Args:
+        root: Folder of everything.
+        nodes: By rank.
+        ranks: Their ranks.
+        config: The settings that they save and load with.
+    """
+
+    def __init__(self, root: Path, nodes: list[Node], ranks: Ranks, config: dict[str, Any]) -> None:
+        self.root, self.nodes, self.ranks, self.config = root, nodes, ranks, config
+        self.has_disks = nodes[0].folder is not None
+        told = ranks.tell(do="save", config=config, iterations=list(ITERATIONS), job="job")
+        self.digests = [{int(n): digest for n, digest in one["saved"].items()} for one in told]
+        """For each rank, what each generation holds."""
+        for place in self.places:
+            shutil.copytree(place, self.whole(place))
+        for node in nodes:
+            node.note_memory()
+        self.spots = frozenset(self._all_spots())
+        self._lay_another_run()
+
+    @property
+    def places(self) -> list[Path]:
+        """Folders that hold generations."""
+        local = [node.folder for node in self.nodes if node.folder is not None]
+        return [*local, Path(self.config["directory"])]
+
+    def whole(self, path: Path) -> Path:
+        """Return where a file, or a folder, lies as it was when all was well."""
+        return self.root / "whole" / path.relative_to(self.root)
+
+    def foreign(self, path: Path) -> Path:
+        """Return a file's or folder's namesake of another run."""
+        return self.root / "foreign" / path.relative_to(self.root)
+
+    def heal(self) -> None:
+        """Undo all damage."""
+        for place in self.places:
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(self.whole(place), place)
+        ports = {node.name: node.serve() for node in self.nodes}
+        for node in self.nodes:
+            node.heal_memory(ports)
+
+    def load(self) -> list[dict[str, Any]]:
+        """Have all ranks load; return what each says."""
+        return self.ranks.tell(do="load", config=self.config)
+
+    def expect(self, spoiled: set[Spot]) -> tuple[int, list[Tier]] | None:
+        """Return the generation and each rank's tier that is left, by looking at what is not spoiled."""
+        good = self.spots - spoiled
+        for generation in sorted(ITERATIONS, reverse=True):
+            tiers = [
+                [spot.tier for spot in good if spot.rank == rank and spot.generation == generation]
+                for rank in range(len(self.nodes))
+            ]
+            if all(tiers):
+                return generation, [min(left) for left in tiers]
+        return None
+
+    def _all_spots(self) -> Iterator[Spot]:
+        for node in self.nodes:
+            for generation in ITERATIONS:
+                yield Spot(node.rank, generation, Tier.GLOBAL, "")
+                if self.has_disks:
+                    yield Spot(node.rank, generation, Tier.LOCAL, node.name)
+                    for other in self.nodes:
+                        if other is not node:
+                            yield Spot(node.rank, generation, Tier.REPLICA, other.name)
+            for key in node.parts:
+                tier = Tier.MEMORY if key.rank == node.rank else Tier.REPLICA
+                yield Spot(key.rank, NEWEST, tier, node.name)
+
+    def _lay_another_run(self) -> None:
+        """Save the same iterations elsewhere, for files that could be taken for these."""
+        config = dict(self.config)
+        for name in ("directory", "local_directory"):
+            if config.get(name) is not None:
+                config[name] = os.fspath(self.foreign(Path(config[name])))
+        for node in self.nodes:
+            node.empty_memory()
+        self.ranks.tell(do="save", config=config, iterations=list(ITERATIONS), job="other")
+        self.heal()
+
+
+@contextmanager
+def make_world(root: Path, *, num_nodes: int, has_disks: bool) -> Iterator[World]:
+    """Save three generations on so many nodes."""
+    config: dict[str, Any] = {
+        "directory": os.fspath(root / "global"),
+        "local_directory": os.fspath(root / "local") if has_disks else None,
+        "most_recent_k": 3,
+        "local_most_recent_k": 3,
+        "save_timeout": 15.0,
+        "replication_timeout": 5.0,
+        "replication_key_file": os.fspath(root / "key"),
+    }
+    (root / "key").write_bytes(KEY)
+    with ExitStack() as stack:
+        nodes = []
+        for rank in range(num_nodes):
+            name = f"node{rank}"
+            nodes.append(Node(name, rank, root / "local" / name if has_disks else None))
+            stack.callback(nodes[-1].close)
+        ranks = stack.enter_context(Ranks({node.name: node.writer for node in nodes}, root / "ranks.log"))
+        yield World(root, nodes, ranks, config)
