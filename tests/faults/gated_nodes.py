@@ -12,7 +12,7 @@ from outlast.checkpoint.manifest import decode_manifest
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.checkpoint.writer_process import WriterProcess
 
-__all__ = ["GatedNodes"]
+__all__ = ["GatedNodes", "empty_memory"]
 
 
 class GatedNodes:
@@ -39,9 +39,10 @@ class GatedNodes:
         """Let the shard pass that waits, or the next that comes. Blocks: until it does."""
         os.close(os.open(self._gates[name], os.O_WRONLY))
 
-    def empty_memory(self, name: str) -> None:
-        """Have a node's writer forget everything, as a node does that is replaced."""
-        with closing(WriterClient(self.writers[name].address)) as client:
-            for held in client.ask(f.List(), f.Listed, timeout_s=10)[0].generations:
-                facts = decode_manifest(held.manifest)[0]
-                client.ask(f.Discard(iteration=facts.iteration, attempt=facts.attempt), f.Done, timeout_s=10)
+
+def empty_memory(writer: WriterProcess) -> None:
+    """Have a writer forget everything, as that of a replaced node has."""
+    with closing(WriterClient(writer.address)) as client:
+        for held in client.ask(f.List(), f.Listed, timeout_s=10)[0].generations:
+            facts = decode_manifest(held.manifest)[0]
+            client.ask(f.Discard(iteration=facts.iteration, attempt=facts.attempt), f.Done, timeout_s=10)

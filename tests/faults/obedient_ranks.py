@@ -156,12 +156,17 @@ class _Training:
 
     def finish(self, *, leave: bool) -> dict[str, Any]:
         """Wait for the save; return why it failed, if it did."""
-        self._handle.wait(20)
-        told = {"iteration": self._handle.result.generation}
+        from outlast.errors import CheckpointError
+
+        error = None
+        try:
+            self._handle.wait(20)
+        except CheckpointError as failure:
+            error = str(failure)
         if leave:
             self._saving.close()
             self._saving = None
-        return told
+        return {"error": error}
 
     def load(self, *, config: dict[str, Any]) -> dict[str, Any]:
         """Spoil the live state, load, and return what it is now."""

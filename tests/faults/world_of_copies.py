@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gated_nodes import empty_memory
 from obedient_ranks import Ranks
 
 from outlast.checkpoint import frames as f
@@ -79,9 +80,7 @@ class Node:
 
     def empty_memory(self) -> None:
         """Have the writer forget everything."""
-        for generation in self._list():
-            facts = decode_manifest(generation.manifest)[0]
-            self.client.ask(f.Discard(iteration=facts.iteration, attempt=facts.attempt), f.Done, timeout_s=10)
+        empty_memory(self.writer)
 
     def heal_memory(self, port_of_others: dict[str, int]) -> None:
         """Have the writer hold again what it held, and nothing else."""

@@ -1,0 +1,105 @@
+"""A place that takes no more fails saves and nothing else: what is there stays, and later saves succeed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gated_nodes import empty_memory
+from obedient_ranks import Ranks
+
+from outlast.checkpoint.writer_process import WriterProcess
+from outlast.incidents import EventKind, IncidentKind
+from outlast.runtime.journal import read_journal
+
+SMALL_BYTES = 2 << 20
+
+
+class SmallDisk:
+    """A mounted file system of ``SMALL_BYTES``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fill(self) -> None:
+        with (self.path / "filler").open("wb") as file:
+            free = os.statvfs(self.path)
+            file.write(bytes(free.f_bavail * free.f_frsize - (100 << 10)))
+
+    def make_room(self) -> None:
+        (self.path / "filler").unlink()
+
+    def make_read_only(self) -> None:
+        _run("mount", "-o", "remount,ro", os.fspath(self.path))
+
+    def make_writable(self) -> None:
+        _run("mount", "-o", "remount,rw", os.fspath(self.path))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A small disk; without the right to mount one the test is skipped."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    try:
+        _run("mount", "-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "outlast-test", os.fspath(path))
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield SmallDisk(path)
+    finally:
+        _run("umount", "-l", os.fspath(path))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("tier", ["local", "global"])
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_place_that_takes_no_more_fails_saves_until_it_does_again(
+    tmp_path: Path, disk: SmallDisk, tier: str, trouble: str
+) -> None:
+    """Full or read-only, local or global: the save fails as an incident and training goes on; the older generation is
+    what it was, and once the place takes files again the next save succeeds."""
+    worsen, mend, reason = {
+        "full": (disk.fill, disk.make_room, "No space left"),
+        "read-only": (disk.make_read_only, disk.make_writable, "Read-only file system"),
+    }[trouble]
+    place = "local_directory" if tier == "local" else "directory"
+    config: dict[str, Any] = {place: os.fspath(disk.path / "run"), "save_timeout": 15.0, "suspect_window": 0}
+    run = os.fspath(tmp_path / "events")
+    with closing(WriterProcess()) as writer, Ranks({"node": writer}, tmp_path / "log") as ranks:
+
+        def save(iteration: int) -> tuple[dict[str, Any], dict[str, Any]]:
+            (begun,) = ranks.tell(do="begin", config=config, iteration=iteration, num_more=1, journal=run)
+            (ended,) = ranks.tell(do="finish", leave=iteration == 3)
+            return begun, ended
+
+        first, ended = save(1)
+        assert ended["error"] is None
+        worsen()
+        second, ended = save(2)
+        assert reason in ended["error"]
+        assert second["now"] != second["saved"], "training went on"
+        mend()
+        third, ended = save(3)
+        assert ended["error"] is None
+
+        incidents = [event for event in read_journal(run) if event.kind == EventKind.INCIDENT]
+        assert [(one.data["incident"]["kind"], one.iteration) for one in incidents] == [(IncidentKind.SAVE_FAILED, 2)]
+        for saved, iteration in ((third, 3), (first, 1)):
+            empty_memory(writer)
+            (told,) = ranks.tell(do="load", config=config)
+            assert (told["iteration"], told["tiers"], told["digest"]) == (iteration, [tier], saved["saved"])
+            assert not told["rejected"]
+            (folder,) = (disk.path / "run").rglob(f"step-{iteration}")
+            shutil.rmtree(folder)
+        assert not list((disk.path / "run").rglob("step-*")), "the failed save left something behind"
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=10)
