@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -172,3 +174,11 @@ def test_a_place_of_another_run_is_told_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "new" / "run.json").write_bytes(b"{")
     with pytest.raises(CheckpointError, match=r"run\.json cannot be read"):
         directory.run()
+
+
+@pytest.mark.process
+def test_the_writer_and_the_command_line_need_no_torch() -> None:
+    """What the writer process and `outlast ckpt` import of the global tier brings torch nowhere near."""
+    modules = "assemble, blob, directory, manifest, ownership, packing, store, verified_file"
+    script = f"import sys; from outlast.checkpoint.dcp import {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)

@@ -27,7 +27,7 @@ __all__ = ["Assemble", "Assembled", "Range", "assemble"]
 PART_BYTES = CHUNK_BYTES
 """Of an upload; a store takes 10,000 of them, which makes 80 GB a file."""
 MAX_PARTS = 10_000
-NUM_PARTS_AT_ONCE = 3
+NUM_PARTS_AT_ONCE = 2
 """Of one file, in memory at the same time."""
 
 
@@ -114,14 +114,10 @@ class _Source:
     def __getitem__(self, where: slice) -> bytes:
         """Return bytes, which begin with a chunk, and note the digests of their chunks."""
         start, stop, _ = where.indices(self._num_bytes)
-        data = bytearray(stop - start)
-        position = 0
-        for view in self.views(start, stop):
-            data[position : position + len(view)] = view
-            position += len(view)
-        taken = bytes(data)
+        taken = b"".join(self.views(start, stop))
         for offset in range(0, len(taken), CHUNK_BYTES):
-            self._note((start + offset) // CHUNK_BYTES, xxhash.xxh3_64_hexdigest(taken[offset : offset + CHUNK_BYTES]))
+            chunk = memoryview(taken)[offset : offset + CHUNK_BYTES]
+            self._note((start + offset) // CHUNK_BYTES, xxhash.xxh3_64_hexdigest(chunk))
         return taken
 
     def views(self, start: int, stop: int) -> Iterator[memoryview]:

@@ -34,6 +34,8 @@ class Place(Protocol):
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes: ...
 
+    def read_into(self, name: str, start: int, target: memoryview) -> int: ...
+
     def sizes(self, folder: str) -> dict[str, int]: ...
 
     def run(self) -> str | None: ...
@@ -126,6 +128,14 @@ class GlobalDirectory:
             FileNotFoundError: There is none.
         """
         return self._place.read(name, start, end)
+
+    def read_into(self, name: str, start: int, target: memoryview) -> int:
+        """Fill ``target`` with a file's bytes from ``start`` on; return how many there were.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        return self._place.read_into(name, start, target)
 
     @staticmethod
     def folder(iteration: int) -> str:

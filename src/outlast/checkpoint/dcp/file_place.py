@@ -40,6 +40,16 @@ class FilePlace:
             file.seek(start or 0)
             return file.read() if end is None else file.read(end - (start or 0))
 
+    def read_into(self, name: str, start: int, target: memoryview) -> int:
+        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(target) and (count := os.preadv(fd, [target[done:]], start + done)):
+                done += count
+            return done
+        finally:
+            os.close(fd)
+
     def sizes(self, folder: str) -> dict[str, int]:
         root = self._path(folder)
         return {os.path.relpath(path, root): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}

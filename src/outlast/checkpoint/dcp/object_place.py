@@ -49,6 +49,11 @@ class ObjectPlace:
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         return self._store.read(name, start, end)
 
+    def read_into(self, name: str, start: int, target: memoryview) -> int:
+        data = self._store.read(name, start, start + len(target))
+        target[: len(data)] = data
+        return len(data)
+
     def sizes(self, folder: str) -> dict[str, int]:
         return self._store.sizes(folder)
 

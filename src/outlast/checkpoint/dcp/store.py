@@ -131,16 +131,17 @@ class Store:
         """Put a large object, piece after piece."""
 
         def put() -> None:
+            from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
+
             file_system, _ = self._open()
             file = file_system.open(self._path(name), "wb", block_size=block_bytes)
             try:
                 for piece in pieces:
                     file.write(piece)
             except BaseException:
-                discard: Callable[[], None] | None = getattr(file, "discard", None)
-                if discard is not None:
+                if isinstance(file, AbstractBufferedFile):
                     file.closed = True  # its end would make an object of the half that is there
-                    discard()
+                    file.discard()
                 raise
             file.close()
 
