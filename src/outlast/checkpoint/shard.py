@@ -22,9 +22,9 @@ __all__ = [
     "DTYPE_NAMES",
     "TREE",
     "Identity",
+    "Layout",
     "Span",
     "digest",
-    "lay_out",
     "num_chunks",
     "read_head",
     "read_header",
@@ -97,30 +97,45 @@ def digest(chunk: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(chunk)
 
 
-def lay_out(
-    tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]], identity: Identity
-) -> tuple[bytes, list[Span], int]:
-    """Decide where everything goes in a shard.
+class Layout:
+    """Where everything goes in a shard; worked out once for tensors of the same names, types and shapes.
 
     Args:
         tensors: Name, safetensors element type, shape, number of bytes, bytes of an element.
-        identity: Whose shard it is.
-
-    Returns:
-        The file's head up to where the data begins, the tensors' places, and the file's size in bytes.
     """
-    ordered = sorted(tensors, key=lambda tensor: -tensor[4])  # stable: else as given
-    header: dict[str, object] = {"__metadata__": {"outlast": msgspec.json.encode(identity).decode()}}
-    offset, spans = 0, []
-    for name, dtype, shape, num_bytes, _ in ordered:
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
-        spans.append(Span(name, dtype, shape, offset, num_bytes))
-        offset += num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    head = len(text).to_bytes(8, "little") + text
-    start = len(head)
-    return head, [Span(s.name, s.dtype, s.shape, s.offset + start, s.num_bytes) for s in spans], start + offset
+
+    def __init__(self, tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> None:
+        offset, texts, self._spans = 0, [], list[Span]()
+        for name, dtype, shape, num_bytes, _ in sorted(tensors, key=lambda tensor: -tensor[4]):  # stable: else as given
+            texts.append(_describe(name, dtype, shape, offset, num_bytes))
+            self._spans.append(Span(name, dtype, shape, offset, num_bytes))
+            offset += num_bytes
+        self._text, self._num_bytes = ",".join(texts), offset
+        self._placed: dict[int, list[Span]] = {}
+
+    def place(self, identity: Identity, tree_bytes: int) -> tuple[bytes, list[Span], int]:
+        """Return a shard's head up to where the data begins, its tensors' places, and its size in bytes.
+
+        Args:
+            identity: Whose shard it is.
+            tree_bytes: Length of its plain values, which come last.
+        """
+        told = json.dumps({"outlast": msgspec.json.encode(identity).decode()}, separators=(",", ":"))
+        tree = _describe(TREE, "U8", (tree_bytes,), self._num_bytes, tree_bytes)
+        text = ("{" + ",".join(filter(None, (f'"__metadata__":{told}', self._text, tree))) + "}").encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        head = len(text).to_bytes(8, "little") + text
+        start = len(head)
+        if start not in self._placed:
+            spans = [Span(s.name, s.dtype, s.shape, s.offset + start, s.num_bytes) for s in self._spans]
+            self._placed = {start: spans}
+        tree_span = Span(TREE, "U8", (tree_bytes,), start + self._num_bytes, tree_bytes)
+        return head, [*self._placed[start], tree_span], start + self._num_bytes + tree_bytes
+
+
+def _describe(name: str, dtype: str, shape: tuple[int, ...], offset: int, num_bytes: int) -> str:
+    entry = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+    return json.dumps({name: entry}, separators=(",", ":"))[1:-1]
 
 
 def read_head(fd: int, size: int) -> bytes:

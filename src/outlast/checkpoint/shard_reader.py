@@ -1,14 +1,20 @@
-"""One rank's shard read and proven, straight into the memory that its tensors keep.
+"""One rank's shard, proven and then read.
 
-First touch of fresh memory costs several times the copy, so nothing is read into one place and copied to another.
+First every byte is read through small buffers and compared with its digest: nothing is allocated, nothing is touched.
+Once all ranks have proven theirs, the bytes are read straight into the tensors that take them, and digested again where
+they lie: first touch of fresh memory costs several times the copy, and what is used must be what was proven.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
+import math
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,71 +29,98 @@ from outlast.checkpoint.shard import (
     Span,
     read_head,
     read_header,
-    shard_name,
 )
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
-__all__ = ["Shard", "check_shard", "read_shard"]
+__all__ = ["Proof", "check_shard", "prove", "read"]
 
 NUM_THREADS = 2
+PIECE_BYTES = 1 << 20
+"""Small enough to be digested from the cache."""
 MAX_BUFFERS = 512
 """Of one read; the system takes up to 1024."""
+_TORCH_TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, short in DTYPE_NAMES.items()}
 
 
-class Shard:
-    """The verified bytes of one shard, as tensors."""
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is known of a shard whose bytes were all compared with their digests."""
 
-    def __init__(self, parts: dict[str, torch.Tensor], spans: dict[str, Span]) -> None:
-        self._parts, self._spans = parts, spans
-
-    def release(self) -> None:
-        """Let go of the memory; tensors that were taken out keep theirs."""
-        self._parts = {}
-
-    @property
-    def tree(self) -> bytes:
-        """The plain values."""
-        return self._parts[TREE].numpy().tobytes()
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor; it is nobody else's.
-
-        Raises:
-            CheckpointError: There is no such tensor.
-        """
-        if name not in self._spans:
-            raise CheckpointError(f"tensor {name!r} is missing")
-        span = self._spans[name]
-        return self._parts[name].view(_dtypes()[span.dtype]).reshape(span.shape)
+    spans: dict[str, Span]
+    """Where its tensors lie."""
+    tree: bytes
+    """The plain values."""
+    head_bytes: int
 
 
-def read_shard(folder: Path, manifest: Manifest, rank: int) -> Shard:
-    """Read a rank's shard of a generation and compare every byte with its digest.
+def prove(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = False) -> Proof:
+    """Compare every byte of a rank's shard with its digest.
+
+    Args:
+        fd: The shard, readable at any offset.
+        manifest: The generation that it should belong to.
+        rank: Whose shard it should be.
+        in_memory: It lies in shared memory that may be longer than the shard.
 
     Raises:
         CheckpointError: The shard is torn, changed, or another one.
         OSError: It cannot be read.
 
-    Blocks: while the file is read, by two threads.
+    Blocks: while all of it is read, by two threads.
     """
     entry = manifest.shards[rank]
-    fd = os.open(folder / shard_name(rank), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        head, spans = _prove_head(fd, manifest, rank)
-        size = entry.num_bytes
-        _check_spans(spans, start=len(head), size=size)
-        parts = {span.name: torch.empty(span.num_bytes, dtype=torch.uint8) for span in spans.values()}
-        again = bytearray(len(head))
-        target = _Target(again, parts, spans)
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outlast-load") as pool:
-            problems = list(pool.map(lambda index: _read_chunk(fd, target, entry, index), range(len(entry.chunks))))
-    finally:
-        os.close(fd)
-    if (problem := next((problem for problem in problems if problem is not None), None)) is not None:
-        raise problem
+    head, spans = _prove_head(fd, manifest, rank, in_memory=in_memory)
+    _check_spans(spans, start=len(head), size=entry.num_bytes)
+    again, tree = bytearray(len(head)), bytearray(spans[TREE].num_bytes)
+    wanted = [(0, again), (spans[TREE].offset, tree)]
+    if in_memory:
+        with mmap.mmap(fd, entry.num_bytes, prot=mmap.PROT_READ) as image, memoryview(image) as view:
+            _in_threads(lambda: None, lambda _, index: _digest_view(view, entry, index, wanted), entry)
+    else:
+        _in_threads(
+            lambda: memoryview(mmap.mmap(-1, PIECE_BYTES)),
+            lambda buffer, index: _digest_file(fd, buffer, entry, index, wanted),
+            entry,
+        )
     if again != head:
         raise Corrupt("the header changed while it was read")
-    return Shard(parts, spans)
+    return Proof(spans, bytes(tree), len(head))
+
+
+def read(
+    fd: int, manifest: Manifest, rank: int, proof: Proof, into: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Read a proven shard's tensors.
+
+    Args:
+        fd: The shard.
+        manifest: Its generation.
+        rank: Whose it is.
+        proof: What :func:`prove` returned.
+        into: Contiguous CPU tensors of the right type and shape that take their bytes, by name; others are new.
+
+    Returns:
+        All tensors but the tree, by name; those of ``into`` are the given ones.
+
+    Raises:
+        CheckpointError: It is not what was proven; what ``into`` holds is of no use any more.
+        OSError: It cannot be read.
+
+    Blocks: while all of it is read, by two threads.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    parts: dict[str, memoryview] = {}
+    for name, span in proof.spans.items():
+        tensor = into.get(name)
+        if tensor is None:
+            tensor = torch.empty(span.shape, dtype=_TORCH_TYPES[span.dtype])
+        tensors[name] = tensor
+        parts[name] = _bytes_of(tensor)
+    entry = manifest.shards[rank]
+    target = _Target(bytearray(proof.head_bytes), parts, proof.spans)
+    _in_threads(lambda: None, lambda _, index: _read_chunk(fd, target, entry, index), entry)
+    del tensors[TREE]
+    return tensors
 
 
 def check_shard(path: Path, manifest: Manifest, rank: int) -> None:
@@ -111,12 +144,39 @@ def check_shard(path: Path, manifest: Manifest, rank: int) -> None:
         os.close(fd)
 
 
-def _prove_head(fd: int, manifest: Manifest, rank: int) -> tuple[bytes, dict[str, Span]]:
+def _in_threads(
+    prepare: Callable[[], memoryview | None],
+    work: Callable[[memoryview, int], CheckpointError | None],
+    entry: ShardEntry,
+) -> None:
+    """Work on every chunk, and raise the error of the first that has one."""
+    turns = itertools.count()
+    problems: list[tuple[int, CheckpointError]] = []
+
+    def run() -> None:
+        own = prepare()
+        while not problems and (index := next(turns)) < len(entry.chunks):
+            if (problem := work(own, index)) is not None:  # type: ignore[arg-type]
+                problems.append((index, problem))
+
+    if len(entry.chunks) < 2:
+        run()
+    else:
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outlast-load") as pool:
+            for done in [pool.submit(run) for _ in range(NUM_THREADS)]:
+                done.result()
+    if problems:
+        raise min(problems, key=lambda problem: problem[0])[1]
+
+
+def _prove_head(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = False) -> tuple[bytes, dict[str, Span]]:
     """Return a shard's head and what lies where, if it is the rank's of this generation and as long as it should be.
 
     A whole file in the wrong place differs in every digest, and perhaps in its length: what it is instead comes first.
     """
     size, expected_size = os.fstat(fd).st_size, manifest.shards[rank].num_bytes
+    if in_memory:
+        size = min(size, expected_size)
     try:
         head = read_head(fd, size)
         identity, spans = read_header(memoryview(head), size)
@@ -142,10 +202,10 @@ def _prove_head(fd: int, manifest: Manifest, rank: int) -> tuple[bytes, dict[str
 class _Target:
     """Where the bytes of a file go: the places of its parts, in the file's order."""
 
-    def __init__(self, head: bytearray, parts: dict[str, torch.Tensor], spans: dict[str, Span]) -> None:
+    def __init__(self, head: bytearray, parts: Mapping[str, memoryview], spans: Mapping[str, Span]) -> None:
         ordered = sorted((span for span in spans.values() if span.num_bytes), key=lambda span: span.offset)
         self._starts = [0, *(span.offset for span in ordered)]
-        self._views = [memoryview(head), *(memoryview(parts[span.name].numpy()) for span in ordered)]  # type: ignore[arg-type]
+        self._views = [memoryview(head), *(parts[span.name] for span in ordered)]
 
     def pieces(self, start: int, end: int) -> Iterator[memoryview]:
         """Yield what takes the file's bytes from ``start`` to ``end``."""
@@ -164,14 +224,12 @@ def _check_spans(spans: dict[str, Span], *, start: int, size: int) -> None:
     Raises:
         Corrupt: They do not.
     """
-    unknown = {span.dtype for span in spans.values()} - set(_dtypes())
+    unknown = {span.dtype for span in spans.values()} - set(_TORCH_TYPES)
     if unknown or TREE not in spans:
         raise Corrupt(f"has no {TREE}, or elements of unknown types {sorted(unknown)}")
     for span in sorted(spans.values(), key=lambda span: (span.offset, span.num_bytes)):
-        count = 1
-        for length in span.shape:
-            count *= length
-        if span.offset != start or count * _dtypes()[span.dtype].itemsize != span.num_bytes:
+        count = math.prod(span.shape)
+        if span.offset != start or count * _TORCH_TYPES[span.dtype].itemsize != span.num_bytes:
             raise Corrupt(f"the header contradicts itself about tensor {span.name!r}")
         start += span.num_bytes
     if start != size:
@@ -183,35 +241,69 @@ def _differences(found: Identity, expected: Identity) -> str:
     return ", ".join(f"{name} {getattr(found, name)} instead of {getattr(expected, name)}" for name in fields)
 
 
-def _read_chunk(fd: int, target: _Target, entry: ShardEntry, index: int) -> CheckpointError | None:
+def _digest_view(
+    view: memoryview, entry: ShardEntry, index: int, wanted: list[tuple[int, bytearray]]
+) -> CheckpointError | None:
     start = index * CHUNK_BYTES
-    end = min(start + CHUNK_BYTES, entry.num_bytes)
-    position = start
+    with view[start : start + CHUNK_BYTES] as chunk:
+        _copy_out(chunk, start, wanted)
+        return _compare(xxhash.xxh3_64_hexdigest(chunk), entry, index)
+
+
+def _digest_file(
+    fd: int, buffer: memoryview, entry: ShardEntry, index: int, wanted: list[tuple[int, bytearray]]
+) -> CheckpointError | None:
+    position = index * CHUNK_BYTES
+    end = min(position + CHUNK_BYTES, entry.num_bytes)
+    found = xxhash.xxh3_64()
     while position < end:
-        buffers = []
-        for piece in target.pieces(position, end):
-            buffers.append(piece)
-            if len(buffers) == MAX_BUFFERS:
-                break
-        count = os.preadv(fd, buffers, position)
+        with buffer[: end - position] as room:
+            count = os.preadv(fd, [room], position)
         if not count:
             return Incomplete(f"ends after {position} bytes instead of {entry.num_bytes}")
+        with buffer[:count] as piece:
+            found.update(piece)
+            _copy_out(piece, position, wanted)
         position += count
+    return _compare(found.hexdigest(), entry, index)
+
+
+def _copy_out(piece: memoryview, position: int, wanted: list[tuple[int, bytearray]]) -> None:
+    """Copy what of a piece belongs to the parts that are kept."""
+    for offset, kept in wanted:
+        begin, end = max(position, offset), min(position + len(piece), offset + len(kept))
+        if begin < end:
+            kept[begin - offset : end - offset] = piece[begin - position : end - position]
+
+
+def _read_chunk(fd: int, target: _Target, entry: ShardEntry, index: int) -> CheckpointError | None:
+    position = index * CHUNK_BYTES
+    end = min(position + CHUNK_BYTES, entry.num_bytes)
     found = xxhash.xxh3_64()
-    for piece in target.pieces(start, end):
-        found.update(piece)
-    if found.hexdigest() != entry.chunks[index]:
-        tensors = [
-            tensor.name for tensor in entry.tensors if tensor.offset < end and tensor.offset + tensor.num_bytes > start
-        ]
-        within = f" (tensors {', '.join(tensors[:3])}{', ...' if len(tensors) > 3 else ''})" if tensors else ""
-        return Corrupt(f"chunk {index}, bytes {start} to {end}{within}, differs from its digest")
-    return None
+    while position < end:
+        buffers = list(itertools.islice(target.pieces(position, min(position + PIECE_BYTES, end)), MAX_BUFFERS))
+        left = count = os.preadv(fd, buffers, position)
+        if not count:
+            return Incomplete(f"ends after {position} bytes instead of {entry.num_bytes}")
+        for buffer in buffers:
+            found.update(buffer[:left])
+            left -= min(left, len(buffer))
+        position += count
+    return _compare(found.hexdigest(), entry, index)
 
 
-def _dtypes() -> dict[str, torch.dtype]:
-    return {
-        short: getattr(torch, name.removeprefix("torch."))
-        for name, short in DTYPE_NAMES.items()
-        if hasattr(torch, name.removeprefix("torch."))
-    }
+def _compare(found: str, entry: ShardEntry, index: int) -> Corrupt | None:
+    if found == entry.chunks[index]:
+        return None
+    start = index * CHUNK_BYTES
+    end = min(start + CHUNK_BYTES, entry.num_bytes)
+    tensors = [
+        tensor.name for tensor in entry.tensors if tensor.offset < end and tensor.offset + tensor.num_bytes > start
+    ]
+    within = f" (tensors {', '.join(tensors[:3])}{', ...' if len(tensors) > 3 else ''})" if tensors else ""
+    return Corrupt(f"chunk {index}, bytes {start} to {end}{within}, differs from its digest")
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)  # type: ignore[arg-type]
