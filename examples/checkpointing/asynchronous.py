@@ -1,0 +1,47 @@
+"""Save without stopping: training goes on between the copy of its state and the commit.
+
+Runs unchanged with one or many ranks::
+
+    python examples/checkpointing/asynchronous.py /tmp/generations
+    outlast run --nproc-per-node 2 examples/checkpointing/asynchronous.py /tmp/generations
+
+What to look for: iterations between the line ``Scheduling async checkpoint save`` and the line ``committed``.
+Started again with the same folder and more ``--iterations``, it goes on from the newest generation.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+
+import outlast
+
+WIDTH = 2048
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", help="where generations are saved, and loaded from")
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--save-interval", type=int, default=20)
+    args = parser.parse_args()
+
+    # async_save is the default: save() returns once the state is copied, and a process of its own does the rest.
+    # overlap_staging=True would hide most of the copy, too.
+    checkpoint = outlast.CheckpointConfig(directory=args.directory, save_interval=args.save_interval)
+    run = outlast.init(outlast.Config(checkpoint=checkpoint, seed=0))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(run.device)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    for iteration in run.steps({"model": model, "optim": optim}, total=args.iterations):
+        batch = torch.randn(4, WIDTH, device=run.device)
+        loss = (model(batch) - batch).square().mean()
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        if run.global_rank == 0:
+            print(f"iteration {iteration + 1:3d}  loss {loss.item():.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

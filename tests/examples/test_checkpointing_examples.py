@@ -1,0 +1,133 @@
+"""The examples of checkpointing do what their README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "checkpointing"
+AWS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+def _run(script: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
+    """Run an example to its end and return what it printed, in the order of its lines."""
+    ended = subprocess.run(
+        [sys.executable, str(FOLDER / script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        timeout=55,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert ended.returncode == 0, ended.stdout
+    return ended.stdout
+
+
+def _index(lines: list[str], pattern: str) -> int:
+    (found,) = [index for index, line in enumerate(lines) if re.search(pattern, line)]
+    return found
+
+
+@pytest.mark.process
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    """Iterations are done between the line that a save is scheduled, with its tiers, and the line that it is
+    committed; started again, training goes on from the newest generation."""
+    lines = _run("asynchronous.py", str(tmp_path), "--iterations", "40").splitlines()
+    scheduled = _index(lines, r"Scheduling async checkpoint save of iteration 20, tiers global")
+    committed = _index(lines, r"committed iteration 20, tiers global")
+    between = [line for line in lines[scheduled:committed] if line.startswith("iteration")]
+    assert between, lines
+    again = _run("asynchronous.py", str(tmp_path), "--iterations", "45").splitlines()
+    _index(again, r"loaded iteration 40 ")
+    assert next(line for line in again if line.startswith("iteration")).startswith("iteration  41")
+
+
+@pytest.mark.process
+def test_a_lost_nodes_rank_goes_on_from_the_copy_on_another_node(tmp_path: Path) -> None:
+    """One of two agents is killed and its disk deleted; the spare's rank gets its state from the other node, that one's
+    rank from memory, both of the same iteration, and training ends well."""
+    output = _run("replicated.py", str(tmp_path))
+    first = re.search(r"^rank 0 on (\S+) went on from iteration (\d+): [\d,]+ bytes from memory$", output, re.MULTILINE)
+    second = re.search(
+        r"^rank 1 on (\S+) went on from iteration (\d+): [\d,]+ bytes from replica$", output, re.MULTILINE
+    )
+    assert first, output
+    assert second, output
+    assert first[2] == second[2]
+    assert int(first[2]) >= 40
+    lost = re.search(r"^(\S+), which carried rank 1, is gone", output, re.MULTILINE)
+    assert lost, output
+    assert lost[1] not in (first[1], second[1])
+    codes = dict(re.findall(r"(node-\d) (-?\d+)", output.splitlines()[-1]))
+    assert codes == {first[1]: "0", second[1]: "0", lost[1]: "-9"}
+
+
+@pytest.fixture
+def store() -> Iterator[dict[str, str]]:
+    """A server that speaks S3, with a bucket; the variables by which it is found."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        env={**os.environ, **AWS},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        end = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+                break
+            except OSError:
+                assert process.poll() is None, "the server ended"
+                assert time.monotonic() < end, "the server does not answer"
+                time.sleep(0.05)
+        environment = {**AWS, "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+        _client(environment).create_bucket(Bucket="bucket")
+        yield environment
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.mark.process
+def test_an_object_store_takes_the_place_of_a_folder(tmp_path: Path, store: dict[str, str]) -> None:
+    """Generations are in the bucket, in the format of ``torch.distributed.checkpoint``; started again with the same
+    URL, training goes on from the newest."""
+    _run("s3.py", "s3://bucket/my-run", "--iterations", "20", environment=store)
+    names = [one["Key"] for one in _client(store).list_objects_v2(Bucket="bucket")["Contents"]]
+    assert {"my-run/step-20/manifest.json", "my-run/step-20/.metadata"} <= set(names)
+    assert any(name.endswith(".distcp") for name in names)
+    again = _run("s3.py", "s3://bucket/my-run", "--iterations", "30", environment=store)
+    assert re.search(r"loaded iteration 20 .*1 from global", again), again
+    assert "iteration  30" in again
+
+
+def _client(environment: dict[str, str]) -> Any:
+    """Return a client that is none of ours."""
+    session = pytest.importorskip("botocore.session").get_session()
+    return session.create_client(
+        "s3",
+        endpoint_url=environment["FSSPEC_S3_ENDPOINT_URL"],
+        region_name=environment["AWS_DEFAULT_REGION"],
+        aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
+    )
