@@ -5,7 +5,8 @@ Runs unchanged with one or many ranks::
     python examples/checkpointing/asynchronous.py /tmp/generations
     outlast run --nproc-per-node 2 examples/checkpointing/asynchronous.py /tmp/generations
 
-What to look for: iterations between the line ``Scheduling async checkpoint save`` and the line ``committed``.
+What to look for: iterations between the line ``Scheduling async checkpoint save`` and the line ``committed``, which
+say what is saved, when, and to which tiers.
 Started again with the same folder and more ``--iterations``, it goes on from the newest generation.
 """
 
@@ -16,30 +17,31 @@ from torch import nn
 
 import outlast
 
-WIDTH = 2048
+VOCABULARY, WIDTH = 128_000, 256
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", help="where generations are saved, and loaded from")
-    parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--save-interval", type=int, default=20)
+    parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--save-interval", type=int, default=100)
     args = parser.parse_args()
 
     # async_save is the default: save() returns once the state is copied, and a process of its own does the rest.
     # overlap_staging=True would hide most of the copy, too.
     checkpoint = outlast.CheckpointConfig(directory=args.directory, save_interval=args.save_interval)
     run = outlast.init(outlast.Config(checkpoint=checkpoint, seed=0))
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(run.device)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    words = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)  # as in fine-tuning: large, and not trained
+    model = nn.Sequential(words, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)).to(run.device)
+    optim = torch.optim.AdamW(model[1:].parameters())
 
     for iteration in run.steps({"model": model, "optim": optim}, total=args.iterations):
-        batch = torch.randn(4, WIDTH, device=run.device)
-        loss = (model(batch) - batch).square().mean()
+        batch = torch.randint(VOCABULARY, (64,), device=run.device)
+        loss = nn.functional.cross_entropy(model(batch), batch % 2)
         optim.zero_grad()
         loss.backward()
         optim.step()
-        if run.global_rank == 0:
+        if run.global_rank == 0 and (iteration + 1) % 10 == 0:
             print(f"iteration {iteration + 1:3d}  loss {loss.item():.4f}", flush=True)
 
 

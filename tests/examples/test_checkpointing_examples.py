@@ -47,14 +47,14 @@ def _index(lines: list[str], pattern: str) -> int:
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     """Iterations are done between the line that a save is scheduled, with its tiers, and the line that it is
     committed; started again, training goes on from the newest generation."""
-    lines = _run("asynchronous.py", str(tmp_path), "--iterations", "40").splitlines()
-    scheduled = _index(lines, r"Scheduling async checkpoint save of iteration 20, tiers global")
-    committed = _index(lines, r"committed iteration 20, tiers global")
+    lines = _run("asynchronous.py", str(tmp_path), "--iterations", "200").splitlines()
+    scheduled = _index(lines, r"Scheduling async checkpoint save of iteration 100, tiers global")
+    committed = _index(lines, r"committed iteration 100, tiers global")
     between = [line for line in lines[scheduled:committed] if line.startswith("iteration")]
     assert between, lines
-    again = _run("asynchronous.py", str(tmp_path), "--iterations", "45").splitlines()
-    _index(again, r"loaded iteration 40 ")
-    assert next(line for line in again if line.startswith("iteration")).startswith("iteration  41")
+    again = _run("asynchronous.py", str(tmp_path), "--iterations", "250").splitlines()
+    _index(again, r"loaded iteration 200 ")
+    assert next(line for line in again if line.startswith("iteration")).startswith("iteration 210")
 
 
 @pytest.mark.process
