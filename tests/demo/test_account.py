@@ -63,7 +63,8 @@ def started(at_s: float, cycle: int) -> list[Event]:
 
 def went_on(at_s: float, cycle: int, iteration: int) -> list[Event]:
     """Return a restore and each rank's first finished iteration, the last rank 0.3 s after the first."""
-    restored = [event(EventKind.RESTORED, at_s, cycle, f"rank-{r}", rank=r, iteration=iteration) for r in RANKS]
+    read = {"tier": "memory", "bytes_read": {"memory": 100}}
+    restored = [event(EventKind.RESTORED, at_s, cycle, f"rank-{r}", rank=r, iteration=iteration, **read) for r in RANKS]
     first = [
         event(EventKind.PROGRESS, at_s + 0.1 * r, cycle, f"rank-{r}", rank=r, iteration=iteration + 1) for r in RANKS
     ]
@@ -94,6 +95,9 @@ def test_a_killed_rank_is_accounted_for() -> None:
     assert (row.iteration, row.restored_iteration, row.redone_iterations) == (32, 25, 7)
     assert row.evidence == "its process ended with status -9, in section 'step'"
     assert (row.action, row.verdict, row.fault) == ("restart_workers", "because", "a fault")
+    assert (row.victims, row.copies_spoiled, row.newest_global) == ((3,), None, None)
+    assert row.sources is not None
+    assert row.sources.num_ranks == {"memory": 4}
     assert unnoticed(events) == ()
     assert count_cycles(events) == 2
 
@@ -115,6 +119,7 @@ def test_a_hang_is_noticed_by_another_rank_and_named_by_the_verdict() -> None:
     assert row.detected_after_s == pytest.approx(3.1)
     assert row.evidence == "rank 2 is stopped at line 41, process state T"
     assert (row.recovered_after_s, row.restored_iteration, row.redone_iterations) == (None, None, None)
+    assert row.sources is None
     assert row.iteration == 31
 
 
@@ -135,6 +140,21 @@ def test_a_node_lost_with_the_coordinator_counts_from_the_heirs_verdict() -> Non
     assert row.detected_after_s == pytest.approx(1.5)
     assert row.redone_iterations == 0
     assert unnoticed(events) == ()
+
+
+def test_a_lost_nodes_victims_are_the_ranks_it_had() -> None:
+    """With the copies that were spoiled and what the global tier held when it was struck."""
+    lost = incident(IncidentKind.NODE_LOST, "node-1")
+    struck = strike(10, 0, IncidentKind.NODE_LOST, "node-1", rank=None, iteration=40)
+    struck.data["copies_spoiled"] = 4
+    ranks = started(0, 0)
+    ranks = [ranks[0], msgspec.structs.replace(ranks[1], node="node-1")]
+    saved = [
+        event(EventKind.SAVE_COMMITTED, at_s, 0, "rank-0", rank=0, iteration=iteration, tiers=["global"])
+        for at_s, iteration in ((8, 30), (11, 40))
+    ]
+    (row,) = account_for([*ranks, *saved, struck, verdict(11.5, 0, lost, Rung.REPLACE_NODE)])
+    assert (row.victims, row.copies_spoiled, row.newest_global) == ((2, 3), 4, 30)
 
 
 def test_a_cycle_that_fails_before_its_first_iteration_is_no_recovery() -> None:

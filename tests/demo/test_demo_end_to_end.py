@@ -49,8 +49,12 @@ def left_running(folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.process
 @pytest.mark.timeout(150)
-def test_three_faults_change_no_bit(tmp_path: Path) -> None:
-    """Each fault is noticed for what it was and costs iterations; weights, moments and losses are as without any."""
+def test_four_faults_change_no_bit(tmp_path: Path) -> None:
+    """Each fault is noticed for what it was and costs iterations; weights, moments and losses are as without any.
+
+    A lost node's ranks come back from the copies on the other node, and nobody reads a byte of the global tier; where
+    these copies are damaged, they are rejected, and the global tier has the state.
+    """
     temporary, kept = tmp_path / "tmp", tmp_path / "kept"
     temporary.mkdir()
     demo = start(temporary, "--json", "--seed=3", f"--iterations={least_iterations(5)}", f"--keep={kept}")
@@ -59,15 +63,30 @@ def test_three_faults_change_no_bit(tmp_path: Path) -> None:
     (line,) = output.splitlines()
     result = json.loads(line)
     assert result["bit_identical"] is True
-    assert result["cycles"] == 4
-    assert {one["kind"] for one in result["incidents"]} == {"worker_died", "worker_hung", "node_lost"}
+    assert result["cycles"] == 5
+    *first, last = result["incidents"]
+    assert {one["kind"] for one in first} == {"worker_died", "worker_hung", "node_lost"}
+    for one in first:
+        assert one["global_bytes_read"] == 0
+        assert sum(one["tiers"].values()) == 4
+        replicas = len(one["victims"]) if one["kind"] == "node_lost" else 0
+        assert one["tiers"].get("replica", 0) == replicas
+        assert (one["bytes_read"].get("replica", 0) > 0) == (replicas > 0)
+    assert last["kind"] == "node_lost"
+    assert last["copies_spoiled"] >= 2
+    assert last["tiers"]["global"] >= 2
+    assert last["copies_rejected"]["replica"] >= 2
+    assert last["global_bytes_read"] > 0
     for one in result["incidents"]:
         assert 0 <= one["detected_after_s"] <= one["recovered_after_s"]
         assert one["restored_iteration"] > 0
         assert 0 <= one["redone_iterations"] <= 15
     assert [one["fault"] for one in result["incidents"] if one["fault"] is None] == []
     events = list(read_journal(kept / "with-faults" / "run"))
-    assert sum(event.kind == EventKind.FAULT_SIMULATED for event in events) == 3
+    assert sum(event.kind == EventKind.FAULT_SIMULATED for event in events) == 4
+    lost = {event.data["node"] for event in events if event.data.get("expected") == "node_lost"}
+    assert len(lost) == 2
+    assert lost.isdisjoint(os.listdir(kept / "with-faults" / "local"))
     assert not any(event.kind == EventKind.INCIDENT for event in read_journal(kept / "undisturbed" / "run"))
     assert list(temporary.glob("outlast-demo-*")) == []
     assert left_running(temporary) == []
@@ -99,7 +118,7 @@ def test_told_to_end_it_leaves_nothing(tmp_path: Path, number: int, code: int) -
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        (("--iterations=20",), "too few for three faults"),
+        (("--iterations=20",), "too few for four faults"),
         (("--keep={full}",), "is not empty"),
         (("--keep={file}",), "cannot be used"),
         (("--sed=1",), "--sed"),

@@ -41,7 +41,7 @@ def scene() -> Scene:
         event(EventKind.FAULT_SIMULATED, 3, fault="SIGKILL of a rank", target="rank 1 (pid 12)"),
         event(EventKind.INCIDENT, 4, incident=died),
         event(EventKind.VERDICT, 5, verdict=again, incident=died),
-        event(EventKind.RESTORED, 6, tier="local", rejected=[]),
+        event(EventKind.RESTORED, 6, tier="replica", rejected=[], bytes_read={"replica": 4_600_000}),
         event(EventKind.PROGRESS, 7),
     ]
     ranks = (RankScene(rank=0, node="node-0", pid=11, cycle=0, iteration=31, section="step"),)
@@ -65,7 +65,7 @@ def test_plain_lines_tell_each_event_once() -> None:
         "FAULT: SIGKILL of a rank: rank 1 (pid 12), at iteration 30",
         "noticed by node-0: rank 1 on node node-0 was ended by SIGKILL",
         "decided: restarting the workers",
-        "restored iteration 30 from the local tier",
+        "rank 0: restored iteration 30 from replica, 4.6 MB",
         "iteration 31 of 100, loss 2.5000",
     ):
         assert told.count(part) == 1, part

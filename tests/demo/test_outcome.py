@@ -10,6 +10,7 @@ from rich.console import Console
 
 from outlast.demo.account import Account
 from outlast.demo.outcome import Outcome, differences, render
+from outlast.demo.sources import Sources
 from outlast.incidents import IncidentKind
 
 RESULT = {"iterations": 100, "final_loss": 2.5, "weights": "aa", "optimizer": "bb", "losses": "cc"}
@@ -27,6 +28,14 @@ HUNG = Account(
     restored_iteration=30,
     recovered_after_s=3.4,
     redone_iterations=4,
+)
+FROM_REPLICA = Sources(
+    tiers={0: "memory", 1: "memory", 2: "replica", 3: "replica"},
+    bytes_read={"memory": 9_000_000, "replica": 8_500_000},
+    rejected={"replica": 1},
+)
+LOST = dataclasses.replace(
+    HUNG, kind=IncidentKind.NODE_LOST, rank=None, victims=(2, 3), sources=FROM_REPLICA, copies_spoiled=4
 )
 GOOD = Outcome(seed=0, undisturbed=RESULT, struck=dict(RESULT), incidents=(HUNG,), cycles=2, wall_s=40.0, problems=())
 
@@ -56,6 +65,20 @@ def test_the_json_object_has_what_the_documents_promise() -> None:
     (one,) = printed["incidents"]
     assert (one["kind"], one["rank"], one["node"]) == ("worker_hung", 2, "node-1")
     assert (one["detected_after_s"], one["recovered_after_s"], one["redone_iterations"]) == (3.01, 3.4, 4)
+
+
+def test_where_ranks_came_back_from_is_counted() -> None:
+    """Ranks and bytes by tier, and always those of the global tier, in the object and in the table."""
+    outcome = dataclasses.replace(GOOD, incidents=(HUNG, LOST))
+    hung, lost = json.loads(outcome.to_json())["incidents"]
+    assert (hung["tiers"], hung["global_bytes_read"], hung["copies_spoiled"]) == (None, None, None)
+    assert lost["tiers"] == {"memory": 2, "replica": 2}
+    assert lost["bytes_read"] == {"memory": 9_000_000, "replica": 8_500_000}
+    assert (lost["global_bytes_read"], lost["copies_rejected"]) == (0, {"replica": 1})
+    assert (lost["victims"], lost["copies_spoiled"]) == ([2, 3], 4)
+    shown = text(outcome)
+    for part in ("memory: 2 ranks, 9.0 MB", "replica: 2 ranks, 8.5 MB", "global: 0 bytes", "1 bad copy rejected"):
+        assert part in shown
 
 
 def test_the_table_tells_each_incident_and_the_comparison() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.demo.plan import Shape, draw_faults, least_iterations
+from outlast.demo.plan import NUM_FAULTS, Shape, draw_faults, least_iterations
 from outlast.errors import ConfigError
 from outlast.incidents import IncidentKind
 
@@ -29,10 +29,14 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @given(st.integers(0, 2**32), shapes())
 def test_each_fault_once_with_a_victim_that_exists(seed: int, shape: Shape) -> None:
-    """One of each kind, on a rank or a node of the world; the same seed draws the same."""
+    """One of each kind, on a rank or a node of the world, then a spoiled node; the same seed draws the same."""
     faults = draw_faults(seed, shape)
-    assert {fault.kind for fault in faults} == KINDS
-    assert len(faults) == len(KINDS)
+    assert len(faults) == NUM_FAULTS
+    *first, last = faults
+    assert {fault.kind for fault in first} == KINDS
+    assert len(first) == len(KINDS)
+    assert last.kind == IncidentKind.NODE_LOST
+    assert [fault.spoils_copies for fault in faults] == [False, False, False, True]
     for fault in faults:
         if fault.kind == IncidentKind.NODE_LOST:
             assert fault.rank is None
@@ -46,7 +50,10 @@ def test_each_fault_once_with_a_victim_that_exists(seed: int, shape: Shape) -> N
 
 @given(st.integers(0, 2**32), shapes())
 def test_there_is_something_to_lose_and_something_won_each_time(seed: int, shape: Shape) -> None:
-    """Two generations lie before the first fault, one beyond any restart's before the next, and one after the last."""
+    """Two generations lie before the first fault, one beyond any restart's before the next, and one after the last.
+
+    Before the last one that is so for generations of the global tier.
+    """
     interval, faults = shape.save_interval, draw_faults(seed, shape)
     assert faults[0].iteration >= 2 * interval
     for fault, following in pairwise(faults):
@@ -55,6 +62,9 @@ def test_there_is_something_to_lose_and_something_won_each_time(seed: int, shape
     assert faults[-1].iteration <= shape.iterations - interval
     if interval > 1:
         assert all(fault.iteration % interval for fault in faults)
+    newest_restored = faults[-2].iteration // interval * interval
+    newest_global = (faults[-1].iteration - interval) // shape.global_save_interval * shape.global_save_interval
+    assert newest_global > newest_restored
 
 
 def test_seeds_draw_other_orders_victims_and_moments() -> None:

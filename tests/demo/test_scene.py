@@ -12,9 +12,13 @@ from outlast.incidents import Event, EventKind, IncidentKind
 
 KILL = Fault(kind=IncidentKind.WORKER_DIED, iteration=12, rank=1)
 LOSE = Fault(kind=IncidentKind.NODE_LOST, iteration=12, slot=1)
+SPOIL = dataclasses.replace(LOSE, spoils_copies=True)
+NEAR = ("memory", "local", "replica")
 
 
-def event(kind: EventKind, node: str, cycle: int, *, iteration: int | None = None, **data: object) -> Event:
+def event(
+    kind: EventKind, node: str, cycle: int, *, iteration: int | None = None, rank: int | None = None, **data: object
+) -> Event:
     return Event(
         kind=kind,
         wall_ns=0,
@@ -24,9 +28,15 @@ def event(kind: EventKind, node: str, cycle: int, *, iteration: int | None = Non
         node=node,
         proc="p",
         cycle=cycle,
+        rank=rank,
         iteration=iteration,
         data=data,
     )
+
+
+def committed(iteration: int, *tiers: str, ranks: tuple[int, ...] = (0, 1), cycle: int = 1) -> list[Event]:
+    kind = EventKind.SAVE_COMMITTED
+    return [event(kind, "ab"[rank], cycle, iteration=iteration, rank=rank, tiers=list(tiers)) for rank in ranks]
 
 
 def scene(*iterations: int, cycle: int = 1, restored: int = 5, durable: int = 10) -> Scene:
@@ -36,7 +46,7 @@ def scene(*iterations: int, cycle: int = 1, restored: int = 5, durable: int = 10
         event(EventKind.CYCLE_STARTED, "a", cycle, node_rank=0, ranks=[0], world_size=2),
         event(EventKind.CYCLE_STARTED, "b", cycle, node_rank=1, ranks=[1], world_size=2),
         event(EventKind.RESTORED, "a", cycle, iteration=restored),
-        event(EventKind.SAVE_COMMITTED, "a", cycle, iteration=durable),
+        *committed(durable, *NEAR, cycle=cycle),
     ]
     ranks = [
         RankScene(rank=rank, node="ab"[rank], pid=rank + 1, cycle=cycle, iteration=iteration)
@@ -51,6 +61,29 @@ def test_a_fault_strikes_when_all_ranks_are_there_and_a_newer_generation_is_comm
     assert not is_time(KILL, scene(12, 11), world_size=2, after_cycle=0)
     assert not is_time(KILL, scene(12), world_size=2, after_cycle=0)
     assert not is_time(KILL, scene(12, 13, restored=10), world_size=2, after_cycle=0)
+
+
+def test_a_generation_counts_once_every_rank_knows_of_it() -> None:
+    """What one rank alone, or an earlier cycle, saw committed is not waited for, nor a tier that it did not reach."""
+    now = scene(12, 13)
+    events = [
+        *now.events,
+        *committed(12, *NEAR, ranks=(1,)),
+        *committed(14, "global", cycle=0),
+        *committed(8, "global"),
+    ]
+    now = dataclasses.replace(now, events=events)
+    assert now.safe(1, num_ranks=2) == 10
+    assert now.safe(1, num_ranks=2, tier="global") == 8
+    assert now.safe(1, num_ranks=2, tier="nowhere") == 0
+
+
+def test_copies_are_spoiled_only_when_the_global_tier_has_something_newer() -> None:
+    """A generation of the near tiers is none that ranks without sound copies could go on from."""
+    ready = scene(12, 13)
+    assert not is_time(SPOIL, ready, world_size=2, after_cycle=0)
+    ready = dataclasses.replace(ready, events=[*ready.events, *committed(10, "global")])
+    assert is_time(SPOIL, ready, world_size=2, after_cycle=0)
 
 
 def test_one_fault_a_cycle_and_none_in_a_cycle_that_ends() -> None:
@@ -74,6 +107,7 @@ def test_the_scene_knows_who_holds_a_slot_and_what_is_safe() -> None:
     """The newest cycle's holder, the newest generation, and the foremost rank's iteration."""
     now = scene(12, 13)
     assert now.holder(1) == "b"
+    assert now.ranks_by_node() == {"a": (0,), "b": (1,)}
     assert (now.durable, now.iteration, now.cycle) == (10, 13, 1)
     with pytest.raises(LookupError, match="slot 2"):
         now.holder(2)

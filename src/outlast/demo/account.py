@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from outlast.demo.sources import Sources, find_sources, newest_global
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Verdict
 
 __all__ = ["Account", "account_for", "count_cycles", "unnoticed"]
@@ -43,6 +44,14 @@ class Account:
     """Seconds from the strike (or, without one, the verdict) until every rank had done an iteration again."""
     redone_iterations: int | None
     """Iterations that were done twice."""
+    victims: tuple[int, ...] = ()
+    """The ranks that it befell: one, or those of the node."""
+    sources: Sources | None = None
+    """Where the next cycle's ranks came back from; ``None`` = it never went on."""
+    copies_spoiled: int | None = None
+    """Copies on other nodes that the demo damaged before; ``None`` = it did not mean to."""
+    newest_global: int | None = None
+    """The newest generation in the global tier when it struck; ``None`` = there was none."""
 
 
 def account_for(events: Sequence[Event]) -> tuple[Account, ...]:
@@ -101,7 +110,18 @@ def _row(
         restored_iteration=restored,
         recovered_after_s=None if recovered_ns is None else _seconds(recovered_ns - since_ns),
         redone_iterations=None if restored is None or reached is None else max(0, reached - restored),
+        victims=_victims(incident, decided.cycle, events),
+        sources=None if next_cycle is None else find_sources(next_cycle, events),
+        copies_spoiled=None if strike is None else strike.data.get("copies_spoiled"),
+        newest_global=newest_global(events, before_ns=since_ns),
     )
+
+
+def _victims(incident: Incident, cycle: int, events: Sequence[Event]) -> tuple[int, ...]:
+    if incident.rank is not None:
+        return (incident.rank,)
+    started = (event for event in events if event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle)
+    return tuple(sorted(rank for event in started if event.node == incident.node for rank in event.data["ranks"]))
 
 
 def _names(incident: Incident, strike: Event) -> bool:

@@ -15,12 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast.demo.account import Account
+from outlast.demo.sources import Sources, count_bytes
 
 __all__ = ["Outcome", "differences", "render"]
 
 _COMPARED = {"weights": "weights", "optimizer": "optimizer state", "losses": "loss history"}
 _LONG_PATH = re.compile(r'File "(?:[^"]*/)?([^"/]+)"')
 _DEEDS = {"restart_workers": "workers restarted", "replace_node": "a spare took over"}
+_TIERS = ("memory", "local", "replica", "global")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,8 @@ def _incident_table(incidents: tuple[Account, ...]) -> Table:
     table = Table(title="What happened", title_justify="left", box=box.SIMPLE_HEAD, expand=True)
     table.add_column("incident", ratio=3)
     table.add_column("by what it was noticed", ratio=5)
-    table.add_column("what was done", ratio=5)
+    table.add_column("what was done", ratio=4)
+    table.add_column("state came from", ratio=4)
     table.add_column("noticed\nafter", justify="right", no_wrap=True)
     table.add_column("going on\nafter", justify="right", no_wrap=True)
     table.add_column("done\ntwice", justify="right", no_wrap=True)
@@ -112,11 +115,28 @@ def _incident_table(incidents: tuple[Account, ...]) -> Table:
             escape(f"{one.kind}\n{who}{at}\n({one.fault or 'not caused by the demo'})"),
             escape(_LONG_PATH.sub(r"\1", one.evidence)),
             escape(f"{deed}{start}"),
+            _sources(one),
             _duration(one.detected_after_s),
             _duration(one.recovered_after_s),
             "-" if one.redone_iterations is None else str(one.redone_iterations),
         )
     return table
+
+
+def _sources(one: Account) -> str:
+    """Return a line for each tier that ranks came back from, and always one for the global tier."""
+    if one.sources is None:
+        return "-"
+    lines = []
+    for tier in _TIERS:
+        ranks, num_bytes = one.sources.num_ranks.get(tier, 0), count_bytes(one.sources.bytes_read.get(tier, 0))
+        if ranks:
+            lines.append(f"{tier}: {ranks} ranks, {num_bytes}" if ranks > 1 else f"{tier}: 1 rank, {num_bytes}")
+        elif tier == "global":
+            lines.append(f"global: {num_bytes}")
+    if rejected := sum(one.sources.rejected.values()):
+        lines.append(f"{rejected} bad {'copy' if rejected == 1 else 'copies'} rejected")
+    return "\n".join(lines)
 
 
 def _costs(incidents: tuple[Account, ...]) -> Text:
@@ -160,4 +180,18 @@ def _incident_fields(one: Account) -> dict[str, Any]:
         "evidence": one.evidence,
         "action": one.action,
         "verdict": one.verdict,
+        "victims": list(one.victims),
+        "copies_spoiled": one.copies_spoiled,
+        **_source_fields(one.sources),
+    }
+
+
+def _source_fields(sources: Sources | None) -> dict[str, Any]:
+    if sources is None:
+        return dict.fromkeys(("tiers", "bytes_read", "global_bytes_read", "copies_rejected"))
+    return {
+        "tiers": sources.num_ranks,
+        "bytes_read": dict(sources.bytes_read),
+        "global_bytes_read": sources.global_bytes,
+        "copies_rejected": dict(sources.rejected),
     }

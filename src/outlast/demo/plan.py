@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from outlast.errors import ConfigError
 from outlast.incidents import IncidentKind
 
-__all__ = ["Fault", "Shape", "draw_faults", "least_iterations"]
+__all__ = ["NUM_FAULTS", "Fault", "Shape", "draw_faults", "least_iterations"]
 
 _LEAD = 2
 """Generations before the first fault."""
 _GAP = 3
 """Generations between two faults. A restart goes back by two at most (the newest may not be committed when the fault
-strikes), so that at least one newer than what was restored lies before the next."""
+strikes), so that at least one newer than what was restored lies before the next, and one in the global tier too."""
 _TAIL = 2
 """Generations after the last fault."""
 _KINDS = (IncidentKind.WORKER_DIED, IncidentKind.WORKER_HUNG, IncidentKind.NODE_LOST)
+NUM_FAULTS = len(_KINDS) + 1
+"""One of each kind, and at the end a lost node whose ranks' copies on other nodes are bad."""
+_GLOBAL_EVERY = 2
+"""Of the saves, those that also go to the global tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,12 @@ class Shape:
     nproc_per_node: int = 2
     iterations: int = 100
     save_interval: int = 5
+    """Iterations between two saves to the near tiers."""
+
+    @property
+    def global_save_interval(self) -> int:
+        """Iterations between two saves to all tiers."""
+        return _GLOBAL_EVERY * self.save_interval
 
     @property
     def world_size(self) -> int:
@@ -47,36 +57,39 @@ class Fault:
     """Global rank that it befalls; ``None`` when it is a node."""
     slot: int | None = None
     """Node rank that it befalls; ``None`` when it is a rank."""
+    spoils_copies: bool = False
+    """Whether a byte is flipped before in every copy that other nodes hold."""
 
     @property
     def action(self) -> str:
         """What is done, for people."""
-        return {
+        deed = {
             IncidentKind.WORKER_DIED: "SIGKILL of a rank",
             IncidentKind.WORKER_HUNG: "SIGSTOP of a rank",
-            IncidentKind.NODE_LOST: "SIGKILL of a node's agent",
+            IncidentKind.NODE_LOST: "SIGKILL of a node's agent, its disk erased",
         }[self.kind]
+        return f"{deed}, every copy of its state damaged" if self.spoils_copies else deed
 
 
 def least_iterations(save_interval: int) -> int:
-    """Return how many iterations the three faults need at least."""
-    return (_LEAD + _GAP * (len(_KINDS) - 1) + _TAIL) * save_interval
+    """Return how many iterations the faults need at least."""
+    return (_LEAD + _GAP * (NUM_FAULTS - 1) + _TAIL) * save_interval
 
 
 def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
-    """Return one fault of each kind, in the order in which they strike.
+    """Return one fault of each kind, in the order in which they strike, and a lost node with spoiled copies after them.
 
     Order, victims and iterations depend on the arguments alone. No fault strikes at the iteration of a save, so that
     each of them costs something.
 
     Raises:
-        ConfigError: There are too few iterations for three faults.
+        ConfigError: There are too few iterations for four faults.
     """
     least = least_iterations(shape.save_interval)
     if shape.iterations < least:
-        raise ConfigError(f"--iterations={shape.iterations} is too few for three faults; give at least {least}")
+        raise ConfigError(f"--iterations={shape.iterations} is too few for four faults; give at least {least}")
     numbers = random.Random(seed)
-    kinds = numbers.sample(_KINDS, len(_KINDS))
+    kinds = [*numbers.sample(_KINDS, len(_KINDS)), IncidentKind.NODE_LOST]
     spare_room = (shape.iterations - least) // shape.save_interval
     shifts = sorted(numbers.randint(0, spare_room) for _ in kinds)
     faults = []
@@ -90,6 +103,7 @@ def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
                 iteration=generation * shape.save_interval + offset,
                 rank=None if is_node else numbers.randrange(shape.world_size),
                 slot=numbers.randrange(shape.num_nodes) if is_node else None,
+                spoils_copies=index == NUM_FAULTS - 1,
             )
         )
     return tuple(faults)

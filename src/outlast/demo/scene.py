@@ -67,6 +67,22 @@ class Scene:
         busy = {event.node for event in started if event.cycle == cycle}
         return tuple(node for node in self.running if node in joined and node not in busy)
 
+    def safe(self, cycle: int, *, num_ranks: int, tier: str | None = None) -> int:
+        """Return the newest generation that all ranks saw committed in a cycle; 0 = none.
+
+        Args:
+            cycle: The cycle.
+            num_ranks: How many ranks there are.
+            tier: Committed to this tier; ``None`` = to any.
+        """
+        ranks: dict[int, set[int | None]] = {}
+        for event in self.events:
+            if event.kind != EventKind.SAVE_COMMITTED or event.cycle != cycle:
+                continue
+            if (tier is None or tier in event.data["tiers"]) and (generation := _generation(event)) is not None:
+                ranks.setdefault(generation, set()).add(event.rank)
+        return max((generation for generation, seen in ranks.items() if len(seen) >= num_ranks), default=0)
+
     def restored(self, cycle: int) -> int:
         """Return the iteration that a cycle went on from; 0 = it began anew."""
         found = (e.iteration for e in self.events if e.kind == EventKind.RESTORED and e.cycle == cycle)
@@ -83,6 +99,12 @@ class Scene:
             if is_start and event.data.get("node_rank") == slot:
                 return event.node
         raise LookupError(f"no node holds slot {slot}")
+
+    def ranks_by_node(self) -> dict[str, tuple[int, ...]]:
+        """Return the nodes that carry ranks in the newest cycle, with their ranks."""
+        cycle = self.cycle
+        started = (event for event in self.events if event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle)
+        return {event.node: tuple(event.data["ranks"]) for event in started}
 
 
 def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int) -> bool:
@@ -104,8 +126,8 @@ def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int) ->
         return False
     if fault.kind == IncidentKind.NODE_LOST and not scene.spares:
         return False  # nobody could take its place
-    durable = scene.durable
-    return durable is not None and durable > scene.restored(cycle)
+    tier = "global" if fault.spoils_copies else None
+    return scene.safe(cycle, num_ranks=world_size, tier=tier) > scene.restored(cycle)
 
 
 def _generation(event: Event) -> int | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from outlast.demo.copies import Spoiler, find_copies
 from outlast.demo.plan import Fault, Shape
 from outlast.demo.scene import RankScene, Scene
 from outlast.errors import OutlastError
@@ -22,6 +24,7 @@ __all__ = ["Stage"]
 
 _LOSS = re.compile(r"^iteration\s+\d+\s+loss\s+([-+.\w]+)", re.MULTILINE)
 _TAIL_LINES = 25
+_END_S = 5.0
 TIMEOUTS = (
     "--ft-rank_section_timeouts=setup:60,step:3,checkpointing:30",
     "--ft-rank_out_of_section_timeout=30",
@@ -34,7 +37,7 @@ class Stage:
 
     Args:
         script: The training script.
-        folder: Its own folder: journal, generations, result and output.
+        folder: Its own folder: journal, generations, result and output. Each node's disk is a folder in ``local``.
         shape: The world's size and the number of iterations.
         seed: The training's seed.
         num_spares: Nodes more than train; which ones wait as spares is decided by who comes first.
@@ -48,6 +51,9 @@ class Stage:
         self.result_path = folder / "result.json"
         self.killed: list[str] = []
         """Nodes whose agent was killed on purpose."""
+        self._local = folder / "local"
+        self._spoiler = Spoiler()
+        self._problems: list[str] = []
         self._events: list[Event] = []
         self._sizes: dict[str, int] = {}
         self._journal: Journal | None = None
@@ -55,7 +61,9 @@ class Stage:
             script,
             f"--iterations={shape.iterations}",
             f"--save-interval={shape.save_interval}",
+            f"--global-save-interval={shape.global_save_interval}",
             f"--checkpoint-dir={folder / 'checkpoints'}",
+            f"--local-dir={self._local}",
             f"--seed={seed}",
             f"--out={self.result_path}",
             run_dir=folder / "run",
@@ -97,10 +105,7 @@ class Stage:
         """Cause a fault, and write into the journal that and when it was caused."""
         if fault.kind == IncidentKind.NODE_LOST:
             assert fault.slot is not None
-            name = scene.holder(fault.slot)
-            self.killed.append(name)
-            self._note(fault, scene, node=name, pid=self._cluster.agent(name).pid)
-            self._cluster.agent(name).kill()
+            self._lose(scene.holder(fault.slot), fault, scene)
             return
         victim = next(one for one in scene.ranks if one.rank == fault.rank and one.cycle == scene.cycle)
         self._note(fault, scene, node=victim.node, pid=victim.pid)
@@ -111,13 +116,13 @@ class Stage:
 
         Blocks: up to 5 s, if processes are left behind.
         """
-        found = []
+        found = list(self._problems)
         for agent in self._cluster.agents:
             code = agent.wait(0)
             if code != 0 and agent.name not in self.killed:
                 found.append(f"the agent of {agent.name} ended with exit code {code}")
         try:
-            self._cluster.assert_no_orphans(within_s=5)
+            self._cluster.assert_no_orphans(within_s=_END_S)
         except AssertionError as error:
             found.append(str(error))
         if not self.result_path.is_file():
@@ -133,7 +138,26 @@ class Stage:
         """Return the end of every agent's output."""
         return "\n".join(agent.tail(_TAIL_LINES) for agent in self._cluster.agents)
 
-    def _note(self, fault: Fault, scene: Scene, *, node: str, pid: int) -> None:
+    def _lose(self, name: str, fault: Fault, scene: Scene) -> None:
+        """Lose a node with all that it holds: its processes, with the memory of its writer, and its disk."""
+        survivors = {node: ranks for node, ranks in scene.ranks_by_node().items() if node != name}
+        spoiled = self._spoil(survivors) if fault.spoils_copies else None
+        self.killed.append(name)
+        self._note(fault, scene, node=name, pid=self._cluster.agent(name).pid, copies_spoiled=spoiled)
+        self._cluster.agent(name).kill()
+        try:
+            self._cluster.assert_no_orphans(within_s=_END_S)
+            shutil.rmtree(self._local / name)
+        except (AssertionError, OSError) as error:
+            self._problems.append(f"{name} is not wholly gone: {error}")
+        if fault.spoils_copies:
+            self._spoil(survivors)  # those that came in between
+
+    def _spoil(self, survivors: Mapping[str, tuple[int, ...]]) -> int:
+        copies = [path for node, ranks in survivors.items() for path in find_copies(self._local / node, ranks)]
+        return sum(self._spoiler.spoil(path) for path in copies)
+
+    def _note(self, fault: Fault, scene: Scene, *, node: str, pid: int, copies_spoiled: int | None = None) -> None:
         if self._journal is None:
             job = next((event.job for event in scene.events), "demo")
             run_id = self._cluster.run_id
@@ -148,6 +172,7 @@ class Stage:
             target=f"{who} (pid {pid})",
             expected=fault.kind,
             node=node,
+            copies_spoiled=copies_spoiled,
         )
 
     def _read_journal(self) -> None:

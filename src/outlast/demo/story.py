@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from outlast.demo.sources import count_bytes
 from outlast.incidents import Event, EventKind, Incident, Rung, Verdict
 
 __all__ = ["tell"]
@@ -19,14 +20,15 @@ def tell(event: Event) -> str | None:
             ranks = data["ranks"]
             return f"cycle {event.cycle}: {event.node} runs ranks {min(ranks)}-{max(ranks)} of {data['world_size']}"
         case EventKind.FAULT_SIMULATED:
-            return f"FAULT: {data['fault']}: {data['target']}, at iteration {event.iteration}"
+            spoiled = "" if data.get("copies_spoiled") is None else f", {data['copies_spoiled']} copies damaged"
+            return f"FAULT: {data['fault']}: {data['target']}, at iteration {event.iteration}{spoiled}"
         case EventKind.INCIDENT:
             return f"noticed by {event.node}: {msgspec.convert(data['incident'], Incident).describe()}"
         case EventKind.VERDICT:
             verdict = msgspec.convert(data["verdict"], Verdict)
             return f"decided: {verdict.reason}" if verdict.rung != Rung.STOP or verdict.exit_code else None
-        case EventKind.RESTORED if event.rank == 0:
-            rejected = f", {len(data['rejected'])} rejected" if data.get("rejected") else ""
-            return f"restored iteration {event.iteration} from the {data.get('tier', 'local')} tier{rejected}"
+        case EventKind.RESTORED:
+            read = sum(data["bytes_read"].values())
+            return f"rank {event.rank}: restored iteration {event.iteration} from {data['tier']}, {count_bytes(read)}"
         case _:
             return None
