@@ -102,7 +102,7 @@ def _incident_table(incidents: tuple[Account, ...]) -> Table:
     table.add_column("incident", ratio=3)
     table.add_column("by what it was noticed", ratio=5)
     table.add_column("what was done", ratio=4)
-    table.add_column("state came from", ratio=4)
+    table.add_column("state came from", no_wrap=True)
     table.add_column("noticed\nafter", justify="right", no_wrap=True)
     table.add_column("going on\nafter", justify="right", no_wrap=True)
     table.add_column("done\ntwice", justify="right", no_wrap=True)
