@@ -52,7 +52,7 @@ def test_each_fault_once_with_a_victim_that_exists(seed: int, shape: Shape) -> N
 def test_there_is_something_to_lose_and_something_won_each_time(seed: int, shape: Shape) -> None:
     """Two generations lie before the first fault, one beyond any restart's before the next, and one after the last.
 
-    Before the last one that is so for generations of the global tier.
+    Before the last one that is so for generations of the global tier, and the newest of all is not there.
     """
     interval, faults = shape.save_interval, draw_faults(seed, shape)
     assert faults[0].iteration >= 2 * interval
@@ -62,6 +62,7 @@ def test_there_is_something_to_lose_and_something_won_each_time(seed: int, shape
     assert faults[-1].iteration <= shape.iterations - interval
     if interval > 1:
         assert all(fault.iteration % interval for fault in faults)
+    assert faults[-1].iteration // interval * interval % shape.global_save_interval
     newest_restored = faults[-2].iteration // interval * interval
     newest_global = (faults[-1].iteration - interval) // shape.global_save_interval * shape.global_save_interval
     assert newest_global > newest_restored

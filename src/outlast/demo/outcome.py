@@ -99,7 +99,7 @@ def render(outcome: Outcome) -> RenderableType:
 
 def _incident_table(incidents: tuple[Account, ...]) -> Table:
     table = Table(title="What happened", title_justify="left", box=box.SIMPLE_HEAD, expand=True)
-    table.add_column("incident", ratio=3)
+    table.add_column("incident", ratio=4)
     table.add_column("by what it was noticed", ratio=5)
     table.add_column("what was done", ratio=4)
     table.add_column("state came from", no_wrap=True)

@@ -66,9 +66,9 @@ class Fault:
         deed = {
             IncidentKind.WORKER_DIED: "SIGKILL of a rank",
             IncidentKind.WORKER_HUNG: "SIGSTOP of a rank",
-            IncidentKind.NODE_LOST: "SIGKILL of a node's agent, its disk erased",
+            IncidentKind.NODE_LOST: "SIGKILL of a node's agent, disk erased",
         }[self.kind]
-        return f"{deed}, every copy of its state damaged" if self.spoils_copies else deed
+        return f"{deed}, copies damaged" if self.spoils_copies else deed
 
 
 def least_iterations(save_interval: int) -> int:
@@ -80,7 +80,8 @@ def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
     """Return one fault of each kind, in the order in which they strike, and a lost node with spoiled copies after them.
 
     Order, victims and iterations depend on the arguments alone. No fault strikes at the iteration of a save, so that
-    each of them costs something.
+    each of them costs something; the last one strikes after a generation that is on the nodes alone, so that all ranks
+    have to go back further than to the newest.
 
     Raises:
         ConfigError: There are too few iterations for four faults.
@@ -92,6 +93,8 @@ def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
     kinds = [*numbers.sample(_KINDS, len(_KINDS)), IncidentKind.NODE_LOST]
     spare_room = (shape.iterations - least) // shape.save_interval
     shifts = sorted(numbers.randint(0, spare_room) for _ in kinds)
+    if (_LEAD + _GAP * (NUM_FAULTS - 1) + shifts[-1]) % _GLOBAL_EVERY == 0:
+        shifts = [min(shift, shifts[-1] - 1) for shift in shifts]
     faults = []
     for index, (kind, shift) in enumerate(zip(kinds, shifts, strict=True)):
         generation = _LEAD + _GAP * index + shift

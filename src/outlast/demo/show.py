@@ -77,11 +77,11 @@ def _run_both(
     size = f"{shape.num_nodes} nodes x {shape.nproc_per_node} ranks"
     first = Stage(script, folder=folder / "undisturbed", shape=shape, seed=0)
     _play(first, f"Undisturbed: {size}", (), view, problems, on_failure)
-    num_spares = sum(fault.slot is not None for fault in faults)
-    second = Stage(script, folder=folder / "with-faults", shape=shape, seed=0, num_spares=num_spares)
+    num_lost = sum(fault.slot is not None for fault in faults)
+    second = Stage(script, folder=folder / "with-faults", shape=shape, seed=0, num_spares=1, num_reserves=num_lost - 1)
     events: list[Event] = []
     if not problems:
-        events = _play(second, f"With faults: {size} + {num_spares} spare nodes", faults, view, problems, on_failure)
+        events = _play(second, f"With faults: {size} + 1 spare node", faults, view, problems, on_failure)
         problems += [*unnoticed(events), *unkept(account_for(events))]
     undisturbed, struck = _read_result(first.result_path), _read_result(second.result_path)
     if undisturbed and struck and (unequal := differences(undisturbed, struck)):

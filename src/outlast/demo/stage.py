@@ -41,17 +41,28 @@ class Stage:
         shape: The world's size and the number of iterations.
         seed: The training's seed.
         num_spares: Nodes more than train; which ones wait as spares is decided by who comes first.
+        num_reserves: Nodes that come later: one each time that one is lost.
 
     Thread: the main thread.
     """
 
-    def __init__(self, script: Path, *, folder: Path, shape: Shape, seed: int, num_spares: int = 0) -> None:
+    def __init__(
+        self,
+        script: Path,
+        *,
+        folder: Path,
+        shape: Shape,
+        seed: int,
+        num_spares: int = 0,
+        num_reserves: int = 0,
+    ) -> None:
         self.folder = folder
         self.shape = shape
         self.result_path = folder / "result.json"
         self.killed: list[str] = []
         """Nodes whose agent was killed on purpose."""
         self._local = folder / "local"
+        self._num_reserves = num_reserves
         self._spoiler = Spoiler()
         self._problems: list[str] = []
         self._events: list[Event] = []
@@ -152,6 +163,9 @@ class Stage:
             self._problems.append(f"{name} is not wholly gone: {error}")
         if fault.spoils_copies:
             self._spoil(survivors)  # those that came in between
+        if self._num_reserves:
+            self._num_reserves -= 1
+            self._cluster.add_node()
 
     def _spoil(self, survivors: Mapping[str, tuple[int, ...]]) -> int:
         copies = [path for node, ranks in survivors.items() for path in find_copies(self._local / node, ranks)]
