@@ -90,6 +90,8 @@ class WorkerEnv:
     """The agent's fault tolerance settings as JSON."""
     writer: str | None = None
     """Address of the agent's checkpoint writer; ``None`` without an agent of ours."""
+    master_addr: str | None = None
+    """Host of the ranks' store; ``None`` when there is one rank."""
     untrusted: str | None = None
     """Copies that must not be loaded, as JSON; ``None`` = none known."""
 
@@ -149,6 +151,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         launcher=launcher,
         fault_tolerance=env.get(CONFIG) or None,
         writer=env.get(WRITER) or None,
+        master_addr=env.get("MASTER_ADDR") or None,
         untrusted=env.get(UNTRUSTED) or None,
     )
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from outlast.checkpoint.writer_process import WriterProcess
+
 BODY = """
 import json, logging, os, random, signal, sys
 import numpy as np
@@ -44,7 +46,10 @@ def tell(**what):
     print(json.dumps(what), flush=True)
 
 def manage(**arguments):
-    options = {"directory": folder, "save_timeout": 20.0, **arguments.pop("config", {})}
+    # Unless the test names nodes, the node's name is the folder's: this node's local tier is then `folder` itself.
+    os.environ.setdefault("OUTLAST_NODE", os.path.basename(folder))
+    local = folder if "OUTLAST_NODES" in os.environ else os.path.dirname(folder)
+    options = {"local_directory": local, "save_timeout": 20.0, **arguments.pop("config", {})}
     journal = Journal(folder + "-journal", run_id="r", job="job", node="n", proc=f"rank-{rank}")
     return CheckpointManager(CheckpointConfig(**options), env=read_worker(), journal=journal, **arguments)
 
@@ -53,17 +58,35 @@ def kill_self():
 """
 
 
-def start(folder: Path, script: str, *, world: int = 1, cycle: int = 0, timeout_s: float = 40) -> list[tuple[int, Any]]:
-    """Run ``script`` on each rank; return each one's exit code and the last JSON line (or all of its output)."""
+def start(
+    folder: Path,
+    script: str,
+    *,
+    world: int = 1,
+    cycle: int = 0,
+    timeout_s: float = 40,
+    nodes: dict[str, WriterProcess] | None = None,
+) -> list[tuple[int, Any]]:
+    """Run ``script`` on each rank; return each one's exit code and the last JSON line (or all of its output).
+
+    Args:
+        nodes: Names of as many nodes as divide the ranks evenly, with their writers, which outlive the ranks; ``None``
+            = one node, each rank with a writer of its own.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "OUTLAST_CYCLE": str(cycle)}
+    places: list[dict[str, str]] = [{}] * world
+    if nodes is not None:
+        each = world // len(nodes)
+        names = [name for name in nodes for _ in range(each)]
+        places = [{"OUTLAST_NODE": name, "OUTLAST_WRITER": nodes[name].address, "OUTLAST_NODES": "1"} for name in names]
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", BODY + script, str(folder)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), **places[rank]},
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

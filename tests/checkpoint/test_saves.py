@@ -38,7 +38,7 @@ again.close()
 def test_retention_and_saving_again(tmp_path: Path) -> None:
     """The newest two stay; a committed generation is not written again."""
     script = """
-manager = manage(config={"most_recent_k": 2, "async_save": False})
+manager = manage(config={"local_most_recent_k": 2, "suspect_window": 0, "async_save": False})
 for iteration in (1, 2, 3):
     assert manager.save(state, iteration).result.generation == iteration
 before = os.stat(folder + "/step-3/manifest.json")
@@ -117,7 +117,7 @@ manager.close()
 """
     ((code, told),) = start(tmp_path / "ckpt", script)
     assert code == 0, told
-    assert "did not finish" in told["failed"]
+    assert "did not answer" in told["failed"]
     assert told["replaced"]
     assert told["gone"]
 
@@ -126,11 +126,11 @@ manager.close()
 def test_a_training_that_did_not_load_does_not_save_among_older_generations(tmp_path: Path) -> None:
     """Generations that nobody loaded would be taken for newer: the first save says so and keeps them as they are."""
     script = """
-manager = manage(config={"async_save": False, "most_recent_k": 2})
+manager = manage(config={"async_save": False, "local_most_recent_k": 2, "suspect_window": 0})
 for iteration in (100, 200):
     manager.save(state, iteration)
 manager.close()
-manager = manage(config={"async_save": False, "most_recent_k": 2})
+manager = manage(config={"async_save": False, "local_most_recent_k": 2, "suspect_window": 0})
 try:
     manager.save(state, 1)
 except CheckpointError as error:
@@ -142,7 +142,7 @@ manager.close()
 """
     ((code, told),) = start(tmp_path / "ckpt", script)
     assert code == 0, told
-    assert "holds generations up to 200" in told["refused"]
+    assert "generations (newest: 200) that this training did not load" in told["refused"]
     assert told["restored"] == 200
     assert told["names"] == ["latest", "run.json", "step-200", "step-201"]
 

@@ -157,7 +157,8 @@ def test_what_cannot_be_loaded_safely_is_refused_at_the_save(tmp_path: Path) -> 
 
 
 def _manager(folder: Path) -> CheckpointManager:
-    return CheckpointManager(CheckpointConfig(directory=str(folder), save_timeout=20), env=WorkerEnv())
+    config = CheckpointConfig(local_directory=str(folder.parent), save_timeout=20)
+    return CheckpointManager(config, env=WorkerEnv(node=folder.name))
 
 
 def test_what_was_loaded_is_nobody_elses_memory(tmp_path: Path) -> None:

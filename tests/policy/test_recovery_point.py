@@ -1,44 +1,76 @@
-"""Which generation all ranks go back to."""
+"""Which generation all ranks go back to, and from which copies."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.recovery_point import choose_recovery_point
+from outlast.policy.recovery_point import Copy, Tier, choose_recovery_point
 
-COPIES = st.lists(st.dictionaries(st.integers(0, 6), st.sampled_from("ab"), max_size=6), max_size=4)
-REFUSED = st.sets(st.integers(0, 6))
-
-
-@given(COPIES, REFUSED)
-def test_it_is_the_newest_that_every_rank_has_alike(copies: list[dict[int, str]], refused: set[int]) -> None:
-    """The choice is one that all ranks have under one digest, not refused, and nothing newer is."""
-    usable = [
-        generation
-        for generation in range(7)
-        if copies
-        and generation not in refused
-        and len({copy.get(generation) for copy in copies}) == 1
-        and generation in copies[0]
-    ]
-    assert choose_recovery_point(copies, refused) == (usable[-1] if usable else None)
+COPY = st.builds(Copy, st.integers(0, 5), st.sampled_from("ab"), st.sampled_from(Tier), st.sampled_from(["", "n", "m"]))
+TABLE = st.lists(st.sets(COPY, max_size=8), max_size=4)
+REFUSED = st.dictionaries(st.integers(0, 3), st.sets(COPY, max_size=4))
 
 
-@given(COPIES, REFUSED, st.randoms())
-def test_the_order_of_ranks_does_not_matter(copies: list[dict[int, str]], refused: set[int], shuffler) -> None:
-    """Whoever sorts the same facts otherwise chooses the same."""
-    shuffled = list(copies)
-    shuffler.shuffle(shuffled)
-    assert choose_recovery_point(shuffled, refused) == choose_recovery_point(copies, refused)
+def _usable(table: list[set[Copy]], refused: dict[int, set[Copy]]) -> list[set[Copy]]:
+    return [held - refused.get(rank, set()) for rank, held in enumerate(table)]
 
 
-@given(COPIES)
-def test_refusing_every_choice_comes_to_an_end(copies: list[dict[int, str]]) -> None:
-    """Each refusal leads to an older generation, and the last one to none."""
-    refused: set[int] = set()
-    choices = []
-    while (choice := choose_recovery_point(copies, refused)) is not None:
-        choices.append(choice)
-        refused.add(choice)
-    assert choices == sorted(set(choices), reverse=True)
+@given(TABLE, REFUSED)
+def test_it_is_complete_and_no_better_one_existed(table: list[set[Copy]], refused: dict[int, set[Copy]]) -> None:
+    """Every rank has its part of the chosen attempt, unrefused; no newer attempt is complete; no part is nearer."""
+    usable = _usable(table, refused)
+    complete = set.intersection(*({(c.generation, c.attempt) for c in held} for held in usable)) if usable else set()
+    point = choose_recovery_point(table, refused)
+    if point is None:
+        assert not complete
+        return
+    assert (point.generation, point.attempt) in complete
+    assert point.generation == max(generation for generation, _ in complete)
+    for copy, held in zip(point.copies, usable, strict=True):
+        mine = [c for c in held if (c.generation, c.attempt) == (point.generation, point.attempt)]
+        assert copy in mine
+        assert copy.tier == min(c.tier for c in mine)
+
+
+@given(TABLE, REFUSED, st.randoms())
+def test_all_ranks_choose_the_same(table: list[set[Copy]], refused: dict[int, set[Copy]], shuffler) -> None:
+    """Whoever was told the same facts, in whatever order, chooses the same copies for all ranks."""
+    told = []
+    for held in table:
+        copies = list(held)
+        shuffler.shuffle(copies)
+        told.append(copies)
+    assert choose_recovery_point(told, refused) == choose_recovery_point(table, refused)
+
+
+@given(TABLE)
+def test_refusing_every_choice_comes_to_an_end(table: list[set[Copy]]) -> None:
+    """With each refusal the choice gets no newer, no refused copy is chosen again, and in the end there is none."""
+    refused: dict[int, set[Copy]] = {rank: set() for rank in range(len(table))}
+    generations = []
+    while (point := choose_recovery_point(table, refused)) is not None:
+        generations.append(point.generation)
+        assert point.copies[0] not in refused[0]
+        refused[0].add(point.copies[0])
+    assert generations == sorted(generations, reverse=True)
+
+
+@given(TABLE)
+def test_generations_are_never_mixed(table: list[set[Copy]]) -> None:
+    """All chosen copies are of one iteration and one attempt."""
+    point = choose_recovery_point(table)
+    if point is not None:
+        assert {(c.generation, c.attempt) for c in point.copies} == {(point.generation, point.attempt)}
+
+
+def test_of_two_attempts_at_one_iteration_the_nearer_is_chosen() -> None:
+    """When both are complete, the one with nearer copies; when both are equally near, always the same one."""
+    near, far = Copy(7, "a", Tier.MEMORY, "n"), Copy(7, "b", Tier.GLOBAL)
+    point = choose_recovery_point([{near, far}, {near, far}])
+    assert point is not None
+    assert point.attempt == "a"
+    one, other = Copy(7, "a", Tier.LOCAL, "n"), Copy(7, "b", Tier.LOCAL, "n")
+    point = choose_recovery_point([{other, one}])
+    assert point is not None
+    assert point.attempt == "b"

@@ -1,89 +1,112 @@
-"""The arenas of one worker: as many saves can be under way at once."""
+"""The arenas of one worker: the writer's memory for this rank, mapped here."""
 
 from __future__ import annotations
 
-import queue
+import os
 import threading
 
+from outlast import clock
 from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.frames import Take, Taken
+from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
 
 __all__ = ["ArenaPool"]
 
-NUM_ARENAS = 2
+ASK_TIMEOUT_S = 30.0
 
 
 class ArenaPool:
-    """Two arenas, taken by the training thread and given back once they are written.
+    """Arenas that the writer owns, taken by the training thread and given back once nobody reads them.
 
     Args:
-        limit_s: Longest time that :meth:`take` waits for one to come back.
+        writer: Who owns the memory.
+        rank: This rank.
+        limit_s: Longest time that :meth:`take` waits for an arena to come back.
+        may_steal: Whether the memory of the newest committed generation may be taken when the other arena is in use.
     """
 
-    def __init__(self, *, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._free: queue.SimpleQueue[Arena | None] = queue.SimpleQueue()
-        for _ in range(NUM_ARENAS):
-            self._free.put(None)
+    def __init__(self, writer: WriterClient, rank: int, *, limit_s: float, may_steal: bool) -> None:
+        self._writer, self._rank, self._limit_s, self._may_steal = writer, rank, limit_s, may_steal
+        self._known: dict[int, Arena] = {}
+        self._busy: set[int] = set()
+        self._changed = threading.Condition()
         self._stop = threading.Event()
+        self._toucher: threading.Thread | None = None
 
     def take(self, num_bytes: int) -> Arena:
         """Return an arena of at least that size.
 
         Raises:
-            CheckpointError: None came back in time, or there is no memory.
+            CheckpointError: None came back in time, there is no memory, or no writer.
 
         Blocks: while both are in use, up to the pool's limit.
         """
-        try:
-            arena = self._free.get(timeout=self._limit_s)
-        except queue.Empty:
-            raise CheckpointError("earlier saves neither end nor fail; does the store's host still run?") from None
-        if arena is None or arena.num_bytes < num_bytes:
-            if arena is not None:
-                arena.close()
-            try:
-                arena = Arena(num_bytes + (num_bytes >> 6) + (1 << 16))  # plain values may grow a little
-            except OSError as error:
-                self._free.put(None)
-                raise CheckpointError(f"there is no memory to copy {num_bytes} bytes of state into: {error}") from error
-        return arena
+        end_ns = clock.now_ns() + int(self._limit_s * 1e9)
+        with self._changed:
+            while (arena := self._ask(num_bytes, self._may_steal)) is None:
+                left_s = (end_ns - clock.now_ns()) / 1e9
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    raise CheckpointError("earlier saves neither end nor fail; does the store's host still run?")
+            return arena
 
     def give_back(self, arena: Arena) -> None:
-        """Let an arena be used again. Thread: any."""
-        self._free.put(arena)
+        """Say that this process needs an arena no more. Idempotent. Thread: any."""
+        with self._changed:
+            self._busy.discard(arena.inode)
+            self._changed.notify_all()
 
     def prepare(self, num_bytes: int) -> None:
-        """Have free arenas of that size touched in the background, in the place of smaller ones. Blocks: never."""
-        fresh = []
-        for _ in range(NUM_ARENAS):
+        """Have free arenas of that size touched in the background, so that the first save finds warm pages.
+
+        Blocks: for a word with the writer. Thread: the training thread.
+        """
+        arenas = []
+        with self._changed:
             try:
-                arena = self._free.get_nowait()
-            except queue.Empty:
-                break
-            if arena is None or arena.num_bytes < num_bytes:
-                if arena is not None:
-                    arena.close()
-                try:
-                    arena = Arena(num_bytes)
-                except OSError:
-                    arena = None  # the save that needs it says so
-                else:
-                    fresh.append(arena)
-            self._free.put(arena)
-        if fresh:
-            threading.Thread(target=self._touch, args=(fresh,), name="outlast-touch", daemon=True).start()
+                while (arena := self._ask(num_bytes, False)) is not None:
+                    arenas.append(arena)
+            except CheckpointError:
+                pass  # the save that needs it says so
+        for arena in arenas:
+            self.give_back(arena)
+        if arenas:
+            self._toucher = threading.Thread(target=self._touch, args=(arenas,), name="outlast-touch", daemon=True)
+            self._toucher.start()
 
     def stop(self) -> None:
         """Touch nothing more."""
         self._stop.set()
 
     def close(self) -> None:
-        """Let go of the memory of all arenas that are not in use."""
+        """Unmap all arenas; the writer keeps what it keeps."""
         self.stop()
-        while not self._free.empty():
-            if (arena := self._free.get()) is not None:
+        if self._toucher is not None:
+            self._toucher.join(2.0)
+        with self._changed:
+            for arena in self._known.values():
                 arena.close()
+            self._known.clear()
+
+    def _ask(self, num_bytes: int, may_steal: bool) -> Arena | None:
+        request = Take(rank=self._rank, num_bytes=num_bytes, busy=tuple(self._busy), may_steal=may_steal)
+        taken, fd = self._writer.ask(request, Taken, timeout_s=ASK_TIMEOUT_S)
+        if fd is None:
+            return None
+        inode = os.fstat(fd).st_ino
+        if inode in self._known:
+            os.close(fd)
+        else:
+            self._forget_dropped(inode)
+            self._known[inode] = Arena(fd, taken.num_bytes)
+        self._busy.add(inode)
+        return self._known[inode]
+
+    def _forget_dropped(self, newest: int) -> None:
+        """Unmap what the writer has replaced by larger memory: only what is in use and one more can still be its."""
+        idle = [inode for inode in self._known if inode not in self._busy and inode != newest]
+        for inode in idle[:-1]:
+            self._known.pop(inode).close()
 
     def _touch(self, arenas: list[Arena]) -> None:
         for arena in arenas:

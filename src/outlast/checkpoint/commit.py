@@ -1,11 +1,11 @@
-"""The commit: every rank's digests gathered, the manifest, the rename, the tracker; or an error told to all.
+"""The commit of the near tiers: every rank's digests gathered, the manifest, the rename, the tracker; or an error told.
 
-One thread per worker does it, save after save. It speaks to its peers through keys of a store, never through
-collectives, so that training's collectives and its own cannot get into each other's way. In the order of the saves
-every rank hears the same outcomes, so all of them know alike what is committed.
+One thread per worker does it, save after save, speaking to its peers through an :class:`Exchange`. In the order of the
+saves every rank hears the same outcomes, so all of them know alike what is committed.
 
-A leader (the lowest rank of each set of ranks that share a folder) waits for all ranks' digests, writes the
-manifest and renames; rank 0, a leader always, tells the outcome once every leader has renamed.
+The lowest rank of each node leads it: it waits for all ranks' digests, writes the manifest and renames; rank 0, a
+leader always, tells the outcome once every leader has renamed. Then each rank has the writer keep its part in memory,
+and what is to go to the global tier as well is handed on.
 """
 
 from __future__ import annotations
@@ -15,29 +15,35 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from outlast import clock
+from outlast.checkpoint import frames as f
 from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.directory import Agreed, Attempt, Directory
+from outlast.checkpoint.directory import Attempt, Directory
+from outlast.checkpoint.exchange import Exchange, NoWord, Stopped
 from outlast.checkpoint.finite import MAY_BE_INFINITE
-from outlast.checkpoint.frames import Request
-from outlast.checkpoint.handle import SaveHandle, SaveResult
+from outlast.checkpoint.handle import SaveHandle
+from outlast.checkpoint.holdings import CopyKey
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
+from outlast.checkpoint.places import Places
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
+from outlast.policy.partners import choose_partners
+from outlast.policy.recovery_point import Tier
+from outlast.policy.retention import choose_kept
 from outlast.runtime.files import fsync_folder
 
-__all__ = ["Committer", "Save"]
+__all__ = ["Committer", "Retention", "Save"]
 
 log = logging.getLogger(__name__)
-POLL_S = 0.02
 GRACE_S = 10.0
 """Ranks wait this much longer for the outcome than rank 0 does for its causes: better late than contradictory."""
+KEEP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +55,34 @@ class Save:
     handle: SaveHandle
     started_ns: int
     stall_s: float
-    restored_from: int | None
+    tiers: frozenset[Tier]
+    suspect: bool = False
+    """For diagnosis only: never loaded, never kept in memory."""
+    restored_from: int | None = None
+    restored_attempt: str | None = None
     arena: Arena | None = None
     num_bytes: int = 0
     tensors: tuple[TensorEntry, ...] = ()
+    guard: Callable[[], None] | None = None
+    """Waits until the arena is filled; ``None`` = it is."""
     error: str | None = None
     """Why there is nothing staged on this rank: the others must hear of it, or they would wait."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """How many generations of the local tier are kept."""
+
+    most_recent_k: int
+    suspect_window: int
+
+
 class _Ready(msgspec.Struct, frozen=True):
-    """What a rank posts when its shard is durable, or is not going to be."""
+    """What a rank says when its shard is digested, and durable if there is a local tier; or is not going to be."""
 
     iteration: int
     shard: ShardEntry | None = None
+    num_copies: int = 0
     error: str | None = None
 
 
@@ -69,60 +90,71 @@ class _Outcome(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
+@dataclass(slots=True)
+class _Known:
+    """What is known to be committed."""
+
+    tiers: dict[int, set[Tier]] = field(default_factory=dict)
+
+    def missing(self, save: Save) -> frozenset[Tier]:
+        return save.tiers - self.tiers.get(save.iteration, set())
+
+    def add(self, iteration: int, tiers: frozenset[Tier]) -> None:
+        self.tiers.setdefault(iteration, set()).update(tiers)
+
+
 class Committer:
-    """Commit saves in their order, in a thread of its own.
+    """Commit saves to memory, local tier and replicas, in their order, in a thread of its own.
 
     Args:
-        directory: This rank's directory.
-        agreed: What the ranks know about their directories.
+        places: Where, and who is there.
         rank: This rank.
-        world_size: Number of ranks.
         topology: Digest of the ranks' arrangement.
         store: A store connection for this thread alone.
         writer: The writer process.
         timeout_s: Longest time from a save's start to its outcome.
-        on_outcome: Called in this thread with each save before its handle is done, its error or ``None``, and
-            its result, ``None`` when it was committed before and not written again.
-        most_recent_k: Committed generations to keep; -1 = all.
+        retention: What is kept of the local tier.
+        replication: Copies of each shard on other nodes, ranks to the next holder, and seconds without progress after
+            which a partner is given up.
+        on_committed: Called in this thread with each save that is committed to the near tiers, its tiers that are
+            still missing, and failures of its copies.
+        on_failed: Called in this thread with each save that is not, and its error.
         at_stage: For fault injection: called with a stage's name just before it.
     """
 
     def __init__(
         self,
-        directory: Directory,
-        agreed: Agreed,
+        places: Places,
         *,
         rank: int,
-        world_size: int,
         topology: str,
         store: Any,
         writer: WriterClient,
         timeout_s: float,
-        on_outcome: Callable[[Save, CheckpointError | None, SaveResult | None], None],
-        most_recent_k: int = -1,
+        retention: Retention,
+        replication: tuple[int, int | None, float],
+        on_committed: Callable[[Save, frozenset[Tier], tuple[f.CopyFailure, ...]], None],
+        on_failed: Callable[[Save, CheckpointError], None],
         at_stage: Callable[[str], None] | None = None,
     ) -> None:
-        self._directory, self._agreed = directory, agreed
-        self._rank, self._world_size, self._topology = rank, world_size, topology
-        self._store, self._writer, self._timeout_s = store, writer, timeout_s
-        self._on_outcome, self._most_recent_k = on_outcome, most_recent_k
+        self._places, self._rank, self._topology = places, rank, topology
+        self._writer, self._timeout_s, self._retention = writer, timeout_s, retention
+        self._on_committed, self._on_failed = on_committed, on_failed
         self._at_stage = at_stage or (lambda name: None)
-        self._committed: set[int] = set()
+        factor, jump, self._partner_timeout_s = replication
+        partners = choose_partners(places.nodes, factor=factor, jump=jump)[rank] if places.targets else ()
+        self._targets = tuple(places.targets[places.nodes[partner]] for partner in partners)
+        self._known = _Known()
         self._claimed = False
-        self._posted: list[tuple[int, str]] = []
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
+        self._exchange = Exchange(store, places.token, self._stop)
         self._thread = threading.Thread(target=self._run, name="outlast-commit", daemon=True)
         self._thread.start()
 
-    @property
-    def committed(self) -> frozenset[int]:
-        """Generations known to be whole."""
-        return frozenset(self._committed)
-
-    def start_from(self, generations: frozenset[int]) -> None:
-        """Take generations, and no others, for committed. Only before the first save."""
-        self._committed = set(generations)
+    def start_from(self, known: dict[int, set[Tier]]) -> None:
+        """Take generations, and no others, for committed to these tiers. Only before the first save."""
+        self._known = _Known(dict(known))
 
     def submit(self, save: Save) -> None:
         """Commit a staged save. Thread: the training thread."""
@@ -137,188 +169,231 @@ class Committer:
 
     def _run(self) -> None:
         while (save := self._saves.get()) is not None:
-            error: CheckpointError | None = None
-            written = save.iteration not in self._committed
+            missing = self._known.missing(save)
+            failures: tuple[f.CopyFailure, ...] = ()
             try:
-                if written:
-                    self._commit(save)
+                if missing:
+                    failures = self._commit(replace(save, tiers=missing))
+                    # Every rank notes it here, in the order of the saves, whatever becomes of the global copy: what is
+                    # missing must be the same for all.
+                    self._known.add(save.iteration, missing)
                 else:
                     log.info("iteration %d is committed already; it is not written again", save.iteration)
-            except CheckpointError as failure:
-                error = failure
-            except Exception as failure:  # noqa: BLE001 - whatever it is, it must not end saving without a word
-                error = CheckpointError(
-                    f"saving iteration {save.iteration} failed: {type(failure).__name__}: {failure}",
-                    rank=self._rank,
-                    iteration=save.iteration,
-                )
-            result = SaveResult(
-                generation=save.iteration,
-                num_bytes=save.num_bytes,
-                duration_s=(clock.now_ns() - save.started_ns) / 1e9,
-                stall_s=save.stall_s,
-            )
-            if error is None:
-                self._committed.add(save.iteration)
+            except CheckpointError as error:
+                self._fail(save, error)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a word
+                text = f"saving iteration {save.iteration} failed: {type(error).__name__}: {error}"
+                self._fail(save, CheckpointError(text, rank=self._rank, iteration=save.iteration))
             else:
-                self._clear_up(save)
-            try:
-                self._on_outcome(save, error, result if written else None)
-            except Exception:
-                log.exception("what follows the save of iteration %d failed", save.iteration)
-            # Last, so that whoever waited finds the outcome logged and in the journal.
-            if error is None:
-                save.handle.succeed(result)
-            else:
-                save.handle.fail(error)
+                self._tell(self._on_committed, save, missing, failures)
 
-    def _commit(self, save: Save) -> None:
-        self._post(save, f"ready/{self._rank}", self._write(save))
-        if self._agreed.leader == self._rank:
-            self._lead(save)
-        outcome = msgspec.json.decode(self._await(save, "outcome", grace_s=GRACE_S), type=_Outcome)
+    def _fail(self, save: Save, error: CheckpointError) -> None:
+        self._clear_up(save)
+        self._tell(self._on_failed, save, error)
+
+    def _tell(self, listener: Callable[..., None], save: Save, *what: Any) -> None:
+        try:
+            listener(save, *what)
+        except Exception:
+            log.exception("what follows the save of iteration %d failed", save.iteration)
+
+    def _commit(self, save: Save) -> tuple[f.CopyFailure, ...]:
+        ready, failures = self._write(save)
+        self._exchange.post(save.attempt.ordinal, f"ready/{self._rank}", ready)
+        manifest = self._lead(save) if self._places.is_leader(self._rank) else None
+        outcome = self._await(save, "outcome", _Outcome, grace_s=GRACE_S)
         if outcome.error is not None:
             raise CheckpointError(
                 f"iteration {save.iteration} is not saved: {outcome.error}", rank=self._rank, iteration=save.iteration
             )
-        self._forget_posted(save.attempt.ordinal)
-        oldest = self._oldest_kept(save)
-        if self._agreed.leader == self._rank:
-            self._follow_up(save, oldest)
-        self._committed = {generation for generation in self._committed if generation >= oldest}
+        self._exchange.forget(save.attempt.ordinal)
+        self._keep(save, manifest)
+        if self._places.is_leader(self._rank) and self._folder(save) is not None:
+            self._follow_up(save)
+        return failures
 
-    def _clear_up(self, save: Save) -> None:
-        if self._agreed.leader == self._rank and not self._stop.is_set():
-            self._directory.discard(save.iteration, save.attempt)
-            try:
-                self._directory.remove_stale(save.attempt)
-            except OSError as error:
-                log.warning("what failed saves left cannot be removed: %s", error)
+    # -- this rank's part --------------------------------------------------------------------------------------
 
-    def _write(self, save: Save) -> _Ready:
-        if save.arena is None:
-            return _Ready(save.iteration, error=f"rank {self._rank}: {save.error}")
-        self._at_stage("data")
-        file = shard_name(self._rank)
-        path = self._directory.temporary(save.iteration, save.attempt) / file
-        reply = self._writer.write(
-            Request(path=os.fspath(path), num_bytes=save.num_bytes, numbers=_numbers(save.tensors)),
-            save.arena.fd,
-            timeout_s=self._left_s(save),
-        )
-        if reply.error is not None:
-            return _Ready(save.iteration, error=f"rank {self._rank}: {reply.error}")
+    def _folder(self, save: Save) -> Directory | None:
+        """Return the folder that a save is written to on this node; ``None`` = no file."""
+        local = self._places.local
+        if local is None or Tier.LOCAL not in save.tiers:
+            return None
+        return Directory(local.path / "suspect") if save.suspect else local
+
+    def _write(self, save: Save) -> tuple[_Ready, tuple[f.CopyFailure, ...]]:
+        try:
+            if save.guard is not None:
+                save.guard()
+            if save.arena is None:
+                raise CheckpointError(save.error or "nothing was staged")
+            self._at_stage("data")
+            folder, file = self._folder(save), shard_name(self._rank)
+            path = folder.temporary(save.iteration, save.attempt) / file if folder is not None else None
+            request = f.Write(
+                key=self._key(save),
+                num_bytes=save.num_bytes,
+                path=os.fspath(path) if path is not None else None,
+                numbers=_numbers(save.tensors),
+                targets=self._targets if Tier.REPLICA in save.tiers and not save.suspect else (),
+                timeout_s=self._partner_timeout_s,
+            )
+            written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(save), fd=save.arena.fd)
+        except CheckpointError as error:
+            return _Ready(save.iteration, error=f"rank {self._rank}: {error}"), ()
         shard = ShardEntry(
             rank=self._rank,
             file=file,
             num_bytes=save.num_bytes,
-            chunks=reply.chunks,
+            chunks=written.chunks,
             tensors=save.tensors,
-            finite=reply.finite,
+            finite=written.finite,
         )
-        return _Ready(save.iteration, shard)
+        return _Ready(save.iteration, shard, written.num_copies), written.failures
 
-    def _lead(self, save: Save) -> None:
-        """Write the manifest and rename; tell how it went. Errors of this rank are told, then raised."""
+    def _keep(self, save: Save, manifest: bytes | None) -> None:
+        """Have the writer keep this rank's part, and the node's copies of others' parts."""
+        in_memory = self._places.memory and not save.suspect
+        keep = f.Keep(key=self._key(save), manifest=manifest if in_memory else None, in_memory=in_memory)
         try:
-            error = self._place(save)
+            self._writer.ask(keep, f.Done, timeout_s=KEEP_TIMEOUT_S)
+        except CheckpointError as error:
+            log.warning("iteration %d is committed, but not kept in memory: %s", save.iteration, error)
+
+    def _clear_up(self, save: Save) -> None:
+        """Forget what a failed attempt left: its room may be what the next one lacks."""
+        if self._stop.is_set():
+            return
+        try:
+            discard = f.Discard(iteration=save.iteration, attempt=str(save.attempt))
+            self._writer.ask(discard, f.Done, timeout_s=KEEP_TIMEOUT_S)
+        except CheckpointError as error:
+            log.debug("%s", error)  # a writer that is gone holds nothing
+        folder = self._folder(save)
+        if folder is not None and self._places.is_leader(self._rank):
+            folder.discard(save.iteration, save.attempt)
+            try:
+                folder.remove_stale(save.attempt)
+            except OSError as error:
+                log.warning("what failed saves left cannot be removed: %s", error)
+
+    # -- the node's part ---------------------------------------------------------------------------------------
+
+    def _lead(self, save: Save) -> bytes | None:
+        """Write the manifest and rename; tell how it went. Errors of this rank are told; returns the manifest."""
+        manifest, error = None, None
+        try:
+            manifest = encode_manifest(self._describe(save))
+            self._place(save, manifest)
         except (OSError, CheckpointError) as failure:
-            error = f"rank {self._rank}: {failure}"
-        self._post(save, f"renamed/{self._rank}", _Outcome(error))
+            error = f"rank {self._rank}: {failure}" if isinstance(failure, OSError) else str(failure)
+        self._exchange.post(save.attempt.ordinal, f"renamed/{self._rank}", _Outcome(error))
         if self._rank == 0:
-            for leader in self._agreed.leaders:
+            for leader in self._places.leaders:
                 if error is None:
                     try:
-                        error = msgspec.json.decode(self._await(save, f"renamed/{leader}"), type=_Outcome).error
+                        error = self._await(save, f"renamed/{leader}", _Outcome).error
                     except CheckpointError as failure:
                         error = str(failure)
-            self._post(save, "outcome", _Outcome(error))
+            self._exchange.post(save.attempt.ordinal, "outcome", _Outcome(error))
+        return manifest
 
-    def _place(self, save: Save) -> str | None:
-        shards = []
-        for rank in range(self._world_size):
-            ready = msgspec.json.decode(self._await(save, f"ready/{rank}"), type=_Ready)
+    def _describe(self, save: Save) -> Manifest:
+        """Gather all ranks' shards."""
+        shards, num_copies = [], []
+        for rank in range(len(self._places.nodes)):
+            ready = self._await(save, f"ready/{rank}", _Ready)
             if ready.iteration != save.iteration:
-                return f"rank {rank} saves iteration {ready.iteration} meanwhile; all ranks must save the same ones"
+                raise CheckpointError(
+                    f"rank {rank} saves iteration {ready.iteration} meanwhile; all ranks must save the same ones"
+                )
             if ready.shard is None:
-                return ready.error
+                raise CheckpointError(ready.error or f"rank {rank} has nothing")
             shards.append(ready.shard)
-        folder = self._directory.temporary(save.iteration, save.attempt)
-        for rank in self._agreed.members:
-            path = folder / shards[rank].file
-            if not path.exists() or path.stat().st_size != shards[rank].num_bytes:
-                return f"rank {self._rank} does not see what rank {rank} wrote as {path}; is it the same file system?"
-        manifest = Manifest(
+            num_copies.append(ready.num_copies)
+        return Manifest(
             schema=SCHEMA,
-            run=self._agreed.run,
+            run=self._places.run,
             topology=self._topology,
-            world_size=self._world_size,
+            world_size=len(self._places.nodes),
             iteration=save.iteration,
             attempt=str(save.attempt),
             restored_from=save.restored_from,
+            restored_attempt=save.restored_attempt,
+            nodes=self._places.nodes,
+            num_copies=tuple(num_copies) if self._places.targets else (),
             shards=tuple(shards),
         )
+
+    def _place(self, save: Save, manifest: bytes) -> None:
+        folder = self._folder(save)
+        if folder is None:
+            return
+        temporary = folder.temporary(save.iteration, save.attempt)
+        for rank in self._places.members(self._rank):
+            path = temporary / shard_name(rank)
+            if not path.exists():
+                raise CheckpointError(f"rank {self._rank} does not see {path}; is it the same file system?")
         self._at_stage("manifest")
         if not self._claimed:
-            self._directory.claim(self._agreed.run)
-            self._claimed = True
-        with open(folder / MANIFEST, "xb") as file:
-            file.write(encode_manifest(manifest))
+            folder.claim(self._places.run)
+            self._claimed = not save.suspect
+        with open(temporary / MANIFEST, "xb") as file:
+            file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
-        fsync_folder(folder)
+        fsync_folder(temporary)
         self._at_stage("rename")
-        self._directory.commit(save.iteration, save.attempt)
-        return None
+        folder.commit(save.iteration, save.attempt)
 
-    def _oldest_kept(self, save: Save) -> int:
-        newest_first = sorted({*self._committed, save.iteration}, reverse=True)
-        if self._most_recent_k < 0 or len(newest_first) <= self._most_recent_k:
-            return 0
-        return newest_first[self._most_recent_k - 1]
-
-    def _follow_up(self, save: Save, oldest: int) -> None:
+    def _follow_up(self, save: Save) -> None:
         """What a leader does once a generation is committed; none of it can undo that."""
+        folder = self._folder(save)
+        assert folder is not None
         try:
-            self._at_stage("tracker")
-            self._directory.point_to(save.iteration)
-            for generation in self._directory.generations():
-                if generation < oldest:
-                    self._directory.remove(generation)
-                    log.info("removed generation %d; the newest %d are kept", generation, self._most_recent_k)
-            if removed := self._directory.remove_stale(save.attempt):
+            if not save.suspect:
+                self._at_stage("tracker")
+                folder.point_to(save.iteration)
+                self._remove_old(folder)
+            if removed := folder.remove_stale(save.attempt):
                 log.info("removed what earlier attempts left: %s", ", ".join(removed))
         except OSError as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
 
-    def _key(self, save: Save, name: str) -> str:
-        return f"outlast/checkpoint/{save.attempt.token}/{save.attempt.ordinal}/{name}"
+    def _remove_old(self, folder: Directory) -> None:
+        present = folder.generations()
+        valid = [generation for generation in present if Tier.LOCAL in self._known.tiers.get(generation, ())]
+        newest = max([*valid, *present])
+        kept = choose_kept(
+            [*valid, newest],
+            most_recent_k=self._retention.most_recent_k,
+            retain_interval=0,
+            suspect_window=self._retention.suspect_window,
+        )
+        for generation in present:
+            if generation not in kept and generation < newest:
+                folder.remove(generation)
+                log.info("removed generation %d; the newest %d are kept", generation, self._retention.most_recent_k)
 
-    def _post(self, save: Save, name: str, value: msgspec.Struct) -> None:
-        key = self._key(save, name)
-        self._store.set(key, msgspec.json.encode(value).decode())
-        self._posted.append((save.attempt.ordinal, key))
+    # -- words -------------------------------------------------------------------------------------------------
 
-    def _forget_posted(self, before: int) -> None:
-        """Delete what this rank posted for earlier saves: all ranks have taken part in a later one since."""
-        for ordinal, key in self._posted:
-            if ordinal < before:
-                self._store.delete_key(key)
-        self._posted = [(ordinal, key) for ordinal, key in self._posted if ordinal >= before]
+    def _await(self, save: Save, name: str, kind: type[Any], *, grace_s: float = 0.0) -> Any:
+        try:
+            return self._exchange.await_word(save.attempt.ordinal, name, kind, lambda: self._left_s(save) + grace_s)
+        except Stopped:
+            raise CheckpointError(
+                f"iteration {save.iteration} is given up: this rank leaves", rank=self._rank
+            ) from None
+        except NoWord:
+            raise CheckpointError(
+                f"iteration {save.iteration}: no word of {name} after {self._timeout_s:g} s (save_timeout); "
+                "see the log of that rank",
+                rank=self._rank,
+                iteration=save.iteration,
+            ) from None
 
-    def _await(self, save: Save, name: str, *, grace_s: float = 0.0) -> bytes:
-        key = self._key(save, name)
-        while not self._store.check([key]):
-            if self._stop.wait(POLL_S):
-                raise CheckpointError(f"iteration {save.iteration} is given up: this rank leaves", rank=self._rank)
-            if self._left_s(save) + grace_s <= 0:
-                raise CheckpointError(
-                    f"iteration {save.iteration}: no word of {name} after {self._timeout_s:g} s (save_timeout); "
-                    "see the log of that rank",
-                    rank=self._rank,
-                    iteration=save.iteration,
-                )
-        return bytes(self._store.get(key))
+    def _key(self, save: Save) -> CopyKey:
+        return CopyKey(save.iteration, str(save.attempt), self._rank)
 
     def _left_s(self, save: Save) -> float:
         return self._timeout_s - (clock.now_ns() - save.started_ns) / 1e9

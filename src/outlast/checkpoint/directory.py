@@ -1,4 +1,4 @@
-"""The folder of a run's generations: its names, what lies in it, and which ranks see the same one.
+"""The folder of a node's generations: its names, and what lies in it. Nothing here imports torch.
 
 ``step-<n>`` is a committed generation, ``step-<n>.tmp-...`` an attempt, ``step-<n>.aside-...`` what stood in the way
 of a newer lineage, ``latest`` a hint for people, and ``run.json`` names the run that the folder belongs to.
@@ -14,13 +14,14 @@ from pathlib import Path
 
 import msgspec
 
+from outlast.checkpoint.holdings import SHARD_PART, CopyKey
 from outlast.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
-from outlast.checkpoint.peers import Peers
+from outlast.checkpoint.shard import shard_name
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import fsync_folder, write_atomically
 
-__all__ = ["Attempt", "Directory", "agree_directory"]
+__all__ = ["Attempt", "Directory", "part_name"]
 
 RUN = "run.json"
 TRACKER = "latest"
@@ -43,6 +44,11 @@ class Attempt:
         return f"{clean_name(self.job)}-{self.cycle}-{self.token}.{self.ordinal}"
 
 
+def part_name(key: CopyKey) -> str:
+    """Return the name of a part's file."""
+    return shard_name(key.rank) if key.part == SHARD_PART else f"{clean_name(key.part)}-{key.rank:05d}.bin"
+
+
 class _Run(msgspec.Struct, frozen=True):
     run: str
 
@@ -57,7 +63,7 @@ class Directory:
         """Return the folder of a committed generation."""
         return self.path / f"step-{iteration}"
 
-    def temporary(self, iteration: int, attempt: Attempt) -> Path:
+    def temporary(self, iteration: int, attempt: Attempt | str) -> Path:
         """Return the folder of an attempt."""
         return self.path / f"step-{iteration}.tmp-{attempt}"
 
@@ -144,88 +150,3 @@ class Directory:
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-class _Seen(msgspec.Struct, frozen=True):
-    run: str | None
-    ranks: list[int]
-    generations: list[int]
-    """Whole or not."""
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
-    """What all ranks know alike about their directories."""
-
-    token: str
-    run: str
-    leaders: tuple[int, ...]
-    """The lowest rank of each set of ranks that see the same folder."""
-    leader: int
-    """The one of this rank's set."""
-    members: tuple[int, ...]
-    """The ranks of this rank's set."""
-    generations: frozenset[int]
-    """Generations that some rank sees, whole or not."""
-
-
-def agree_directory(directory: Directory, peers: Peers) -> Agreed:
-    """Make the directory and find out which ranks share it.
-
-    Raises:
-        CheckpointError: A rank cannot write into its directory.
-        PeerLost: A peer left.
-
-    Collective: all ranks.
-    """
-    token = peers.gather(os.urandom(4).hex().encode())[0].decode()
-    problem = None
-    probe = directory.path / f".probe-{token}-{peers.rank}"
-    try:
-        directory.path.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-    except OSError as error:
-        problem = f"rank {peers.rank}: {error}"
-    _raise_first(peers.gather((problem or "").encode()))
-    seen = _look(directory, token)
-    everyone = [msgspec.json.decode(data, type=_Seen) for data in peers.gather(msgspec.json.encode(seen))]
-    probe.unlink(missing_ok=True)
-    _raise_first([(one.error or "").encode() for one in everyone])
-    sets = [min(one.ranks) for one in everyone]
-    known = [one.run for one in everyone if one.run is not None]
-    return Agreed(
-        token=token,
-        run=known[0] if known else f"run-{token}",
-        leaders=tuple(sorted(set(sets))),
-        leader=sets[peers.rank],
-        members=tuple(rank for rank, leader in enumerate(sets) if leader == sets[peers.rank]),
-        generations=frozenset(generation for one in everyone for generation in one.generations),
-    )
-
-
-def _look(directory: Directory, token: str) -> _Seen:
-    try:
-        names = os.listdir(directory.path)
-        prefix = f".probe-{token}-"
-        ranks = [int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
-        generations = directory.generations()
-        return _Seen(directory.run() or _run_of_newest(directory, generations), ranks, generations)
-    except (OSError, CheckpointError) as error:
-        return _Seen(None, [0], [], str(error))
-
-
-def _run_of_newest(directory: Directory, generations: list[int]) -> str | None:
-    """Return the run that the newest readable manifest names: the folder's own word for it was lost."""
-    for iteration in generations:
-        try:
-            return directory.manifest(iteration)[0].run
-        except CheckpointError:
-            continue  # the load says why
-    return None
-
-
-def _raise_first(errors: list[bytes]) -> None:
-    for error in errors:
-        if error:
-            raise CheckpointError(f"the checkpoint directory is of no use: {error.decode()}")

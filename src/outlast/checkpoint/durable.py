@@ -20,7 +20,7 @@ from outlast.checkpoint.shard import CHUNK_BYTES, digest, num_chunks
 __all__ = ["digest_image", "write_image"]
 
 ALIGNMENT = 4096
-NUM_THREADS = 2
+NUM_THREADS = 3
 
 
 def digest_image(image: memoryview, *, num_threads: int = NUM_THREADS) -> tuple[str, ...]:

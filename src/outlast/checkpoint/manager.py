@@ -6,34 +6,43 @@ import atexit
 import dataclasses
 import logging
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from outlast import clock
 from outlast import env as environment
 from outlast.checkpoint.arena import Arena, Stager
 from outlast.checkpoint.arena_pool import ArenaPool
-from outlast.checkpoint.commit import GRACE_S, Committer, Save
-from outlast.checkpoint.directory import Attempt, Directory, agree_directory
+from outlast.checkpoint.commit import GRACE_S, Committer, Retention, Save
+from outlast.checkpoint.copies import Opener
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.lane import GlobalLane
+from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.handle import SaveHandle, SaveResult
-from outlast.checkpoint.load import TIER, Restored, agree_and_read
-from outlast.checkpoint.manifest import describe, topology_digest
+from outlast.checkpoint.load import Loaded, Restored, agree_and_prove
+from outlast.checkpoint.manifest import topology_digest
+from outlast.checkpoint.outcomes import Outcomes
+from outlast.checkpoint.overlap import Guard, changed_only_by_step
 from outlast.checkpoint.peers import Peers
+from outlast.checkpoint.places import Places, agree_places
 from outlast.checkpoint.random_numbers import capture_random, restore_random
 from outlast.checkpoint.report import Reporter
-from outlast.checkpoint.restore import check_fit, restore_into
 from outlast.checkpoint.shard import Identity
-from outlast.checkpoint.shard_reader import Shard
-from outlast.checkpoint.state import FlatState, capture, decode, flatten, meshes_of
+from outlast.checkpoint.state import FlatState, capture, flatten
+from outlast.checkpoint.tiers import Table, gather_copies
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded
+from outlast.policy.quarantine import decode_distrusted
+from outlast.policy.recovery_point import Tier
 from outlast.runtime.journal import Journal
 
 __all__ = ["CheckpointManager"]
 
 log = logging.getLogger(__name__)
+COST_WEIGHT = 0.3
+"""Of the newest save in the mean of what saves cost."""
 
 
 class CheckpointManager:
@@ -45,11 +54,11 @@ class CheckpointManager:
         journal: Where events are written; ``None`` = nowhere.
         at_stage: For fault injection: called in the committer's thread just before ``data``, ``manifest``,
             ``rename`` and ``tracker``.
-        writer_arguments: For fault injection: more arguments for the writer process.
+        writer_arguments: For fault injection: more arguments for a writer process of this worker's own.
 
     Raises:
-        ConfigError: There are several ranks, and ``torch.distributed`` is not initialised.
-        CheckpointError: The directory cannot be used.
+        ConfigError: There are several ranks, and ``torch.distributed`` is not initialised; or a setting cannot work.
+        CheckpointError: A folder cannot be used.
         PeerLost: A peer left.
 
     Collective: all ranks.
@@ -67,7 +76,7 @@ class CheckpointManager:
     ) -> None:
         self.config = config
         self.on_commit: Callable[[int], None] | None = None
-        """Called in a thread of its own with each generation that this process saved, once committed."""
+        """Called in a thread of its own with each generation that this process saved, once committed to some tier."""
         self._place = place = env if env is not None else _place_here()
         self._reporter = Reporter(place, journal)
         if place.world_size > 1 and not _is_initialised():
@@ -75,47 +84,49 @@ class CheckpointManager:
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
         self._topology = topology_digest(place.world_size)
-        self._directory = Directory(config.directory)
-        self._writer = WriterClient(writer_arguments)
+        self._writer = WriterClient(place.writer, writer_arguments)
         self._peers = Peers(place.global_rank, place.world_size, timeout_s=config.save_timeout)
         try:
-            self._agreed = agree_directory(self._directory, self._peers)
-            self._committer = Committer(
-                self._directory,
-                self._agreed,
-                rank=place.global_rank,
-                world_size=place.world_size,
-                topology=self._topology,
-                store=self._peers.store(timeout_s=config.save_timeout),
-                writer=self._writer,
-                timeout_s=config.save_timeout,
-                most_recent_k=config.most_recent_k,
-                on_outcome=self._after,
-                at_stage=at_stage,
+            self._places = agree_places(config, place, self._peers, self._writer)
+            self._arenas = self._open_arenas()
+            self._outcomes = Outcomes(
+                self._reporter, self._arenas, to_global=self._to_global, on_durable=self._tell_durable
             )
+            self._committer = self._open_committer(at_stage)
+            self._lane = self._open_lane() if self._places.directory is not None else None
         except BaseException:
             self._peers.close()
+            self._writer.close()
             raise
+        self._say_what_is_off()
         self._stager = Stager()
-        self._arenas = ArenaPool(limit_s=self._limit_s)
+        self._guard = Guard()
         self._ordinal = 0
-        self._may_save = not self._agreed.generations
+        self._may_save = not self._places.generations and self._places.global_error is None
         self._newest: SaveHandle | None = None
         self._pending: list[SaveHandle] = []
-        self._restored_from: int | None = None
-        self._durable: int | None = None
-        self._num_failures = 0
-        self._last_error: CheckpointError | None = None
+        self._restored: Restored | None = None
+        self._cost_s: float | None = None
         self._closed = False
         atexit.register(self._at_exit)
 
     @property
     def durable_iteration(self) -> int | None:
         """The newest generation known to be committed, loaded or saved; ``None`` = none yet. Thread: any."""
-        return self._durable
+        return self._outcomes.durable
+
+    @property
+    def save_cost_s(self) -> float | None:
+        """What a save cost training lately, in seconds: copying, and waiting for a copy; ``None`` = no save yet."""
+        return self._cost_s
+
+    @property
+    def guard_stall_s(self) -> float:
+        """Seconds that optimizers' steps waited for overlapped copies so far."""
+        return self._guard.stall_s
 
     def load_latest(self, state: Mapping[str, Any]) -> Restored | None:
-        """Load the newest generation that every rank can prove.
+        """Load the newest generation that every rank can prove, each rank's part from the nearest tier.
 
         Args:
             state: As for :meth:`save`. What has a ``load_state_dict`` or is a tensor is loaded in place; plain
@@ -125,7 +136,8 @@ class CheckpointManager:
             What was loaded; ``None`` when there is no generation at all.
 
         Raises:
-            CheckpointError: There are generations, but none that all ranks can load, or it does not fit ``state``.
+            CheckpointError: There are generations, but none that all ranks can load, or it does not fit ``state``;
+                or a file changed between its proof and its use, and ``state`` is of no use any more.
             PeerLost: A peer left.
 
         Collective: all ranks, before the first save.
@@ -134,37 +146,36 @@ class CheckpointManager:
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
         started_ns = clock.now_ns()
-        saved: dict[str, Any] = {}
-
-        def usable(shard: Shard) -> None:
-            saved.clear()
-            saved.update(decode(shard.tree, shard.tensor, meshes_of(capture(state))))
-            check_fit(state, saved["state"])
-
-        loaded = agree_and_read(
-            self._directory, self._peers, run=self._agreed.run, topology=self._topology, usable=usable
-        )
+        places, table = self._places, gather_copies(self._places, self._peers, self._writer, topology=self._topology)
+        if not table.seen and self.config.load is not None:
+            places = self._other_place(self.config.load)
+            table = gather_copies(places, self._peers, self._writer, topology=self._topology)
+        loaded = self._prove(table, places, state)
         if loaded is None:
             self._may_save = True
+            self._prepare(state)
             return None
-        loaded.shard.release()
-        restore_into(state, saved.pop("state"))
-        restore_random(saved["random"])
-        self._committer.start_from(loaded.held)
+        try:
+            random = loaded.copy.restore(state)
+        finally:
+            loaded.copy.close()
+        if random is not None:
+            restore_random(random)
+        else:
+            log.info("saved by another number of ranks: every rank's random numbers begin afresh")
         self._may_save = True
-        self._restored_from = self._durable = loaded.generation
-        restored = Restored(
-            iteration=loaded.generation,
-            generation=loaded.generation,
-            tier=TIER,
-            rejected=loaded.rejected,
-            load_s=(clock.now_ns() - started_ns) / 1e9,
-        )
-        self._reporter.restored(restored)
+        self._note_loaded(loaded, started_ns, is_ours=places is self._places)
         self._prepare(state)
-        return restored
+        return self._restored
 
-    def save(self, state: Mapping[str, Any], iteration: int) -> SaveHandle:
+    def save(
+        self,
+        state: Mapping[str, Any],
+        iteration: int,
+        *,
+        tiers: Collection[str] | None = None,
+        suspect: bool = False,
+    ) -> SaveHandle:
         """Copy ``state`` and have it committed as the generation of ``iteration``.
 
         What is saved is the state at this call, whatever training does next. Random numbers are saved with it.
@@ -174,39 +185,29 @@ class CheckpointManager:
             state: Name to what is saved: anything with ``state_dict`` and ``load_state_dict``, tensors, plain values,
                 mappings of these.
             iteration: Number of optimizer steps that the state has done.
+            tiers: Names of the tiers to save to; ``None`` = all that are configured. Those that are not are left out.
+            suspect: For diagnosis only: the generation goes to ``suspect/`` and is never loaded.
 
         Returns:
             A handle; done at once when the generation is the one that was loaded.
 
         Raises:
-            CheckpointError: ``max_consecutive_save_failures`` saves failed in a row, a value cannot be saved, or the
-                directory holds generations and :meth:`load_latest` was not called.
-            ConfigError: ``iteration`` is not a number of steps.
+            CheckpointError: ``max_consecutive_save_failures`` saves failed in a row, a value cannot be saved, or
+                there are generations and :meth:`load_latest` was not called.
+            ConfigError: ``iteration`` is not a number of steps, or there is no such tier.
 
-        Collective: all ranks, with the same iterations in the same order.
+        Collective: all ranks, with the same iterations and tiers in the same order.
         Blocks: while the state is copied, and while two earlier saves are under way; with ``async_save`` off, until
             the save is committed or has failed.
         """
         started_ns = clock.now_ns()
         iteration = _checked(iteration)
-        if self._closed:
-            raise CheckpointError("the manager is closed")
-        if not self._may_save:
-            # They would be taken for newer than what this training saves, and be loaded in its place.
-            raise CheckpointError(
-                f"{self._directory.path} holds generations up to {max(self._agreed.generations)} that this training "
-                "did not load; call load_latest() first, or give an empty directory"
-            )
-        limit = self.config.max_consecutive_save_failures
-        if 0 < limit <= self._num_failures:
-            raise CheckpointError(
-                f"{self._num_failures} saves in a row failed, the last with: {self._last_error}. "
-                "Make room or repair the directory; max_consecutive_save_failures sets how many are tolerated",
-                rank=self._place.global_rank,
-                iteration=iteration,
-            )
+        wanted = self._wanted(tiers)
+        self._check_may_save(iteration)
+        self.finish_staging()
         handle = SaveHandle(iteration, limit_s=self._limit_s)
-        if iteration == self._restored_from:
+        restored = self._restored
+        if restored is not None and iteration == restored.iteration and not suspect:
             log.info("iteration %d is committed already; it is not written again", iteration)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
@@ -216,21 +217,35 @@ class CheckpointManager:
             handle=handle,
             started_ns=started_ns,
             stall_s=0.0,
-            restored_from=self._restored_from,
+            tiers=wanted,
+            suspect=suspect,
+            restored_from=restored.generation if restored is not None else None,
+            restored_attempt=restored.attempt if restored is not None else None,
         )
         try:
-            flat = flatten({"state": capture(state), "random": capture_random()})
+            captured = capture(state)
+            flat = flatten({"state": captured, "random": capture_random()})
         except Exception as error:
             self._submit(dataclasses.replace(save, error=str(error)))
             raise
-        self._start_writer()
-        save = self._stage(save, flat)
+        deferred = changed_only_by_step(state, flat) if self.config.overlap_staging else frozenset[str]()
+        save = self._stage(save, flat, deferred)
+        if save.guard is not None:
+            self._guard.watch(state, save.guard)
         self._submit(save)
+        self._cost_s = save.stall_s + COST_WEIGHT * (self._cost_s - save.stall_s) if self._cost_s else save.stall_s
         if not self.config.async_save:
             self._wait_for([handle], None)
         elif save.attempt.ordinal == 0 and save.arena is not None:
             self._arenas.prepare(save.arena.num_bytes)
         return handle
+
+    def finish_staging(self) -> None:
+        """Wait until what ``overlap_staging`` copies beside training is copied. Optimizers' steps do it by themselves.
+
+        Blocks: up to the rest of one memory copy.
+        """
+        self._guard.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is under way.
@@ -241,12 +256,13 @@ class CheckpointManager:
 
         Blocks: up to ``timeout_s``; ``None``: up to the saves' own deadlines.
         """
+        self.finish_staging()
         self._wait_for(self._pending, timeout_s)
         if self._newest is not None and self._newest.error is not None:
             raise self._newest.error
 
     def close(self) -> None:
-        """End the writer process and the threads; what is not committed yet is given up. Idempotent.
+        """End the threads, and a writer process of our own; what is not committed yet is given up. Idempotent.
 
         Blocks: up to 10 s, whatever the peers do.
         """
@@ -254,37 +270,175 @@ class CheckpointManager:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        self._guard.close()
         self._arenas.stop()
-        ended = self._committer.stop(0.0 if all(handle.done for handle in self._pending) else 0.5)
-        if not ended and any(not handle.done for handle in self._pending):
-            self._writer.kill()
-            ended = self._committer.stop(2.0)
+        is_idle = all(handle.done for handle in self._pending)
+        ended = self._stop_threads(0.5 if is_idle else 0.2)
         self._writer.close()
-        if not (ended or self._committer.stop(2.0)):
-            log.warning("a store that does not answer keeps the committing thread; it ends with the process")
+        if not (ended or self._stop_threads(2.0)):
+            log.warning("a store that does not answer keeps a thread; it ends with the process")
         self._peers.close()
         self._stager.close()
         self._arenas.close()
 
-    def _at_exit(self) -> None:
-        """Leave fast, in the middle of whatever: the process ends, and perhaps a peer hangs."""
-        self._arenas.stop()
-        self._peers.cut()
-        self._writer.kill()
-        self._committer.stop(0.5)
+    # -- opening -----------------------------------------------------------------------------------------------
+
+    def _open_arenas(self) -> ArenaPool:
+        return ArenaPool(
+            self._writer,
+            self._place.global_rank,
+            limit_s=self._limit_s,
+            may_steal=self._places.local is not None or not self._places.memory,
+        )
+
+    def _open_committer(self, at_stage: Callable[[str], None] | None) -> Committer:
+        config = self.config
+        return Committer(
+            self._places,
+            rank=self._place.global_rank,
+            topology=self._topology,
+            store=self._peers.store(timeout_s=config.save_timeout),
+            writer=self._writer,
+            timeout_s=config.save_timeout,
+            retention=Retention(most_recent_k=config.local_most_recent_k, suspect_window=config.suspect_window),
+            replication=(config.replication_factor, config.replication_jump, config.replication_timeout),
+            on_committed=self._outcomes.near,
+            on_failed=self._outcomes.failed,
+            at_stage=at_stage,
+        )
+
+    def _open_lane(self) -> GlobalLane:
+        raise NotImplementedError
+
+    def _to_global(self, save: Save) -> None:
+        """Hand a save on to the global tier. Thread: the committer's."""
+        raise NotImplementedError
+
+    def _tell_durable(self, iteration: int) -> None:
+        if self.on_commit is not None:
+            self.on_commit(iteration)
+
+    def _say_what_is_off(self) -> None:
+        places = self._places
+        if self._place.global_rank != 0 or self.config.replication is False:
+            return
+        if places.local is None and not places.memory:
+            return
+        if len(places.leaders) == 1:
+            log.info("one node: nothing is copied to other nodes")
+        elif self.config.replication_factor > len(places.leaders):
+            log.warning(
+                "replication_factor=%d, but there are %d nodes: each shard has %d copies",
+                self.config.replication_factor,
+                len(places.leaders),
+                len(places.leaders),
+            )
+
+    # -- loading -----------------------------------------------------------------------------------------------
+
+    def _other_place(self, url: str) -> Places:
+        """Return the places with another run's global tier, and nothing else, to load from."""
+        directory = GlobalDirectory(url)
+        run = ""
+        if self._place.global_rank == 0:
+            try:
+                run = directory.run() or ""
+            except (CheckpointError, OSError) as error:
+                log.warning("%s cannot be looked into: %s", url, error)
+        run = self._peers.gather(run.encode())[0].decode()
+        return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
+
+    def _prove(self, table: Table, places: Places, state: Mapping[str, Any]) -> Loaded | None:
+        opener = Opener(
+            places,
+            self._peers,
+            self._writer,
+            self._arenas,
+            topology=self._topology,
+            world_sizes=table.world_sizes,
+            state=state,
+            timeout_s=self.config.replication_timeout,
+            fetch_limit_s=self.config.save_timeout,
+        )
+        return agree_and_prove(
+            table,
+            places,
+            self._peers,
+            opener.prove,
+            lambda copy: copy.check(state),
+            decode_distrusted(self._place.untrusted),
+        )
+
+    def _note_loaded(self, loaded: Loaded, started_ns: int, *, is_ours: bool) -> None:
+        point = loaded.point
+        mine = point.copies[self._place.global_rank]
+        self._restored = Restored(
+            iteration=point.generation,
+            generation=point.generation,
+            attempt=point.attempt,
+            tier=str(mine.tier),
+            tiers=tuple(str(copy.tier) for copy in point.copies),
+            rejected=loaded.rejected,
+            load_s=(clock.now_ns() - started_ns) / 1e9,
+            bytes_read={str(mine.tier): loaded.copy.num_bytes_read},
+        )
+        if is_ours:
+            self._outcomes.durable = point.generation
+            self._committer.start_from(loaded.known)
+        self._reporter.restored(self._restored)
+
+    # -- saving ------------------------------------------------------------------------------------------------
 
     @property
     def _limit_s(self) -> float:
         """Seconds in which a save, and the one before it, are decided."""
         return 2 * (self.config.save_timeout + GRACE_S)
 
+    def _wanted(self, tiers: Collection[str] | None) -> frozenset[Tier]:
+        """Return those of the tiers asked for that exist here."""
+        places = self._places
+        there = {Tier.MEMORY} if places.memory else set[Tier]()
+        there |= {Tier.LOCAL} if places.local is not None else set()
+        there |= {Tier.REPLICA} if places.targets else set()
+        there |= {Tier.GLOBAL} if places.directory is not None else set()
+        if tiers is None:
+            return frozenset(there)
+        names = {str(tier): tier for tier in Tier}
+        if unknown := [name for name in tiers if name not in names]:
+            raise ConfigError(f"there is no tier {unknown[0]!r}; the tiers are {', '.join(names)}")
+        wanted = frozenset(names[name] for name in tiers) & there
+        if not wanted:
+            raise ConfigError(
+                f"none of the tiers {', '.join(tiers)} is configured; there are {sorted(map(str, there))}"
+            )
+        return wanted
+
+    def _check_may_save(self, iteration: int) -> None:
+        if self._closed:
+            raise CheckpointError("the manager is closed")
+        if not self._may_save:
+            # They would be taken for newer than what this training saves, and be loaded in its place.
+            newest = max(self._places.generations, default="unknown")
+            raise CheckpointError(
+                f"there are generations (newest: {newest}) that this training did not load; call load_latest() first, "
+                "or give an empty directory"
+            )
+        limit = self.config.max_consecutive_save_failures
+        if 0 < limit <= self._outcomes.num_failures:
+            raise CheckpointError(
+                f"{self._outcomes.num_failures} saves in a row failed, the last with: {self._outcomes.last_error}. "
+                "Make room or repair the directory; max_consecutive_save_failures sets how many are tolerated",
+                rank=self._place.global_rank,
+                iteration=iteration,
+            )
+
     def _next_attempt(self) -> Attempt:
         """Name an attempt; failed ones count, so that the ranks' counts stay alike."""
         place, ordinal = self._place, self._ordinal
         self._ordinal += 1
-        return Attempt(job=place.job, cycle=place.cycle, token=self._agreed.token, ordinal=ordinal)
+        return Attempt(job=place.job, cycle=place.cycle, token=self._places.token, ordinal=ordinal)
 
-    def _stage(self, save: Save, flat: FlatState) -> Save:
+    def _stage(self, save: Save, flat: FlatState, deferred: frozenset[str]) -> Save:
         """Copy a state; what goes wrong is the save's error, for all ranks."""
         taken: list[Arena] = []
 
@@ -293,16 +447,17 @@ class CheckpointManager:
             return taken[0]
 
         try:
-            arena, num_bytes, spans = self._stager.stage(flat, self._identity(save.iteration, save.attempt), provide)
+            staged = self._stager.stage(flat, self._identity(save.iteration, save.attempt), provide, deferred=deferred)
         except (CheckpointError, RuntimeError, OSError, MemoryError) as error:
             if taken:
                 self._arenas.give_back(taken[0])
             return dataclasses.replace(save, error=str(error))
         return dataclasses.replace(
             save,
-            arena=arena,
-            num_bytes=num_bytes,
-            tensors=describe(flat, spans),
+            arena=staged.arena,
+            num_bytes=staged.num_bytes,
+            tensors=staged.tensors,
+            guard=staged.wait if deferred else None,
             stall_s=(clock.now_ns() - save.started_ns) / 1e9,
         )
 
@@ -310,18 +465,12 @@ class CheckpointManager:
         self._pending = [*(pending for pending in self._pending if not pending.done), save.handle]
         self._newest = save.handle
         if save.error is None:
-            self._reporter.scheduled(save.iteration, stall_s=save.stall_s)
+            self._reporter.scheduled(save.iteration, save.tiers, stall_s=save.stall_s)
         self._committer.submit(save)
-
-    def _start_writer(self) -> None:
-        try:
-            self._writer.start()
-        except OSError as error:
-            log.warning("no writer process can be started (%s); this save fails", error)
 
     def _identity(self, iteration: int, attempt: Attempt) -> Identity:
         return Identity(
-            run=self._agreed.run,
+            run=self._places.run,
             topology=self._topology,
             rank=self._place.global_rank,
             world_size=self._place.world_size,
@@ -330,10 +479,12 @@ class CheckpointManager:
         )
 
     def _prepare(self, state: Mapping[str, Any]) -> None:
-        """Have memory ready for the first save, which is going to be as large as what was loaded."""
+        """Have memory ready for the first save, which is going to be about as large as the state is now."""
         flat: FlatState = flatten({"state": capture(state), "random": capture_random()})
-        identity = self._identity(0, Attempt(job=self._place.job, cycle=0, token=self._agreed.token, ordinal=0))
+        identity = self._identity(0, Attempt(job=self._place.job, cycle=0, token=self._places.token, ordinal=0))
         self._arenas.prepare(self._stager.size_of(flat, identity) + (1 << 16))
+
+    # -- ending ------------------------------------------------------------------------------------------------
 
     def _wait_for(self, handles: list[SaveHandle], timeout_s: float | None) -> None:
         limit_s = self._limit_s if timeout_s is None else timeout_s
@@ -346,22 +497,16 @@ class CheckpointManager:
             except CheckpointError:
                 continue  # the handle has it
 
-    def _after(self, save: Save, error: CheckpointError | None, result: SaveResult | None) -> None:
-        """Take note of a save's outcome. Thread: the committer's."""
-        if save.arena is not None:
-            self._arenas.give_back(save.arena)
-        if error is not None:
-            self._num_failures += 1
-            self._last_error = error
-            self._reporter.failed(save.iteration, error, num_failures=self._num_failures)
-            return
-        self._num_failures = 0
-        if result is None:
-            return
-        self._durable = max(self._durable or 0, save.iteration)
-        self._reporter.committed(result)
-        if self.on_commit is not None:
-            self.on_commit(save.iteration)
+    def _stop_threads(self, timeout_s: float) -> bool:
+        ended = self._committer.stop(timeout_s)
+        return (self._lane is None or self._lane.stop(timeout_s)) and ended
+
+    def _at_exit(self) -> None:
+        """Leave fast, in the middle of whatever: the process ends, and perhaps a peer hangs."""
+        self._arenas.stop()
+        self._peers.cut()
+        self._writer.close()
+        self._stop_threads(0.5)
 
 
 def _checked(iteration: int) -> int:

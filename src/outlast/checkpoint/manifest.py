@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from outlast.checkpoint.shard import Span, num_chunks
+from outlast.checkpoint.shard import num_chunks
 from outlast.errors import Corrupt, Untrusted
-
-if TYPE_CHECKING:
-    from outlast.checkpoint.state import FlatState
 
 __all__ = [
     "MANIFEST",
@@ -21,7 +16,6 @@ __all__ = [
     "ShardEntry",
     "TensorEntry",
     "decode_manifest",
-    "describe",
     "encode_manifest",
     "topology_digest",
 ]
@@ -93,28 +87,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class _Sealed(msgspec.Struct, frozen=True):
     manifest: msgspec.Raw
     sha256: str
-
-
-def describe(flat: FlatState, spans: Iterable[Span]) -> tuple[TensorEntry, ...]:
-    """Return the entries of a shard's tensors.
-
-    Args:
-        flat: The state that the shard holds.
-        spans: Where its tensors lie.
-    """
-    named = {one.name: one for one in flat.tensors}
-    return tuple(
-        TensorEntry(
-            name=span.name,
-            dtype=span.dtype,
-            shape=span.shape,
-            global_shape=named[span.name].global_shape if span.name in named else span.shape,
-            global_offset=named[span.name].global_offset if span.name in named else (0,) * len(span.shape),
-            offset=span.offset,
-            num_bytes=span.num_bytes,
-        )
-        for span in spans
-    )
 
 
 def topology_digest(world_size: int) -> str:

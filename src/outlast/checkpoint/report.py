@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
+from outlast.checkpoint.frames import CopyFailure
 from outlast.checkpoint.handle import SaveResult
-from outlast.checkpoint.load import TIER, Restored
+from outlast.checkpoint.load import Restored
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.policy.recovery_point import Tier
 from outlast.runtime.journal import Journal
 
 __all__ = ["Reporter"]
@@ -32,16 +35,18 @@ class Reporter:
             None, run_id=place.run_id, job=place.job, node=place.node, proc=f"rank-{place.global_rank}"
         )
 
-    def scheduled(self, iteration: int, *, stall_s: float) -> None:
+    def scheduled(self, iteration: int, tiers: Collection[Tier], *, stall_s: float) -> None:
         """A state was copied; its commit is under way."""
-        log.info("Scheduling async checkpoint save of iteration %d, tier %s", iteration, TIER)
+        names = _names(tiers)
+        log.info("Scheduling async checkpoint save of iteration %d, tiers %s", iteration, ", ".join(names))
         self._journal.write(
-            EventKind.SAVE_SCHEDULED, rank=self._place.global_rank, iteration=iteration, stall_s=stall_s
+            EventKind.SAVE_SCHEDULED, rank=self._place.global_rank, iteration=iteration, stall_s=stall_s, tiers=names
         )
 
-    def committed(self, result: SaveResult) -> None:
-        """A generation is durable."""
-        log.info("committed iteration %d, tier %s, in %.2f s", result.generation, TIER, result.duration_s)
+    def committed(self, result: SaveResult, tiers: Collection[Tier]) -> None:
+        """A generation is committed to these tiers."""
+        names = _names(tiers)
+        log.info("committed iteration %d, tiers %s, in %.2f s", result.generation, ", ".join(names), result.duration_s)
         self._journal.write(
             EventKind.SAVE_COMMITTED,
             rank=self._place.global_rank,
@@ -49,7 +54,17 @@ class Reporter:
             generation=result.generation,
             duration_s=result.duration_s,
             num_bytes=result.num_bytes,
+            tiers=names,
         )
+
+    def not_copied(self, iteration: int, failure: CopyFailure) -> None:
+        """A partner holds no right copy of this rank's shard; said once until it takes one again."""
+        if not failure.is_new:
+            log.debug("still no copy on node %s: %s", failure.node, failure.error)
+            return
+        log.warning("no copy on node %s: %s; saves go on without it", failure.node, failure.error)
+        text = f"node {failure.node}: {failure.error}"
+        self._write_incident(IncidentKind.REPLICATION_FAILED, iteration, text, {"partner": failure.node})
 
     def failed(self, iteration: int, error: Exception, *, num_failures: int) -> None:
         """A save failed."""
@@ -63,13 +78,20 @@ class Reporter:
                 log.warning("passed over: %s", rejection)
                 evidence = {"generation": rejection.generation, "tier": rejection.tier, "file": rejection.file}
                 self._write_incident(IncidentKind.COPY_REJECTED, rejection.generation, str(rejection), evidence)
-        log.info("loaded iteration %d, tier %s, in %.2f s", restored.iteration, restored.tier, restored.load_s)
+        log.info(
+            "loaded iteration %d in %.2f s; tiers by rank: %s",
+            restored.iteration,
+            restored.load_s,
+            _count(restored.tiers),
+        )
         self._journal.write(
             EventKind.RESTORED,
             rank=self._place.global_rank,
             iteration=restored.iteration,
             generation=restored.generation,
+            attempt=restored.attempt,
             tier=restored.tier,
+            bytes_read=restored.bytes_read,
             rejected=[str(rejection) for rejection in restored.rejected],
             load_s=restored.load_s,
         )
@@ -86,3 +108,12 @@ class Reporter:
             evidence={"summary": summary, **evidence},
         )
         self._journal.write(EventKind.INCIDENT, rank=place.global_rank, iteration=iteration, incident=incident)
+
+
+def _names(tiers: Collection[Tier]) -> list[str]:
+    return [str(tier) for tier in sorted(tiers)]
+
+
+def _count(tiers: tuple[str, ...]) -> str:
+    """Return how many ranks loaded from which tier."""
+    return ", ".join(f"{tiers.count(name)} from {name}" for name in dict.fromkeys(tiers))

@@ -1,85 +1,237 @@
-"""The writer process: digests an arena, writes it as a file, and makes it durable.
+"""The writer process: holds staged shards, digests and writes them, copies them to other nodes, keeps the memory tier.
 
-Started as ``python -m outlast.checkpoint.writer FD PARENT``, it shares nothing with the worker but the socket FD
-and the arenas sent over it: the disk, its errors and its interpreter lock are none of training's business. It ends
-when the worker does. It imports no torch, so that it starts in a fraction of a second and takes little memory.
+Started as ``python -m outlast.checkpoint.writer LISTENING_FD PARENT`` by the node's agent, for all its workers, or by a
+worker without an agent for itself. The disk, the network, their errors and this interpreter's lock are none of
+training's business; what it holds outlives the workers, and goes when its parent does. Each connection has a thread.
+It imports no torch, so that it starts in a fraction of a second and takes little memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
+import logging
 import os
 import signal
 import socket
+import struct
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from outlast.checkpoint import frames as f
+from outlast.checkpoint.dcp.assemble import Assemble, assemble
+from outlast.checkpoint.durable import digest_image, write_image
 from outlast.checkpoint.finite import is_finite
-from outlast.checkpoint.frames import Reply, Request, receive_request, send_reply
-from outlast.checkpoint.shard import CHUNK_BYTES, digest
+from outlast.checkpoint.holdings import HoldingsError
+from outlast.checkpoint.replica.client import ReplicaError, fetch, read_small
+from outlast.checkpoint.replica.replicator import Outcome, Replicator
+from outlast.checkpoint.replica.server import ReplicaServer
+from outlast.checkpoint.vault import Image, Vault
 from outlast.runtime.processes import die_with_parent
 
-__all__ = ["main", "serve", "write_shard"]
+__all__ = ["Writer", "main"]
+
+log = logging.getLogger(__name__)
+MAX_SMALL_BYTES = 1 << 27
 
 
-def write_shard(request: Request, fd: int, *, die_halfway: bool = False, wait_for: str | None = None) -> Reply:
-    """Write one arena into its file and make it durable; errors of the disk are the reply's.
-
-    A file that cannot be finished is deleted: on a full disk its room is what the next save needs.
+class Writer:
+    """Serve the workers of a node.
 
     Args:
-        request: What and where.
-        fd: The arena.
-        die_halfway: For fault injection: end this process by SIGKILL with half of the file written.
-        wait_for: For fault injection: a FIFO; wait until somebody opens it for writing.
+        vault: What is held.
+        die_halfway: For fault injection: end this process by SIGKILL when half of a shard's file is written.
+        wait_for: For fault injection: a FIFO; before writing, wait until somebody opens it for writing.
     """
-    try:
-        if wait_for is not None:
-            os.close(os.open(wait_for, os.O_RDONLY | os.O_CLOEXEC))
+
+    def __init__(self, vault: Vault, *, die_halfway: bool = False, wait_for: str | None = None) -> None:
+        self._vault, self._die_halfway, self._wait_for = vault, die_halfway, wait_for
+        self._lock = threading.Lock()
+        self._secret: bytes | None = None
+        self._server: tuple[str, ReplicaServer] | None = None
+        self._replicator: Replicator | None = None
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer one connection until its end. Thread: one of its own."""
+        with connection:
+            try:
+                while (received := f.receive_message(connection, f.Request)) is not None:  # type: ignore[arg-type]
+                    request, fd = received
+                    try:
+                        reply, out = self._answer(request, fd)
+                    finally:
+                        if fd is not None:
+                            os.close(fd)
+                    try:
+                        f.send_message(connection, reply, out)
+                    finally:
+                        if out is not None:
+                            os.close(out)
+            except ConnectionError:
+                return  # the worker is gone
+
+    def _answer(self, request: f.Request, fd: int | None) -> tuple[f.Reply, int | None]:
+        """Do what was asked; return the reply and a descriptor that goes with it."""
+        try:
+            match request:
+                case f.Take():
+                    image = self._vault.take(request.rank, request.num_bytes, request.busy, may_steal=request.may_steal)
+                    return (f.Taken(num_bytes=0), None) if image is None else _give(image)
+                case f.Write():
+                    return self._write(request, _needed(fd)), None
+                case f.Keep():
+                    self._vault.keep(request.key, request.manifest, in_memory=request.in_memory)
+                case f.Discard():
+                    self._vault.discard(request.iteration, request.attempt)
+                case f.List():
+                    kept = self._vault.list()
+                    return f.Listed(
+                        generations=tuple(f.InMemory(manifest=k.manifest, parts=k.parts) for k in kept)
+                    ), None
+                case f.Open():
+                    found = self._vault.open(request.key)
+                    return (f.Opened(num_bytes=-1), None) if found is None else (f.Opened(num_bytes=found[1]), found[0])
+                case f.Serve():
+                    return f.Serving(port=self._serve_peers(request)), None
+                case f.Fetch():
+                    chunks = fetch(
+                        request.target,
+                        self._key(),
+                        request.key,
+                        _needed(fd),
+                        request.num_bytes,
+                        timeout_s=request.timeout_s,
+                    )
+                    return f.Fetched(chunks=chunks), None
+                case f.GetPart():
+                    data = read_small(
+                        request.target,
+                        self._key(),
+                        request.key,
+                        max_bytes=MAX_SMALL_BYTES,
+                        timeout_s=request.timeout_s,
+                    )
+                    return f.GotPart(data=data), None
+                case Assemble():
+                    return self._assemble(request, _needed(fd)), None
+            return f.Done(), None
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            return f.Refused(error=f"{where}{error.strerror or error}"), None
+        except (HoldingsError, ReplicaError, MemoryError, ValueError) as error:
+            return f.Refused(error=str(error) or type(error).__name__), None
+
+    # -- shards ------------------------------------------------------------------------------------------------
+
+    def _write(self, request: f.Write, fd: int) -> f.Written:
+        if self._wait_for is not None:
+            os.close(os.open(self._wait_for, os.O_RDONLY | os.O_CLOEXEC))
+        image = self._vault.stage(fd, request.key, request.num_bytes)
+        self._vault.using(image, 1)
+        try:
+            with (
+                memoryview(image.map()) as whole,
+                whole[: request.num_bytes] as data,
+                ThreadPoolExecutor(2, thread_name_prefix="outlast-write") as pool,
+            ):
+                copying = pool.submit(self._replicate, request, image)
+                looking = pool.submit(_are_finite, data, request.numbers)
+                try:
+                    chunks = self._digest_and_write(request, data)
+                finally:
+                    outcomes, finite = copying.result(), looking.result()
+        finally:
+            self._vault.using(image, -1)
+        failures = []
+        for outcome in outcomes:
+            error = outcome.error
+            if error is None and outcome.chunks != chunks:
+                error = f"node {outcome.node} received other bytes than rank {request.key.rank} sent"
+            if error is not None:
+                failures.append(f.CopyFailure(node=outcome.node, error=error, is_new=outcome.is_new))
+        return f.Written(
+            chunks=chunks, finite=finite, num_copies=len(outcomes) - len(failures), failures=tuple(failures)
+        )
+
+    def _digest_and_write(self, request: f.Write, data: memoryview) -> tuple[str, ...]:
+        if request.path is None:
+            return digest_image(data)
         path = Path(request.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        chunks = []
-        with mmap.mmap(fd, request.num_bytes, prot=mmap.PROT_READ) as image, memoryview(image) as view:
-            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            try:
-                for start in range(0, request.num_bytes, CHUNK_BYTES):
-                    with view[start : start + CHUNK_BYTES] as chunk:
-                        chunks.append(digest(chunk))
-                        _write_all(target, chunk)
-                    if die_halfway and start + CHUNK_BYTES >= request.num_bytes // 2:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                os.fsync(target)
-            except OSError:
-                path.unlink(missing_ok=True)
-                raise
-            finally:
-                os.close(target)
-            finite = all(is_finite(view[offset : offset + size], dtype) for dtype, offset, size in request.numbers)
-        return Reply(chunks=tuple(chunks), finite=finite)
-    except OSError as error:
-        return Reply(error=f"{request.path}: {error.strerror or error}")
+        if self._die_halfway:
+            path.write_bytes(data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_image(data, path)
 
+    def _replicate(self, request: f.Write, image: Image) -> tuple[Outcome, ...]:
+        with self._lock:
+            replicator = self._replicator
+        if not request.targets:
+            return ()
+        if replicator is None:
+            return tuple(Outcome(target.node, None, "this writer has no key", True) for target in request.targets)
+        return replicator.replicate(
+            request.key, image.fd, request.num_bytes, request.targets, timeout_s=request.timeout_s
+        )
 
-def _write_all(fd: int, data: memoryview) -> None:
-    written = 0
-    while written < len(data):
-        with data[written:] as rest:
-            written += os.write(fd, rest)
-
-
-def serve(connection: socket.socket, *, die_at: str | None = None, wait_for: str | None = None) -> None:
-    """Serve requests until the worker is gone."""
-    while (received := receive_request(connection)) is not None:
-        request, fd = received
+    def _assemble(self, request: Assemble, fd: int) -> f.Reply:
+        image = self._vault.image_of(fd)
+        self._vault.using(image, 1)
         try:
-            reply = write_shard(request, fd, die_halfway=die_at == "data", wait_for=wait_for)
+            with memoryview(image.map()) as whole:
+                return assemble(request, whole)
         finally:
-            os.close(fd)
-        send_reply(connection, reply)
+            self._vault.using(image, -1)
+
+    # -- other nodes -------------------------------------------------------------------------------------------
+
+    def _serve_peers(self, request: f.Serve) -> int:
+        """Listen for peers, from now on with this key; all workers of the node ask for the same."""
+        with self._lock:
+            self._vault.use_folder(request.folder)
+            if request.secret != self._secret:
+                self._secret = request.secret
+                if self._replicator is not None:
+                    self._replicator.close()
+                self._replicator = Replicator(request.secret)
+            if self._server is not None and self._server[0] != request.host:
+                self._server[1].close()
+                self._server = None
+            if self._server is None:
+                server = ReplicaServer(
+                    self._vault, host=request.host, key=lambda: self._secret, on_refused=_say_refused
+                )
+                self._server = request.host, server
+            return self._server[1].port
+
+    def _key(self) -> bytes:
+        with self._lock:
+            if self._secret is None:
+                raise HoldingsError("this writer was given no key for its peers")
+            return self._secret
+
+
+def _give(image: Image) -> tuple[f.Taken, int]:
+    return f.Taken(num_bytes=image.num_bytes), os.dup(image.fd)
+
+
+def _needed(fd: int | None) -> int:
+    if fd is None:
+        raise HoldingsError("the request came without its memory")
+    return fd
+
+
+def _are_finite(data: memoryview, numbers: tuple[tuple[str, int, int], ...]) -> bool:
+    return all(is_finite(data[offset : offset + size], dtype) for dtype, offset, size in numbers)
+
+
+def _say_refused(source: str, reason: str) -> None:
+    log.warning("refused a connection from %s to the replica port: %s", source, reason)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write checkpoints for a worker.")
+    parser = argparse.ArgumentParser(description="Write and hold checkpoints for the workers of a node.")
     parser.add_argument("fd", type=int)
     parser.add_argument("parent", type=int)
     parser.add_argument("--die-at", choices=["data"], help="end by SIGKILL halfway through a file")
@@ -90,11 +242,21 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file size limit is an error like a full disk
     die_with_parent(args.parent)
-    with socket.socket(fileno=args.fd) as connection:
-        try:
-            serve(connection, die_at=args.die_at, wait_for=args.wait_for)
-        except ConnectionError:
-            return  # the worker is gone
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s [checkpoint writer] %(message)s", datefmt="%H:%M:%S")
+    writer = Writer(Vault(), die_halfway=args.die_at == "data", wait_for=args.wait_for)
+    with socket.socket(fileno=args.fd) as listening:
+        while True:
+            connection, _ = listening.accept()
+            if _peer_user(connection) != os.getuid():  # an abstract socket has no permissions of its own
+                connection.close()
+                continue
+            threading.Thread(target=writer.serve, args=(connection,), name="outlast-serve", daemon=True).start()
+
+
+def _peer_user(connection: socket.socket) -> int:
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(user)
 
 
 if __name__ == "__main__":

@@ -1,123 +1,171 @@
-"""The worker's end of its writer process: started, asked, replaced when it died, reaped."""
+"""A worker's end of the writer process: the agent's, or one of its own; connections, and waiting for answers."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
+from typing import TypeVar
 
-from outlast.checkpoint.frames import Reply, Request, receive_reply, send_request
-from outlast.runtime.processes import describe_exit
+import msgspec
+
+from outlast.checkpoint import frames as f
+from outlast.checkpoint.writer_process import WriterProcess
+from outlast.errors import CheckpointError
 
 __all__ = ["WriterClient"]
 
 log = logging.getLogger(__name__)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 class WriterClient:
-    """One writer process at a time.
+    """Ask a writer process.
 
     Args:
-        arguments: More arguments for the process, for fault injection.
+        address: The agent's; ``None``: start one for this process, when first asked.
+        arguments: More arguments for a process of its own, for fault injection.
+
+    Thread: any; each request has a connection for itself while it runs.
     """
 
-    def __init__(self, arguments: tuple[str, ...] = ()) -> None:
-        self.arguments = arguments
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
+    def __init__(self, address: str | None, arguments: tuple[str, ...] = ()) -> None:
+        self._address, self._arguments = address, arguments
+        self._own: WriterProcess | None = None
+        self._idle: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def outlives_worker(self) -> bool:
+        """Whether what the writer holds is there after this worker's death."""
+        return self._address is not None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the writer; ``None`` when none runs."""
-        return self._process.pid if self._process is not None else None
+        """Process id of a writer of our own; ``None`` when there is none."""
+        return self._own.pid if self._own is not None else None
 
     def start(self) -> None:
-        """Start a writer unless one runs.
+        """Start a writer of our own if one is needed; it dies with the calling thread.
 
         Raises:
-            OSError: The system starts no process.
-
-        Thread: one that lives as long as this one is used; the writer dies with it.
+            CheckpointError: The system starts no process.
         """
         with self._lock:
-            if self._process is not None and self._process.poll() is None:
-                return
-            self._drop()
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            with theirs:
-                command = [sys.executable, "-m", "outlast.checkpoint.writer", str(theirs.fileno()), str(os.getpid())]
+            if self._address is None and self._own is None and not self._closed:
                 try:
-                    self._process = subprocess.Popen(
-                        [*command, *self.arguments], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-                    )
-                except OSError:
-                    ours.close()
-                    raise
-            self._connection = ours
+                    self._own = WriterProcess(self._arguments)
+                except OSError as error:
+                    raise CheckpointError(f"no writer process can be started: {error}") from error
 
-    def write(self, request: Request, fd: int, *, timeout_s: float) -> Reply:
-        """Have a file written; a writer that died or takes too long is the reply's error.
+    def ask(
+        self, request: msgspec.Struct, reply: type[R], *, timeout_s: float, fd: int | None = None
+    ) -> tuple[R, int | None]:
+        """Send a request and wait for its reply.
+
+        Args:
+            request: One of ``frames.Request``.
+            reply: What it is answered with.
+            timeout_s: Longest wait.
+            fd: A descriptor that goes with the request; stays the caller's.
+
+        Returns:
+            The reply, and the descriptor that came with it, now the caller's.
+
+        Raises:
+            CheckpointError: The writer refused, died, or took too long; says which.
 
         Blocks: up to ``timeout_s``.
         """
-        with self._lock:
-            connection = self._connection
-        if connection is None:
-            return Reply(error="there is no writer process")
+        connection = self._connect(timeout_s)
         try:
             connection.settimeout(max(0.001, timeout_s))
-            send_request(connection, request, fd)
-            return receive_reply(connection)
+            f.send_message(connection, request, fd)
+            received = f.receive_message(connection, f.Reply)  # type: ignore[arg-type]
+            if received is None:
+                raise ConnectionError("it ended the connection")
         except TimeoutError:
-            self.kill()
-            return Reply(error=f"the writer process did not finish {request.path} in time; is the disk stuck?")
+            self._drop(connection)
+            if self._own is not None:
+                self._own.replace()
+            raise CheckpointError(
+                f"the checkpoint writer did not answer within {timeout_s:.3g} s; is the disk stuck?"
+            ) from None
         except OSError as error:
-            return Reply(error=f"the writer process is gone ({self._how_it_ended()}; {error})")
-
-    def kill(self) -> None:
-        """End the writer at once, whatever it does. Idempotent. Blocks: up to 1 s. Thread: any."""
+            self._drop(connection)
+            raise CheckpointError(f"the checkpoint writer is gone ({error}); another one takes its place") from None
+        except BaseException:
+            self._drop(connection)
+            raise
         with self._lock:
-            if self._process is not None:
-                self._process.kill()
-            self._drop()
+            self._busy.discard(connection)
+            if self._closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
+        answer, out = received
+        if isinstance(answer, reply):
+            return answer, out
+        if out is not None:
+            os.close(out)
+        if isinstance(answer, f.Refused):
+            raise CheckpointError(answer.error)
+        raise CheckpointError(f"the checkpoint writer answered {type(answer).__name__} to {type(request).__name__}")
 
     def close(self) -> None:
-        """Let the writer finish what it was asked, and end it. Idempotent. Blocks: up to 3 s."""
+        """End a writer of our own, whatever it does, and all waits. Idempotent. Blocks: up to 2 s. Thread: any."""
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
-            if self._process is not None:
+            self._closed = True
+            for connection in self._busy:
                 try:
-                    self._process.wait(2)
-                except subprocess.TimeoutExpired:
-                    self._process.kill()
-            self._drop()
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # it is gone already
+            for connection in self._idle:
+                connection.close()
+            self._idle.clear()
+            own, self._own = self._own, None
+        if own is not None:
+            own.close()
 
-    def _how_it_ended(self) -> str:
+    def _connect(self, timeout_s: float) -> socket.socket:
+        self.start()
         with self._lock:
-            if self._process is None:
-                return "ended by us"
-            try:
-                return describe_exit(self._process.wait(1))
-            except subprocess.TimeoutExpired:
-                return "still there"
+            if self._closed:
+                raise CheckpointError("the checkpoint writer was ended")
+            while self._idle:
+                connection = self._idle.pop()
+                if _is_alive(connection):
+                    self._busy.add(connection)
+                    return connection
+                connection.close()
+            address = self._address if self._own is None else self._own.address
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._busy.add(connection)
+        try:
+            connection.settimeout(max(0.001, timeout_s))
+            connection.connect(b"\0" + (address or "").encode())
+        except OSError as error:
+            self._drop(connection)
+            raise CheckpointError(f"there is no checkpoint writer ({error})") from None
+        return connection
 
-    def _drop(self) -> None:
-        if self._connection is not None:
-            try:
-                self._connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the writer is gone already
-            self._connection.close()
-            self._connection = None
-        if self._process is not None:
-            try:
-                self._process.wait(1)
-            except subprocess.TimeoutExpired:  # in the kernel, writing to a disk that does not answer
-                log.warning("writer process %d does not end; it is left to the system", self._process.pid)
-            self._process = None
+    def _drop(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+        connection.close()
+
+
+def _is_alive(connection: socket.socket) -> bool:
+    """Whether nothing came from the other end, not even its end."""
+    try:
+        connection.settimeout(0.0)
+        connection.recv(1, socket.MSG_PEEK)
+        return False  # the end, or data that nobody asked for
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

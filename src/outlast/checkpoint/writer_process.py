@@ -30,7 +30,7 @@ class WriterProcess:
     """One writer at a time, replaced when it dies.
 
     Args:
-        arguments: More arguments for the process, for fault injection.
+        arguments: More arguments for the first process, for fault injection.
         on_death: Called with a line for people when a writer died by itself. Thread: one of its own.
 
     Raises:
@@ -38,7 +38,7 @@ class WriterProcess:
     """
 
     def __init__(self, arguments: tuple[str, ...] = (), *, on_death: Callable[[str], None] | None = None) -> None:
-        self._arguments, self._on_death = arguments, on_death
+        self._on_death = on_death
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lock = threading.Lock()
         self._closed = False
@@ -46,7 +46,7 @@ class WriterProcess:
         try:
             self._socket.bind("")  # the kernel draws an abstract name
             self._socket.listen(BACKLOG)
-            self._process = self._start()
+            self._process = self._start(arguments)
         except OSError:
             self._socket.close()
             raise
@@ -64,6 +64,12 @@ class WriterProcess:
         """Process id of the writer that runs now, or ran last."""
         return self._process.pid
 
+    def replace(self) -> None:
+        """End the writer that runs, whatever it does; the next one takes its place. Thread: any."""
+        with self._lock:
+            if not self._closed:
+                self._process.kill()
+
     def close(self) -> None:
         """End the writer, and give up what it held and did. Idempotent. Blocks: up to 2 s. Thread: any."""
         with self._lock:
@@ -75,9 +81,9 @@ class WriterProcess:
             if self._watcher.is_alive():  # in the kernel, writing to a disk that does not answer
                 log.warning("writer process %d does not end; it is left to the system", self._process.pid)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, arguments: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         fd = self._socket.fileno()
-        command = [sys.executable, "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid()), *self._arguments]
+        command = [sys.executable, "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid()), *arguments]
         return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
 
     def _watch(self) -> None:

@@ -1,12 +1,13 @@
-"""Where a control store may be hosted."""
+"""Addresses: where a control store may be hosted, and which of ours leads to a host."""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from outlast.errors import ConfigError
 
-__all__ = ["Endpoint", "parse_endpoints"]
+__all__ = ["Endpoint", "address_towards", "parse_endpoints"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +52,17 @@ def parse_endpoints(text: str, *, default_port: int = 29400) -> tuple[Endpoint, 
 
 def _has_port(text: str) -> bool:
     return "]:" in text if text.startswith("[") else text.count(":") == 1
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this machine's interface on the way to a host; nothing is sent.
+
+    Raises:
+        OSError: The host's name is not known, or there is no way to it.
+
+    Blocks: while the name is looked up.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,298 @@
+"""One rank's copy of a generation, proven: from memory, this node's disk, another node, or the global tier."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from outlast.checkpoint import frames as f
+from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.arena_pool import ArenaPool
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.load import load_resharded, read_rank
+from outlast.checkpoint.holdings import MANIFEST_PART, CopyKey
+from outlast.checkpoint.manifest import Manifest, decode_manifest
+from outlast.checkpoint.peers import Peers
+from outlast.checkpoint.places import Places
+from outlast.checkpoint.restore import check_fit, restore_into
+from outlast.checkpoint.shard import DTYPE_NAMES, shard_name
+from outlast.checkpoint.shard_reader import Proof, prove, read
+from outlast.checkpoint.state import capture, decode, flatten, meshes_of
+from outlast.checkpoint.tiers import check_manifest
+from outlast.checkpoint.writer_client import WriterClient
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+from outlast.policy.recovery_point import Copy, Tier
+
+__all__ = ["Opener", "ProvenCopy"]
+
+OPEN_TIMEOUT_S = 30.0
+_TORCH_TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, short in DTYPE_NAMES.items()}
+
+
+class ProvenCopy(Protocol):
+    """A copy whose every byte was compared with its digest."""
+
+    num_bytes_read: int
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError when it does not fit the live state. Changes nothing."""
+
+    def restore(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Put it into the live state; return the saved random numbers, ``None`` when there are none for this rank.
+
+        Raises:
+            CheckpointError: It changed since it was proven; the live state is then of no use.
+        """
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class _ShardCopy:
+    """A shard in a file or in shared memory."""
+
+    def __init__(
+        self,
+        fd: int,
+        manifest: Manifest,
+        rank: int,
+        *,
+        in_memory: bool,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._fd, self._manifest, self._rank, self._on_close = fd, manifest, rank, on_close
+        try:
+            self._proof: Proof = prove(fd, manifest, rank, in_memory=in_memory)
+        except BaseException:
+            os.close(fd)  # and nothing else: what was refused is not held
+            raise
+        self.num_bytes_read = manifest.shards[rank].num_bytes
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        live = capture(state)
+        saved = decode(self._proof.tree, self._placeholder, meshes_of(live))
+        check_fit(state, saved["state"])
+
+    def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        live = capture(state)
+        into = {}
+        for named in flatten({"state": live}).tensors:
+            span = self._proof.spans.get(named.name)
+            if span is not None and _takes(named.tensor, span.shape, span.dtype):
+                into[named.name] = named.tensor
+        tensors = read(self._fd, self._manifest, self._rank, self._proof, into)
+        saved = decode(self._proof.tree, lambda name: _present(tensors, name), meshes_of(live))
+        restore_into(state, saved["state"])
+        return dict(saved["random"])
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            if self._on_close is not None:
+                self._on_close()
+
+    def _placeholder(self, name: str) -> torch.Tensor:
+        """Return a tensor of the right type and shape that takes no memory."""
+        span = _present(self._proof.spans, name)
+        return torch.empty((), dtype=_TORCH_TYPES[span.dtype]).expand(span.shape)
+
+
+class _GlobalCopy:
+    """A rank's exact state, put together from the global tier."""
+
+    def __init__(self, directory: GlobalDirectory, generation: int, manifest: Any, rank: int) -> None:
+        self._state = read_rank(directory, generation, manifest, rank)
+        self.num_bytes_read = self._state.num_bytes_read
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        self._saved = decode(self._state.tree, self._state.tensor, meshes_of(capture(state)))
+        check_fit(state, self._saved["state"])
+
+    def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        restore_into(state, self._saved["state"])
+        return dict(self._saved["random"])
+
+    def close(self) -> None:
+        """Nothing is held but memory of our own."""
+
+
+class _ReshardedCopy:
+    """A generation of another number of ranks, in tensors beside the live ones."""
+
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
+        self.num_bytes_read: int = loaded.num_bytes_read
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """It was loaded for this very state."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._loaded.apply()
+
+    def close(self) -> None:
+        """Nothing is held but memory of our own."""
+
+
+class Opener:
+    """Prove copies of this rank.
+
+    Args:
+        places: Where they may lie.
+        peers: The ranks, for generations that all load together.
+        writer: Who holds memory and talks to other nodes.
+        arenas: Where copies from other nodes go.
+        topology: Digest of the ranks' arrangement.
+        world_sizes: Attempt to the number of ranks that saved it to the global tier.
+        state: The live state.
+        timeout_s: Seconds without progress after which another node is given up.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        peers: Peers,
+        writer: WriterClient,
+        arenas: ArenaPool,
+        *,
+        topology: str,
+        world_sizes: Mapping[str, int],
+        state: Mapping[str, Any],
+        timeout_s: float,
+        fetch_limit_s: float,
+    ) -> None:
+        self._places, self._peers, self._writer, self._arenas = places, peers, writer, arenas
+        self._topology, self._world_sizes, self._state = topology, world_sizes, state
+        self._timeout_s, self._fetch_limit_s = timeout_s, fetch_limit_s
+
+    def prove(self, copy: Copy) -> ProvenCopy:
+        """Compare every byte of a copy with its digest.
+
+        Raises:
+            CheckpointError: It is not what it should be, or cannot be had.
+            OSError: It cannot be read.
+
+        Collective: all ranks, for a generation of another number of ranks; which one that is, all know alike.
+        Blocks: while it is read.
+        """
+        match copy.tier:
+            case Tier.MEMORY:
+                return self._from_memory(copy)
+            case Tier.LOCAL:
+                return self._from_disk(copy)
+            case Tier.REPLICA:
+                return self._from_node(copy)
+            case _:
+                return self._from_global(copy)
+
+    def _from_memory(self, copy: Copy) -> _ShardCopy:
+        listed, _ = self._writer.ask(f.List(), f.Listed, timeout_s=OPEN_TIMEOUT_S)
+        for held in listed.generations:
+            manifest, _ = decode_manifest(held.manifest)
+            if (manifest.iteration, manifest.attempt) == (copy.generation, copy.attempt):
+                _, fd = self._writer.ask(f.Open(key=self._key(copy)), f.Opened, timeout_s=OPEN_TIMEOUT_S)
+                if fd is not None:
+                    return _ShardCopy(fd, self._checked(manifest, copy), self._peers.rank, in_memory=True)
+        raise Incomplete("the writer does not hold it any more")
+
+    def _from_disk(self, copy: Copy) -> _ShardCopy:
+        assert self._places.local is not None
+        manifest, _ = self._places.local.manifest(copy.generation)
+        path = self._places.local.generation(copy.generation) / shard_name(self._peers.rank)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return _ShardCopy(fd, self._checked(manifest, copy), self._peers.rank, in_memory=False)
+
+    def _from_node(self, copy: Copy) -> _ShardCopy:
+        target, rank = self._places.targets[copy.holder], self._peers.rank
+        part = CopyKey(copy.generation, copy.attempt, 0, MANIFEST_PART)
+        got, _ = self._writer.ask(
+            f.GetPart(key=part, target=target, timeout_s=self._timeout_s), f.GotPart, timeout_s=self._fetch_limit_s
+        )
+        manifest = self._checked(decode_manifest(got.data)[0], copy)
+        entry = manifest.shards[rank]
+        arena = self._arenas.take(entry.num_bytes)
+        try:
+            fetched, _ = self._writer.ask(
+                f.Fetch(key=self._key(copy), num_bytes=entry.num_bytes, target=target, timeout_s=self._timeout_s),
+                f.Fetched,
+                timeout_s=self._fetch_limit_s,
+                fd=arena.fd,
+            )
+            if fetched.chunks != entry.chunks:
+                wrong = [
+                    index for index, chunk in enumerate(entry.chunks) if fetched.chunks[index : index + 1] != (chunk,)
+                ]
+                raise Corrupt(f"node {copy.holder} gave other bytes than were saved: chunk {wrong[0]} differs")
+            return _ShardCopy(
+                os.dup(arena.fd),
+                manifest,
+                rank,
+                in_memory=True,
+                on_close=lambda: self._hold(arena, copy, got.data),
+            )
+        except BaseException:
+            self._arenas.give_back(arena)
+            raise
+
+    def _hold(self, arena: Arena, copy: Copy, manifest: bytes) -> None:
+        """Have the writer keep what came from another node: it is this node's memory copy now."""
+        try:
+            if self._writer.outlives_worker:
+                keep = f.Keep(key=self._key(copy), manifest=manifest)
+                self._writer.ask(keep, f.Done, timeout_s=OPEN_TIMEOUT_S)
+        except CheckpointError:
+            pass  # the next save makes another
+        finally:
+            self._arenas.give_back(arena)
+
+    def _from_global(self, copy: Copy) -> ProvenCopy:
+        directory = self._places.directory
+        assert directory is not None
+        same = self._world_sizes.get(copy.attempt) == self._peers.world_size
+        manifest, problem = None, ""
+        try:
+            manifest = directory.manifest(copy.generation)
+            if manifest.attempt != copy.attempt:
+                raise Untrusted(f"belongs to attempt {manifest.attempt} instead of {copy.attempt}")
+        except (CheckpointError, OSError) as error:
+            if same:
+                raise
+            problem = f"rank {self._peers.rank}: {error}"
+        if same:
+            assert manifest is not None
+            return _GlobalCopy(directory, copy.generation, manifest, self._peers.rank)
+        # All ranks load together: if one cannot even begin, none may.
+        for told in self._peers.gather(problem.encode()):
+            if told:
+                raise CheckpointError(told.decode())
+        return _ReshardedCopy(load_resharded(directory, copy.generation, manifest, self._state))
+
+    def _key(self, copy: Copy) -> CopyKey:
+        return CopyKey(copy.generation, copy.attempt, self._peers.rank)
+
+    def _checked(self, manifest: Manifest, copy: Copy) -> Manifest:
+        check_manifest(manifest, run=self._places.run, topology=self._topology, world_size=self._peers.world_size)
+        if (manifest.iteration, manifest.attempt) != (copy.generation, copy.attempt):
+            raise Untrusted(f"is of attempt {manifest.attempt} at iteration {manifest.iteration}")
+        return manifest
+
+
+def _takes(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether a shard's bytes can be read straight into a tensor."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tuple(tensor.shape) == shape
+        and DTYPE_NAMES.get(str(tensor.dtype)) == dtype
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _present(mapping: Mapping[str, Any], name: str) -> Any:
+    if name not in mapping:
+        raise CheckpointError(f"tensor {name!r} is missing")
+    return mapping[name]

@@ -1,0 +1,104 @@
+"""What became of this process's saves: tiers reached, failures in a row, who is told.
+
+The methods are called by the committer's and the global lane's threads; what they keep is read by the training thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from outlast import clock
+from outlast.checkpoint.arena_pool import ArenaPool
+from outlast.checkpoint.commit import Save
+from outlast.checkpoint.frames import CopyFailure
+from outlast.checkpoint.handle import SaveResult
+from outlast.checkpoint.report import Reporter
+from outlast.errors import CheckpointError
+from outlast.policy.recovery_point import Tier
+
+__all__ = ["Outcomes"]
+
+
+class Outcomes:
+    """Take note of saves' ends, in whichever tier.
+
+    Args:
+        reporter: Writes log and journal.
+        arenas: Where a save's memory goes back to.
+        to_global: Hands a save that is committed nearby on to the global tier.
+        on_durable: Called with the iteration of each generation that a tier has committed.
+    """
+
+    def __init__(
+        self,
+        reporter: Reporter,
+        arenas: ArenaPool,
+        *,
+        to_global: Callable[[Save], None],
+        on_durable: Callable[[int], None],
+    ) -> None:
+        self._reporter, self._arenas = reporter, arenas
+        self._to_global, self._on_durable = to_global, on_durable
+        self._lock = threading.Lock()
+        self.durable: int | None = None
+        """The newest generation known to be committed, loaded or saved."""
+        self.num_failures = 0
+        """Saves in a row that failed."""
+        self.last_error: CheckpointError | None = None
+
+    def near(self, save: Save, missing: frozenset[Tier], failures: tuple[CopyFailure, ...]) -> None:
+        """A save is committed to the near tiers, or was before; ``missing`` were the tiers that it still lacked."""
+        for failure in failures:
+            self._reporter.not_copied(save.iteration, failure)
+        near = missing - {Tier.GLOBAL}
+        if near and not save.suspect:
+            self._note_durable(save, near)
+        if Tier.GLOBAL in missing:
+            self._to_global(save)
+        else:
+            self._succeed(save)
+
+    def far(self, save: Save, error: CheckpointError | None) -> None:
+        """A save reached the global tier, or did not."""
+        if error is not None:
+            self.failed(save, error)
+            return
+        if not save.suspect:
+            self._note_durable(save, frozenset({Tier.GLOBAL}))
+        self._succeed(save)
+
+    def failed(self, save: Save, error: CheckpointError) -> None:
+        """A save did not reach a tier that it was meant for."""
+        self._release(save)
+        with self._lock:
+            self.num_failures += 1
+            self.last_error, num_failures = error, self.num_failures
+        self._reporter.failed(save.iteration, error, num_failures=num_failures)
+        save.handle.fail(error)
+
+    def _succeed(self, save: Save) -> None:
+        self._release(save)
+        with self._lock:
+            self.num_failures = 0
+        # Last, so that whoever waited finds the outcome logged and in the journal.
+        save.handle.succeed(_result(save))
+
+    def _note_durable(self, save: Save, tiers: frozenset[Tier]) -> None:
+        with self._lock:
+            self.durable = max(self.durable or 0, save.iteration)
+        self._reporter.committed(_result(save), tiers)
+        self._on_durable(save.iteration)
+
+    def _release(self, save: Save) -> None:
+        if save.arena is not None:
+            self._arenas.give_back(save.arena)
+
+
+def _result(save: Save) -> SaveResult:
+    return SaveResult(
+        generation=save.iteration,
+        num_bytes=save.num_bytes,
+        duration_s=(clock.now_ns() - save.started_ns) / 1e9,
+        stall_s=save.stall_s,
+    )

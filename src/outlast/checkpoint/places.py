@@ -1,0 +1,226 @@
+"""Where the ranks save, and what they know of each other's places: one agreement at the start."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from outlast.checkpoint import frames as f
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.directory import Directory
+from outlast.checkpoint.manifest import decode_manifest
+from outlast.checkpoint.peers import Peers
+from outlast.checkpoint.replica.replicator import Target
+from outlast.checkpoint.writer_client import WriterClient
+from outlast.config import CheckpointConfig
+from outlast.env import WorkerEnv, clean_name
+from outlast.errors import CheckpointError, ConfigError
+from outlast.runtime.endpoints import address_towards
+
+__all__ = ["Places", "agree_places"]
+
+SECRET_BYTES = 32
+SERVE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where this rank saves and loads, and what all ranks know alike."""
+
+    directory: GlobalDirectory | None
+    """The global tier."""
+    local: Directory | None
+    """This node's folder of the local tier."""
+    memory: bool
+    """Whether the writer keeps what it holds after this worker's death."""
+    token: str
+    """Random; names this set of processes."""
+    run: str
+    node: str
+    """This rank's node; unique."""
+    nodes: tuple[str, ...]
+    """Every rank's node."""
+    leaders: tuple[int, ...]
+    """The lowest rank of each node."""
+    targets: dict[str, Target]
+    """Node to where its writer takes and gives copies; empty when nothing is replicated."""
+    generations: frozenset[int]
+    """Generations that some rank sees in some tier, whole or not."""
+    global_error: str | None
+    """Why rank 0 could not look into the global tier; ``None``: it could, or there is none."""
+
+    def is_leader(self, rank: int) -> bool:
+        """Return whether a rank acts for its node."""
+        return rank in self.leaders
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of a rank's node."""
+        return tuple(other for other, node in enumerate(self.nodes) if node == self.nodes[rank])
+
+
+class _Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank sees."""
+
+    node: str
+    ranks: tuple[int, ...]
+    """The ranks that see the same local folder."""
+    run: str | None = None
+    global_run: str | None = None
+    generations: tuple[int, ...] = ()
+    host: str = ""
+    port: int = 0
+    error: str | None = None
+    global_error: str | None = None
+
+
+def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, writer: WriterClient) -> Places:
+    """Make the folders, find out which ranks share a node, and have the writers know each other.
+
+    Raises:
+        CheckpointError: A rank cannot use its folder.
+        ConfigError: ``replication`` is asked for where nothing can hold a copy.
+        PeerLost: A peer left.
+
+    Collective: all ranks.
+    """
+    directory = GlobalDirectory(config.directory) if config.directory is not None else None
+    local = None
+    if config.local_directory is not None:
+        local = Directory(Path(config.local_directory) / clean_name(place.node))
+    can_hold = local is not None or writer.outlives_worker
+    if config.replication and not can_hold:
+        raise ConfigError(
+            "replication=true, but nothing outlives a worker here: set local_directory, or start with outlast run"
+        )
+    drawn = next(iter(peers.gather(os.urandom(4 + SECRET_BYTES))))
+    token, secret = drawn[:4].hex(), drawn[4:]
+    if config.replication_key_file is not None:
+        secret = _read_key(config.replication_key_file)
+    probe = local.path / f".probe-{token}-{peers.rank}" if local is not None else None
+    problem = ""
+    try:
+        if local is not None and probe is not None:
+            local.path.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+    except OSError as error:
+        problem = f"rank {peers.rank}: {error}"
+    _raise_first([data.decode() for data in peers.gather(problem.encode())])
+    replicates = config.replication is not False and can_hold and peers.world_size > 1
+    seen = _look(directory, local, token, place, peers, writer, secret if replicates else None)
+    everyone = [msgspec.json.decode(data, type=_Seen) for data in peers.gather(msgspec.json.encode(seen))]
+    if probe is not None:
+        probe.unlink(missing_ok=True)
+    _raise_first([one.error or "" for one in everyone])
+    nodes = _name_nodes(everyone, by_folder=local is not None)
+    leaders = tuple(rank for rank, node in enumerate(nodes) if nodes.index(node) == rank)
+    targets = {}
+    if replicates and len(leaders) > 1:
+        targets = {
+            nodes[rank]: Target(node=nodes[rank], host=everyone[rank].host, port=everyone[rank].port)
+            for rank in leaders
+        }
+    known = [one.global_run for one in everyone] + [one.run for one in everyone]
+    return Places(
+        directory=directory,
+        local=local,
+        memory=writer.outlives_worker,
+        token=token,
+        run=next((run for run in known if run is not None), f"run-{token}"),
+        node=nodes[peers.rank],
+        nodes=nodes,
+        leaders=leaders,
+        targets=targets,
+        generations=frozenset(generation for one in everyone for generation in one.generations),
+        global_error=everyone[0].global_error,
+    )
+
+
+def _look(
+    directory: GlobalDirectory | None,
+    local: Directory | None,
+    token: str,
+    place: WorkerEnv,
+    peers: Peers,
+    writer: WriterClient,
+    secret: bytes | None,
+) -> _Seen:
+    ranks, generations, run = [peers.rank], set[int](), None
+    global_run, global_error, host, port = None, None, "", 0
+    if directory is not None and peers.rank == 0:
+        try:
+            global_run = directory.run()
+            generations.update(directory.generations())
+        except (CheckpointError, OSError) as error:
+            global_error = str(error)
+    try:
+        if local is not None:
+            prefix = f".probe-{token}-"
+            ranks = sorted(int(n.removeprefix(prefix)) for n in os.listdir(local.path) if n.startswith(prefix))
+            generations.update(local.generations())
+            run = local.run() or _run_of_newest(local)
+        if writer.outlives_worker:
+            held, _ = writer.ask(f.List(), f.Listed, timeout_s=SERVE_TIMEOUT_S)
+            manifests = [decode_manifest(one.manifest)[0] for one in held.generations]
+            generations.update(manifest.iteration for manifest in manifests)
+            run = run or next((manifest.run for manifest in reversed(manifests)), None)
+        if secret is not None:
+            host = address_towards(place.master_addr or "localhost")
+            folder = os.fspath(local.path) if local is not None else None
+            serving, _ = writer.ask(
+                f.Serve(host=host, secret=secret, folder=folder), f.Serving, timeout_s=SERVE_TIMEOUT_S
+            )
+            port = serving.port
+    except (OSError, CheckpointError) as error:
+        return _Seen(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}")
+    return _Seen(
+        node=place.node,
+        ranks=tuple(ranks),
+        run=run,
+        global_run=global_run,
+        generations=tuple(sorted(generations)),
+        host=host,
+        port=port,
+        global_error=global_error,
+    )
+
+
+def _name_nodes(everyone: list[_Seen], *, by_folder: bool) -> tuple[str, ...]:
+    """Return each rank's node; two machines of one name that do not share a folder are told apart."""
+    if not by_folder:
+        return tuple(one.node for one in everyone)
+    firsts: dict[str, int] = {}
+    names = []
+    for one in everyone:
+        first = min(one.ranks)
+        same = firsts.setdefault(one.node, first) == first
+        names.append(one.node if same else f"{one.node}.{first}")
+    return tuple(names)
+
+
+def _run_of_newest(directory: Directory) -> str | None:
+    """Return the run that the newest readable manifest names: the folder's own word for it was lost."""
+    for iteration in directory.generations():
+        try:
+            return directory.manifest(iteration)[0].run
+        except CheckpointError:
+            continue  # the load says why
+    return None
+
+
+def _read_key(path: str) -> bytes:
+    try:
+        key = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"replication_key_file={path!r} cannot be read ({error.strerror})") from None
+    if len(key) < 16:
+        raise ConfigError(f"replication_key_file={path!r} holds {len(key)} bytes; give at least 16 random ones")
+    return key
+
+
+def _raise_first(errors: list[str]) -> None:
+    for error in errors:
+        if error:
+            raise CheckpointError(f"the checkpoint directory is of no use: {error}")

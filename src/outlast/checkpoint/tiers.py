@@ -1,0 +1,250 @@
+"""What the ranks could load: every copy of every generation in every tier, as far as can be told unread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import msgspec
+
+from outlast.checkpoint import frames as f
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.holdings import SHARD_PART
+from outlast.checkpoint.manifest import Manifest, decode_manifest
+from outlast.checkpoint.peers import Peers
+from outlast.checkpoint.places import Places
+from outlast.checkpoint.shard import shard_name
+from outlast.checkpoint.shard_reader import check_shard
+from outlast.checkpoint.writer_client import WriterClient
+from outlast.errors import CheckpointError, Incomplete, Untrusted
+from outlast.policy.recovery_point import Copy, Tier
+
+__all__ = ["Held", "Rejection", "Table", "check_manifest", "gather_copies", "reject"]
+
+LIST_TIMEOUT_S = 30.0
+NUM_LISTERS = 8
+
+
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
+    """One copy that was passed over, and why."""
+
+    generation: int
+    tier: str
+    rank: int
+    file: str
+    reason: str
+    kind: str
+    """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError``."""
+
+    def __str__(self) -> str:
+        return f"generation {self.generation}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation in one place, with the ranks whose parts are there."""
+
+    generation: int
+    attempt: str
+    restored_attempt: str | None
+    tier: Tier
+    ranks: tuple[int, ...]
+    world_size: int = 0
+    """Of the generation, in the global tier, where any number of ranks can load it."""
+
+
+class _Listing(msgspec.Struct, frozen=True):
+    held: list[Held]
+    rejected: list[Rejection]
+
+
+@dataclass(slots=True)
+class Table:
+    """What all ranks know alike."""
+
+    copies: list[set[Copy]]
+    """For each rank, what it could load."""
+    lineage: dict[str, str | None]
+    """Attempt to the attempt that its processes had loaded."""
+    world_sizes: dict[str, int]
+    """Attempt to the number of ranks that saved it, for those in the global tier."""
+    rejected: list[Rejection]
+    seen: set[int] = field(default_factory=set)
+    """Generations that exist somewhere, whole or not."""
+
+
+def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topology: str) -> Table:
+    """List what this rank's node and, rank 0, the global tier hold; return what all ranks found.
+
+    Raises:
+        PeerLost: A peer left.
+
+    Collective: all ranks.
+    """
+    mine = _Listing([], [])
+    _list_memory(mine, places, peers, writer, topology)
+    _list_local(mine, places, peers, topology)
+    if peers.rank == 0 and places.directory is not None:
+        _list_global(mine, places.directory, places)
+    listings = [msgspec.json.decode(data, type=_Listing) for data in peers.gather(msgspec.json.encode(mine))]
+    table = Table(
+        copies=[set() for _ in listings],
+        lineage={held.attempt: held.restored_attempt for one in listings for held in one.held},
+        world_sizes={held.attempt: held.world_size for held in listings[0].held if held.tier == Tier.GLOBAL},
+        rejected=[rejection for one in listings for rejection in one.rejected],
+    )
+    for rank, listing in enumerate(listings):
+        for held in listing.held:
+            _enter(table, held, rank, places)
+    table.seen = {held.generation for one in listings for held in one.held if held.ranks or held.tier == Tier.GLOBAL}
+    table.seen |= {rejection.generation for rejection in table.rejected}
+    table.rejected += _lacking(table)
+    return table
+
+
+def _enter(table: Table, held: Held, rank: int, places: Places) -> None:
+    """Enter what one rank reported: its own copies, and what its node, if it speaks for it, gives to others."""
+    if held.tier == Tier.GLOBAL:
+        for copies in table.copies:
+            copies.add(Copy(held.generation, held.attempt, Tier.GLOBAL))
+        return
+    node = places.nodes[rank]
+    if rank in held.ranks:
+        table.copies[rank].add(Copy(held.generation, held.attempt, held.tier, node))
+    if not places.is_leader(rank) or node not in places.targets:
+        return
+    for other in held.ranks:
+        if other < len(table.copies) and places.nodes[other] != node:
+            table.copies[other].add(Copy(held.generation, held.attempt, Tier.REPLICA, node))
+
+
+def _list_memory(mine: _Listing, places: Places, peers: Peers, writer: WriterClient, topology: str) -> None:
+    if not places.memory:
+        return
+    try:
+        listed, _ = writer.ask(f.List(), f.Listed, timeout_s=LIST_TIMEOUT_S)
+    except CheckpointError:
+        return  # a writer that died holds nothing any more
+    for generation in listed.generations:
+        try:
+            manifest, _ = decode_manifest(generation.manifest)
+            check_manifest(manifest, run=places.run, topology=topology, world_size=peers.world_size)
+        except CheckpointError:
+            continue  # of another run or arrangement; memory is not where anyone looks for those
+        ranks = tuple(sorted(part.rank for part in generation.parts if part.part == SHARD_PART))
+        mine.held.append(_held(manifest, Tier.MEMORY, ranks))
+
+
+def _list_local(mine: _Listing, places: Places, peers: Peers, topology: str) -> None:
+    if places.local is None:
+        return
+    speaks = places.is_leader(peers.rank)
+    for generation in places.local.generations():
+        file = f"step-{generation}/manifest.json"
+        try:
+            manifest, _ = places.local.manifest(generation)
+            check_manifest(manifest, run=places.run, topology=topology, world_size=peers.world_size)
+            if manifest.iteration != generation:
+                raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
+        except CheckpointError as error:
+            if peers.rank in places.members(peers.rank):
+                mine.rejected.append(reject(error, generation, Tier.LOCAL, peers.rank, file))
+            continue
+        folder = places.local.generation(generation)
+        present = []
+        for rank in range(manifest.world_size) if speaks else [peers.rank]:
+            path = folder / shard_name(rank)
+            belongs = rank in places.members(peers.rank) and _saved_here(manifest, rank, places)
+            try:
+                check_shard(path, manifest, rank)
+                present.append(rank)
+            except CheckpointError as error:
+                if rank == peers.rank and (belongs or not isinstance(error, Incomplete) or path.exists()):
+                    file = f"step-{generation}/{shard_name(rank)}"
+                    mine.rejected.append(reject(error, generation, Tier.LOCAL, rank, file))
+        mine.held.append(_held(manifest, Tier.LOCAL, tuple(present)))
+
+
+def _saved_here(manifest: Manifest, rank: int, places: Places) -> bool:
+    return not manifest.nodes or manifest.nodes[rank] == places.node
+
+
+def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> None:
+    def look(generation: int) -> GlobalManifest | Rejection:
+        try:
+            manifest = directory.manifest(generation)
+            if manifest.run != places.run:
+                raise Untrusted(f"belongs to run {manifest.run}, these ranks to run {places.run}")
+            if manifest.iteration != generation:
+                raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
+            return manifest
+        except (CheckpointError, OSError) as error:
+            return reject(error, generation, Tier.GLOBAL, 0, f"step-{generation}/manifest.json")
+
+    try:
+        generations = directory.generations()
+    except (CheckpointError, OSError) as error:
+        mine.rejected.append(reject(error, -1, Tier.GLOBAL, 0, directory.url))
+        return
+    with ThreadPoolExecutor(NUM_LISTERS, thread_name_prefix="outlast-list") as pool:
+        for found in pool.map(look, generations):
+            if isinstance(found, Rejection):
+                mine.rejected.append(found)
+            else:
+                mine.held.append(
+                    Held(
+                        generation=found.iteration,
+                        attempt=found.attempt,
+                        restored_attempt=found.restored_attempt,
+                        tier=Tier.GLOBAL,
+                        ranks=(),
+                        world_size=found.world_size,
+                    )
+                )
+
+
+def check_manifest(manifest: Manifest, *, run: str, topology: str, world_size: int) -> None:
+    """Check that a generation of memory, local tier or replica is one of these ranks.
+
+    Raises:
+        Untrusted: It is not.
+    """
+    if manifest.run != run:
+        raise Untrusted(f"belongs to run {manifest.run}, this directory to run {run}")
+    if manifest.world_size != world_size:
+        raise Untrusted(
+            f"was saved by {manifest.world_size} ranks and cannot be loaded by {world_size}; start with "
+            f"{manifest.world_size} ranks, or load from the global tier (directory), which any number can"
+        )
+    if manifest.topology != topology:
+        raise Untrusted(f"was saved by ranks of topology {manifest.topology}, these have {topology}")
+
+
+def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str) -> Rejection:
+    """Return the rejection that an error means."""
+    kind = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
+    return Rejection(generation=generation, tier=str(tier), rank=rank, file=file, reason=str(error), kind=kind)
+
+
+def _held(manifest: Manifest, tier: Tier, ranks: tuple[int, ...]) -> Held:
+    return Held(
+        generation=manifest.iteration,
+        attempt=manifest.attempt,
+        restored_attempt=manifest.restored_attempt,
+        tier=tier,
+        ranks=ranks,
+    )
+
+
+def _lacking(table: Table) -> Iterator[Rejection]:
+    """Name the ranks that lack a generation which others have."""
+    named = {(rejection.generation, rejection.rank) for rejection in table.rejected}
+    known = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
+    for generation, attempt in sorted(known):
+        for rank, copies in enumerate(table.copies):
+            have = {copy.attempt for copy in copies if copy.generation == generation}
+            if attempt in have or (generation, rank) in named:
+                continue
+            reason = f"has another attempt than {attempt}" if have else "this rank has no copy"
+            yield reject(Incomplete(reason), generation, Tier.LOCAL, rank, f"step-{generation}/{shard_name(rank)}")

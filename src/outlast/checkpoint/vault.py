@@ -1,0 +1,369 @@
+"""What a writer process holds for its node: staged images, the memory tier, copies of other nodes' shards.
+
+An *image* is the memory in which a rank stages its shard. Two belong to a rank; they outlive the worker. An image is
+
+* free, or
+* staged: a save of its rank is under way, or was when that worker died, or
+* kept: it is that rank's part of a committed generation, and can be given out.
+
+Kept is the newest generation; while that one has fewer copies elsewhere than it should, also the newest that has all.
+Copies of other nodes' shards go into the node's folder when there is a local tier, else into memory, by the same rules.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outlast.checkpoint.directory import Directory, part_name
+from outlast.checkpoint.holdings import MANIFEST_PART, CopyKey, HoldingsError
+from outlast.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
+from outlast.env import clean_name
+from outlast.errors import CheckpointError
+
+__all__ = ["NUM_IMAGES", "Image", "Kept", "Vault"]
+
+NUM_IMAGES = 2
+"""Of a rank: one is staged and written while the other is kept."""
+
+
+@dataclass(slots=True, eq=False)
+class Image:
+    """One piece of shared memory."""
+
+    fd: int
+    num_bytes: int
+    """Its room; what lies in it may be shorter."""
+    rank: int | None
+    """Whose staging it serves; ``None``: it came from another node."""
+    key: CopyKey | None = None
+    """What it holds; ``None`` = nothing of use."""
+    length: int = 0
+    """Bytes of what it holds."""
+    kept: bool = False
+    num_uses: int = 0
+    """Writes and transfers under way."""
+    view: mmap.mmap | None = None
+
+    @property
+    def inode(self) -> int:
+        """What tells an image from all others, in any process."""
+        return os.fstat(self.fd).st_ino
+
+    def map(self) -> mmap.mmap:
+        """Return its bytes, readable; mapped once."""
+        if self.view is None:
+            self.view = mmap.mmap(self.fd, self.num_bytes, prot=mmap.PROT_READ)
+        return self.view
+
+    def close(self) -> None:
+        """Let go of the memory; whoever else has it mapped keeps it."""
+        os.close(self.fd)
+        self.view = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A committed generation of which parts are held in memory."""
+
+    manifest: bytes
+    parts: tuple[CopyKey, ...]
+
+
+@dataclass(slots=True)
+class _Generation:
+    manifest: bytes
+    facts: Manifest
+    held: set[CopyKey] = field(default_factory=set)
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.facts.num_copies or all(self.facts.num_copies)
+
+
+class Vault:
+    """The memory of a node. Thread: any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._images: list[Image] = []
+        self._generations: dict[tuple[int, str], _Generation] = {}
+        self._folder: Directory | None = None
+
+    # -- staging -----------------------------------------------------------------------------------------------
+
+    def take(self, rank: int, num_bytes: int, busy: Collection[int], *, may_steal: bool) -> Image | None:
+        """Return an image for a rank to stage into, or ``None`` when all are in use.
+
+        Args:
+            rank: Whose.
+            num_bytes: How much room is needed.
+            busy: Inodes of images that the rank's process itself still uses.
+            may_steal: Whether the last kept one may be given, because its generation is durable elsewhere.
+
+        Raises:
+            OSError: There is no memory.
+        """
+        with self._lock:
+            mine = [image for image in self._images if image.rank == rank]
+            usable = [image for image in mine if image.inode not in busy and not image.num_uses]
+            free = [image for image in usable if not image.kept]
+            if not free and len(mine) < NUM_IMAGES:
+                return self._new(rank, num_bytes)
+            if not free:
+                kept = sorted((image for image in usable if image.key is not None), key=self._worth)
+                free = kept if len(kept) > 1 or may_steal else []
+            if not free:
+                return None
+            image = max(free, key=lambda one: one.num_bytes) if not free[0].kept else free[0]
+            if image.num_bytes < num_bytes:
+                self._remove(image)
+                return self._new(rank, num_bytes)
+            self._forget(image)
+            return image
+
+    def stage(self, fd: int, key: CopyKey, length: int) -> Image:
+        """Note what a rank has staged; return the image. Memory that an earlier writer gave out is taken over."""
+        with self._lock:
+            try:
+                image = self.image_of(fd)
+            except HoldingsError:
+                image = Image(os.dup(fd), os.fstat(fd).st_size, key.rank)
+                self._images.append(image)
+            image.key, image.length, image.kept = key, length, False
+            return image
+
+    def image_of(self, fd: int) -> Image:
+        """Return the image that a descriptor refers to.
+
+        Raises:
+            HoldingsError: The memory is none of ours.
+        """
+        inode = os.fstat(fd).st_ino
+        with self._lock:
+            for image in self._images:
+                if image.inode == inode:
+                    return image
+        raise HoldingsError("the staged memory is not this writer's: it was replaced meanwhile")
+
+    def using(self, image: Image, change: int) -> None:
+        """Count a use of an image: +1 at its beginning, -1 at its end."""
+        with self._lock:
+            image.num_uses += change
+
+    # -- the memory tier ---------------------------------------------------------------------------------------
+
+    def keep(self, key: CopyKey, manifest: bytes | None, *, in_memory: bool) -> None:
+        """Note that a rank's staged part belongs to a committed generation.
+
+        Args:
+            key: The part.
+            manifest: The generation's manifest, from one rank of the node.
+            in_memory: Keep the image as a copy; otherwise it only becomes free.
+        """
+        with self._lock:
+            if manifest is not None:
+                facts, _ = decode_manifest(manifest)
+                self._generations[key.iteration, key.attempt] = _Generation(manifest, facts)
+            for image in self._images:
+                if image.key is None or (image.key.iteration, image.key.attempt) != (key.iteration, key.attempt):
+                    continue
+                if image.key == key and not in_memory:
+                    self._forget(image)
+                elif image.key == key or image.rank is None:
+                    image.kept = True
+            self._drop_old()
+
+    def discard(self, iteration: int, attempt: str) -> None:
+        """Forget what belongs to a failed attempt."""
+        with self._lock:
+            self._generations.pop((iteration, attempt), None)
+            for image in list(self._images):
+                if image.key is not None and (image.key.iteration, image.key.attempt) == (iteration, attempt):
+                    self._release(image)
+
+    def list(self) -> list[Kept]:
+        """Return what of committed generations lies in memory."""
+        with self._lock:
+            kept = []
+            for identity, generation in self._generations.items():
+                parts = tuple(
+                    sorted(
+                        image.key
+                        for image in self._images
+                        if image.kept and image.key is not None and (image.key.iteration, image.key.attempt) == identity
+                    )
+                )
+                if parts:
+                    kept.append(Kept(generation.manifest, parts))
+            return kept
+
+    # -- holdings: what comes from other nodes, and goes to them -----------------------------------------------
+
+    def use_folder(self, path: str | None) -> None:
+        """Set the node's folder; ``None`` = there is no local tier."""
+        with self._lock:
+            self._folder = Directory(path) if path is not None else None
+
+    def receive(self, key: CopyKey, num_bytes: int) -> _IncomingFile | _IncomingMemory:
+        """Make room for a part from another node; see :class:`holdings.Holdings`."""
+        if clean_name(key.attempt) != key.attempt:
+            raise HoldingsError(f"{key.attempt!r} names no attempt")
+        with self._lock:
+            folder = self._folder
+        try:
+            if folder is not None:
+                return _IncomingFile(folder.temporary(key.iteration, key.attempt) / part_name(key), num_bytes)
+            image = self._make(None, num_bytes)
+            return _IncomingMemory(image, lambda: self._admit(image, key))
+        except OSError as error:
+            raise HoldingsError(f"no room for {num_bytes} bytes of rank {key.rank}: {error}") from error
+
+    def open(self, key: CopyKey) -> tuple[int, int] | None:
+        """Return a readable descriptor and the bytes of a part; see :class:`holdings.Holdings`."""
+        with self._lock:
+            folder = self._folder
+            generation = self._generations.get((key.iteration, key.attempt))
+            if key.part == MANIFEST_PART and generation is not None:
+                return _in_memory(generation.manifest)
+            for image in self._images:
+                if image.key == key and image.kept:
+                    return os.dup(image.fd), image.length
+        return None if folder is None else _open_file(folder, key)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        with self._lock:
+            for image in list(self._images):
+                self._remove(image)
+
+    # -- within ------------------------------------------------------------------------------------------------
+
+    def _worth(self, image: Image) -> tuple[bool, int]:
+        assert image.key is not None
+        generation = self._generations.get((image.key.iteration, image.key.attempt))
+        return generation is not None and generation.is_replicated, image.key.iteration
+
+    def _drop_old(self) -> None:
+        """Forget generations that newer ones replace, in the order of their commits."""
+        order = list(self._generations)
+        needed = set(order[-1:])
+        needed.update([identity for identity in order if self._generations[identity].is_replicated][-1:])
+        for identity in order:
+            if identity not in needed:
+                self.discard(*identity)
+
+    def _new(self, rank: int, num_bytes: int) -> Image:
+        image = self._make(rank, num_bytes + (num_bytes >> 6) + (1 << 16))  # plain values may grow a little
+        self._images.append(image)
+        return image
+
+    def _make(self, rank: int | None, num_bytes: int) -> Image:
+        fd = os.memfd_create("outlast-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        except OSError:
+            os.close(fd)
+            raise
+        return Image(fd, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, rank, length=num_bytes)
+
+    def _admit(self, image: Image, key: CopyKey) -> None:
+        with self._lock:
+            for other in list(self._images):
+                if other.rank is None and other.key == key:
+                    self._remove(other)
+            image.key = key
+            image.kept = (key.iteration, key.attempt) in self._generations
+            self._images.append(image)
+
+    def _release(self, image: Image) -> None:
+        if image.rank is None:
+            self._remove(image)
+        else:
+            self._forget(image)
+
+    def _forget(self, image: Image) -> None:
+        image.key, image.length, image.kept = None, 0, False
+
+    def _remove(self, image: Image) -> None:
+        self._images.remove(image)
+        image.close()
+
+
+class _IncomingFile:
+    """A part that is received into a file of an attempt's folder."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._partial = path, path.with_name(f".{path.name}.partial")
+        self._done = False
+        self.fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.ftruncate(self.fd, num_bytes)
+            if num_bytes:
+                os.posix_fallocate(self.fd, 0, num_bytes)  # a full disk is said now: a mapped write would be a SIGBUS
+        except OSError:
+            self.drop()
+            raise
+
+    def keep(self) -> None:
+        try:
+            os.fsync(self.fd)
+            os.rename(self._partial, self._path)
+        except OSError as error:
+            self.drop()
+            raise HoldingsError(f"{self._path}: {error.strerror}") from error
+        self._close()
+
+    def drop(self) -> None:
+        if not self._done:
+            self._partial.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        self._done = True
+        os.close(self.fd)
+
+
+class _IncomingMemory:
+    """A part that is received into memory."""
+
+    def __init__(self, image: Image, admit: Callable[[], None]) -> None:
+        self._image, self._admit, self._done = image, admit, False
+        self.fd = image.fd
+
+    def keep(self) -> None:
+        self._done = True
+        self._admit()
+
+    def drop(self) -> None:
+        if not self._done:
+            self._done = True
+            self._image.close()
+
+
+def _in_memory(data: bytes) -> tuple[int, int]:
+    fd = os.memfd_create("outlast-manifest", os.MFD_CLOEXEC)
+    os.pwrite(fd, data, 0)
+    return fd, len(data)
+
+
+def _open_file(folder: Directory, key: CopyKey) -> tuple[int, int] | None:
+    """Open a part of a committed generation on disk, if it is the attempt asked for."""
+    try:
+        manifest, _ = folder.manifest(key.iteration)
+    except CheckpointError:
+        return None
+    if manifest.attempt != key.attempt:
+        return None
+    name = MANIFEST if key.part == MANIFEST_PART else part_name(key)
+    try:
+        fd = os.open(folder.generation(key.iteration) / name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    return fd, os.fstat(fd).st_size

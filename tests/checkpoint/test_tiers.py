@@ -1,0 +1,145 @@
+"""A generation is loaded from the nearest tier that still has it, and the next one when that proves bad."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saving_ranks import start
+
+from outlast.checkpoint.writer_process import WriterProcess
+
+SAVE = """
+manager = manage(config=CONFIG)
+saved = {}
+for iteration in (1, 2):
+    train()
+    manager.save(state, iteration).wait(20)
+    saved[iteration] = content()
+tell(saved=saved)
+kill_self()
+"""
+LOAD = """
+manager = manage(config=CONFIG)
+restored = manager.load_latest(state)
+tell(
+    iteration=restored.iteration, loaded=content(), tier=restored.tier, tiers=restored.tiers,
+    read=restored.bytes_read, rejected=[str(one) for one in restored.rejected],
+)
+manager.close()
+"""
+
+
+@pytest.fixture
+def nodes() -> Iterator[dict[str, WriterProcess]]:
+    """Two nodes' writers."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(closing(WriterProcess())) for name in ("one", "two")}
+
+
+def _save(folder: Path, nodes: dict[str, WriterProcess], config: dict[str, Any], world: int = 2) -> list[Any]:
+    ended = start(folder, f"CONFIG = {config!r}\n" + SAVE, world=world, nodes=nodes)
+    assert [code for code, _ in ended] == [-9] * world, ended
+    return [told["saved"] for _, told in ended]
+
+
+def _load(folder: Path, nodes: dict[str, WriterProcess], config: dict[str, Any], world: int = 2) -> list[Any]:
+    ended = start(folder, f"CONFIG = {config!r}\n" + LOAD, world=world, cycle=1, nodes=nodes)
+    assert [code for code, _ in ended] == [0] * world, ended
+    return [told for _, told in ended]
+
+
+@pytest.mark.process
+def test_killed_workers_come_back_from_memory(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
+    """After SIGKILL of all workers the writers still hold the newest generation; not a byte is read from disk."""
+    saved = _save(tmp_path / "ckpt", nodes, {})
+    shutil.rmtree(tmp_path / "ckpt")
+    for rank, told in enumerate(_load(tmp_path / "ckpt", nodes, {})):
+        assert told["iteration"] == 2
+        assert told["tiers"] == ["memory", "memory"]
+        assert list(told["read"]) == ["memory"]
+        assert told["loaded"] == saved[rank]["2"]
+
+
+@pytest.mark.process
+def test_a_lost_node_comes_back_from_its_replica(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
+    """A node that lost memory and disk gets its shard from the other node; the other keeps to its own memory. What it
+    got is then held here, too: after another death it needs no other node."""
+    folder = tmp_path / "ckpt"
+    saved = _save(folder, nodes, {})
+    shutil.rmtree(folder / "two")
+    nodes["two"].close()
+    nodes["two"] = WriterProcess()
+    try:
+        for rank, told in enumerate(_load(folder, nodes, {})):
+            assert (told["iteration"], told["tiers"]) == (2, ["memory", "replica"])
+            assert told["loaded"] == saved[rank]["2"]
+        assert _load(folder, nodes, {})[1]["tier"] == "memory"
+    finally:
+        nodes["two"].close()
+
+
+@pytest.mark.process
+def test_without_disks_replicas_are_held_in_memory(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
+    """Without a local tier the partner's writer holds the copy in memory, and the newest generation survives a node."""
+    folder = tmp_path / "ckpt"
+    config = {"local_directory": None, "directory": str(tmp_path / "global")}
+    saved = _save(folder, nodes, config)
+    shutil.rmtree(tmp_path / "global")
+    nodes["one"].close()
+    nodes["one"] = WriterProcess()
+    try:
+        for rank, told in enumerate(_load(folder, nodes, config)):
+            assert (told["iteration"], told["tiers"]) == (2, ["replica", "memory"])
+            assert told["loaded"] == saved[rank]["2"]
+    finally:
+        nodes["one"].close()
+
+
+@pytest.mark.process
+def test_bad_copies_lead_down_the_tiers(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
+    """Memory gone and the local file flipped: the replica; that flipped too: the global tier, by this rank alone."""
+    folder = tmp_path / "ckpt"
+    config = {"directory": str(tmp_path / "global")}
+    saved = _save(folder, nodes, config)
+    nodes["two"].close()
+    nodes["two"] = WriterProcess()
+    try:
+        _flip(folder / "two" / "step-2" / "rank-00001.safetensors")
+        first = _load(folder, nodes, config)
+        assert [told["tiers"] for told in first] == [["memory", "replica"]] * 2
+        assert "differs from its digest" in first[0]["rejected"][0]
+        nodes["two"].close()
+        nodes["two"] = WriterProcess()
+        _flip(folder / "one" / "step-2" / "rank-00001.safetensors")
+        second = _load(folder, nodes, config)
+        assert [told["tiers"] for told in second] == [["memory", "global"]] * 2
+        for rank, told in enumerate(second):
+            assert told["iteration"] == 2
+            assert told["loaded"] == saved[rank]["2"]
+            assert len(told["rejected"]) == 2
+    finally:
+        nodes["two"].close()
+
+
+@pytest.mark.process
+def test_another_number_of_ranks_loads_the_global_tier(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
+    """Two ranks saved; one loads what only the global tier can give it: the weights and moments of all."""
+    folder = tmp_path / "ckpt"
+    config = {"directory": str(tmp_path / "global")}
+    saved = _save(folder, nodes, config)
+    ((told,)) = _load(folder, {"one": nodes["one"]}, config, world=1)
+    assert (told["iteration"], told["tier"]) == (2, "global")
+    assert told["loaded"][0] in (saved[0]["2"][0], saved[1]["2"][0])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    os.utime(path)
