@@ -103,7 +103,10 @@ class MetaCheckpointing:
     """
 
     def __init__(self, module: Any, saved: CheckpointState, folder: Path) -> None:
-        self._manager = module.CheckpointManager()
+        # Its direct writes are not aligned, which some disks refuse (EINVAL) in the middle of a save.
+        storage = importlib.import_module("torch_checkpointing.storage.filesystem")
+        buffered = storage.LocalFileSystemStorageConfig(use_direct_io=False)
+        self._manager = module.CheckpointManager(module.CheckpointManager.Config(storage_config=buffered))
         self._saved, self._folder = saved, folder
 
     @classmethod

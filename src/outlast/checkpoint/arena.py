@@ -57,6 +57,10 @@ class Arena:
             if stop.is_set() or _libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
                 return  # stopped, or a kernel before 5.14: the first copy is slow, that is all
 
+    def view(self, num_bytes: int) -> memoryview:
+        """Return its first bytes, to be read while the arena is not given back."""
+        return memoryview(self.array)[:num_bytes]  # type: ignore[arg-type]
+
     def close(self) -> None:
         """Let go of the memory; pages go when the writer lets go, too. Idempotent."""
         if self.fd >= 0:

@@ -354,18 +354,19 @@ class Committer:
             if not save.suspect:
                 self._at_stage("tracker")
                 folder.point_to(save.iteration)
-                self._remove_old(folder)
+                self._remove_old(folder, save.iteration)
             if removed := folder.remove_stale(save.attempt):
                 log.info("removed what earlier attempts left: %s", ", ".join(removed))
         except OSError as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
 
-    def _remove_old(self, folder: Directory) -> None:
+    def _remove_old(self, folder: Directory, newest: int) -> None:
+        """Remove what the newest commit makes superfluous; what is newer and was refused stays for whoever looks."""
         present = folder.generations()
-        valid = [generation for generation in present if Tier.LOCAL in self._known.tiers.get(generation, ())]
-        newest = max([*valid, *present])
+        known = self._known.tiers
+        valid = [number for number in present if Tier.LOCAL in known.get(number, ()) or number == newest]
         kept = choose_kept(
-            [*valid, newest],
+            valid,
             most_recent_k=self._retention.most_recent_k,
             retain_interval=0,
             suspect_window=self._retention.suspect_window,

@@ -268,6 +268,7 @@ class Opener:
         for told in self._peers.gather(problem.encode()):
             if told:
                 raise CheckpointError(told.decode())
+        assert manifest is not None
         return _ReshardedCopy(load_resharded(directory, copy.generation, manifest, self._state))
 
     def _key(self, copy: Copy) -> CopyKey:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -38,7 +38,8 @@ __all__ = [
     "Taken",
     "Write",
     "Written",
-    "receive_message",
+    "receive_reply",
+    "receive_request",
     "send_message",
 ]
 
@@ -198,7 +199,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Request: TypeAlias = Take | Write | Keep | Discard | List | Open | Serve | Fetch | GetPart | Assemble
 Reply: TypeAlias = Taken | Written | Listed | Opened | Serving | Fetched | GotPart | Done | Refused | Assembled
-T = TypeVar("T")
 
 
 def send_message(connection: socket.socket, message: msgspec.Struct, fd: int | None = None) -> None:
@@ -217,7 +217,19 @@ def send_message(connection: socket.socket, message: msgspec.Struct, fd: int | N
     connection.sendall(head[sent:] + data)
 
 
-def receive_message(connection: socket.socket, kind: type[T]) -> tuple[T, int | None] | None:
+def receive_request(connection: socket.socket) -> tuple[Request, int | None] | None:
+    """Wait for a request; see :func:`_receive`."""
+    received: tuple[Request, int | None] | None = _receive(connection, Request)
+    return received
+
+
+def receive_reply(connection: socket.socket) -> tuple[Reply, int | None] | None:
+    """Wait for a reply; see :func:`_receive`."""
+    received: tuple[Reply, int | None] | None = _receive(connection, Reply)
+    return received
+
+
+def _receive(connection: socket.socket, kind: Any) -> Any:
     """Wait for a message; return it and its descriptor, or ``None`` at the connection's end.
 
     Raises:

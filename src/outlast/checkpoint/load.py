@@ -105,7 +105,7 @@ def agree_and_prove(
                         f"generation {point.generation} does not fit rank {rank}: {vote.fatal}", rank=rank
                     )
             assert proven is not None
-            return _loaded(table, point, proven, rejected)
+            return _loaded(table, refused, point, proven, rejected)
         if proven is not None:
             proven.close()
         for rank, rejection in against:
@@ -116,20 +116,25 @@ def agree_and_prove(
     raise _nothing_left(places, rejected)
 
 
-def _loaded(table: Table, point: RecoveryPoint, proven: ProvenCopy, rejected: list[Rejection]) -> Loaded:
+def _loaded(
+    table: Table, refused: dict[int, set[Copy]], point: RecoveryPoint, proven: ProvenCopy, rejected: list[Rejection]
+) -> Loaded:
     newer = [rejection for rejection in rejected if rejection.generation >= point.generation]
     return Loaded(
         point=point,
         copy=proven,
         rejected=sorted(newer, key=lambda one: (-one.generation, one.rank, one.tier)),
-        known=_known(table, point.generation),
+        known=_known(table, refused, point.generation),
     )
 
 
-def _known(table: Table, newest: int) -> dict[int, set[Tier]]:
+def _known(table: Table, refused: dict[int, set[Copy]], newest: int) -> dict[int, set[Tier]]:
     known: dict[int, set[Tier]] = {}
     for tiers in ({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}, {Tier.GLOBAL}):
-        held = [{(c.generation, c.attempt) for c in copies if c.tier in tiers} for copies in table.copies]
+        held = [
+            {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier in tiers}
+            for rank, copies in enumerate(table.copies)
+        ]
         for generation, _ in set.intersection(*held):
             if generation <= newest:
                 known.setdefault(generation, set()).update(tiers)

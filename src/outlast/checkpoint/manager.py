@@ -15,8 +15,9 @@ from outlast.checkpoint.arena import Arena, Stager
 from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.commit import GRACE_S, Committer, Retention, Save
 from outlast.checkpoint.copies import Opener
+from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.lane import GlobalLane
+from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
 from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.handle import SaveHandle, SaveResult
 from outlast.checkpoint.load import Loaded, Restored, agree_and_prove
@@ -308,11 +309,55 @@ class CheckpointManager:
         )
 
     def _open_lane(self) -> GlobalLane:
-        raise NotImplementedError
+        config, places = self.config, self._places
+        assert places.directory is not None
+        return GlobalLane(
+            places.directory,
+            self._peers.store(timeout_s=config.save_timeout),
+            rank=self._place.global_rank,
+            world_size=self._place.world_size,
+            token=places.token,
+            run=places.run,
+            topology=self._topology,
+            ask=self._assemble,
+            timeout_s=config.save_timeout,
+            retention=GlobalRetention(
+                most_recent_k=config.most_recent_k,
+                retain_interval=config.save_retain_interval,
+                suspect_window=config.suspect_window,
+            ),
+            on_outcome=self._after_global,
+        )
+
+    def _assemble(self, request: Assemble, fd: int, timeout_s: float) -> Assembled:
+        """Have the writer put a file of the global tier together. Thread: the lane's, and its helpers'."""
+        try:
+            return self._writer.ask(request, Assembled, timeout_s=timeout_s, fd=fd)[0]
+        except CheckpointError as error:
+            return Assembled(error=str(error))
 
     def _to_global(self, save: Save) -> None:
         """Hand a save on to the global tier. Thread: the committer's."""
-        raise NotImplementedError
+        assert self._lane is not None
+        assert save.arena is not None
+        self._lane.submit(
+            GlobalSave(
+                iteration=save.iteration,
+                attempt=save.attempt,
+                fd=save.arena.fd,
+                image=save.arena.view(save.num_bytes),
+                tensors=save.tensors,
+                restored_from=save.restored_from,
+                restored_attempt=save.restored_attempt,
+                suspect=save.suspect,
+                context=save,
+            )
+        )
+
+    def _after_global(self, done: GlobalSave, error: CheckpointError | None) -> None:
+        """A save reached the global tier, or did not. Thread: the lane's."""
+        assert isinstance(done.context, Save)
+        self._outcomes.far(done.context, error)
 
     def _tell_durable(self, iteration: int) -> None:
         if self.on_commit is not None:
@@ -385,6 +430,8 @@ class CheckpointManager:
         if is_ours:
             self._outcomes.durable = point.generation
             self._committer.start_from(loaded.known)
+            if self._lane is not None:
+                self._lane.start_from(number for number, tiers in loaded.known.items() if Tier.GLOBAL in tiers)
         self._reporter.restored(self._restored)
 
     # -- saving ------------------------------------------------------------------------------------------------

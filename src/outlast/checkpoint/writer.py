@@ -56,7 +56,7 @@ class Writer:
         """Answer one connection until its end. Thread: one of its own."""
         with connection:
             try:
-                while (received := f.receive_message(connection, f.Request)) is not None:  # type: ignore[arg-type]
+                while (received := f.receive_request(connection)) is not None:
                     request, fd = received
                     try:
                         reply, out = self._answer(request, fd)
@@ -103,6 +103,7 @@ class Writer:
                         request.num_bytes,
                         timeout_s=request.timeout_s,
                     )
+                    self._vault.stage(_needed(fd), request.key, request.num_bytes)
                     return f.Fetched(chunks=chunks), None
                 case f.GetPart():
                     data = read_small(

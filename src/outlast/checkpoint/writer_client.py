@@ -84,7 +84,7 @@ class WriterClient:
         try:
             connection.settimeout(max(0.001, timeout_s))
             f.send_message(connection, request, fd)
-            received = f.receive_message(connection, f.Reply)  # type: ignore[arg-type]
+            received = f.receive_reply(connection)
             if received is None:
                 raise ConnectionError("it ended the connection")
         except TimeoutError:
