@@ -1,0 +1,113 @@
+"""The process that ``outlast bench save`` trains in while saves are written; prints seconds by name, a line a round."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from outlast.bench.checkpoint_state import CheckpointState
+from outlast.bench.measuring import timed
+from outlast.checkpoint import CheckpointManager
+from outlast.config import CheckpointConfig
+
+__all__ = ["main"]
+
+_SIDE = 384
+_LAYERS = 8
+_QUIET_STEPS = 60
+
+
+class _Training:
+    """Steps that keep one core busy, with a call into torch every millisecond or less."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._weights = [torch.randn(_SIDE, _SIDE) / _SIDE**0.5 for _ in range(_LAYERS)]
+        self._input = torch.randn(_SIDE, _SIDE)
+
+    def step(self) -> float:
+        """Return the seconds of a step."""
+        return timed(self._forward)[0]
+
+    def quiet(self) -> list[float]:
+        """Return the seconds of steps while nothing is saved."""
+        return [self.step() for _ in range(_QUIET_STEPS)]
+
+    def beside(self, is_done: Callable[[], bool]) -> dict[str, float]:
+        """Train until a save is done; return what that did to the steps.
+
+        Returns:
+            ``slowdown``: by how much a step became longer, as a ratio to a quiet one; ``lost``: seconds in all.
+        """
+        busy = []
+        while not is_done():
+            busy.append(self.step())
+        return {"busy": sum(busy), "num": float(len(busy))}
+
+    def _forward(self) -> None:
+        values = self._input
+        for weight in self._weights:
+            values = torch.relu(values @ weight)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure training steps beside saves.")
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("tensors", type=int)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")  # the peer's own
+    saved, training = CheckpointState(args.tensors), _Training()
+    folder = args.folder / "ours"
+    manager = CheckpointManager(CheckpointConfig(local_directory=str(folder), local_most_recent_k=-1))
+    iterations = iter(range(1, args.rounds + 3))
+
+    def save_ours() -> Any:
+        return manager.save(saved.state, next(iterations))
+
+    for _ in range(2):  # each of the two buffers once
+        save_ours().wait()
+
+    def beside_ours() -> dict[str, float]:
+        handle = save_ours()
+        found = training.beside(lambda: handle.done)
+        handle.wait()
+        for old in folder.glob("*/step-*"):
+            shutil.rmtree(old)
+        return found
+
+    def beside_dcp() -> dict[str, float]:
+        written: Any = dcp.async_save(saved.state_dict(), checkpoint_id=args.folder / "dcp", no_dist=True)
+        found = training.beside(written.done)
+        written.result()
+        shutil.rmtree(args.folder / "dcp")
+        return found
+
+    for _ in range(args.rounds):
+        print(json.dumps({**_compare(training, beside_ours, "ours"), **_compare(training, beside_dcp, "dcp")}), flush=True)
+    manager.close()
+
+
+def _compare(training: _Training, beside: Callable[[], dict[str, float]], name: str) -> dict[str, float]:
+    """Train quietly, beside a save, and quietly again."""
+    quiet = training.quiet()
+    found = beside()
+    step_s = statistics.median(quiet + training.quiet())
+    return {
+        f"{name}_slowdown": found["busy"] / found["num"] / step_s - 1.0 if found["num"] else 0.0,
+        f"{name}_lost": found["busy"] - found["num"] * step_s,
+        f"{name}_step": step_s,
+    }
+
+
+if __name__ == "__main__":
+    main()
