@@ -76,6 +76,12 @@ def test_seeds_draw_other_orders_victims_and_moments() -> None:
     assert {fault.rank for plan in plans for fault in plan} == {None, 0, 1, 2, 3}
 
 
+@given(st.integers(0, 2**32), shapes())
+def test_another_spare_has_time_to_come_between_two_lost_nodes(seed: int, shape: Shape) -> None:
+    """Some other fault strikes in between."""
+    assert draw_faults(seed, shape)[-2].kind != IncidentKind.NODE_LOST
+
+
 def test_too_few_iterations_are_refused() -> None:
     """The message says how many are needed."""
     least = least_iterations(5)

@@ -15,14 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast.demo.account import Account
-from outlast.demo.sources import Sources, count_bytes
+from outlast.demo.sources import TIERS, Sources, count_bytes
 
 __all__ = ["Outcome", "differences", "render"]
 
 _COMPARED = {"weights": "weights", "optimizer": "optimizer state", "losses": "loss history"}
 _LONG_PATH = re.compile(r'File "(?:[^"]*/)?([^"/]+)"')
 _DEEDS = {"restart_workers": "workers restarted", "replace_node": "a spare took over"}
-_TIERS = ("memory", "local", "replica", "global")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +127,7 @@ def _sources(one: Account) -> str:
     if one.sources is None:
         return "-"
     lines = []
-    for tier in _TIERS:
+    for tier in TIERS:
         ranks, num_bytes = one.sources.num_ranks.get(tier, 0), count_bytes(one.sources.bytes_read.get(tier, 0))
         if ranks:
             lines.append(f"{tier}: {ranks} ranks, {num_bytes}" if ranks > 1 else f"{tier}: 1 rank, {num_bytes}")

@@ -90,7 +90,10 @@ def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
     if shape.iterations < least:
         raise ConfigError(f"--iterations={shape.iterations} is too few for four faults; give at least {least}")
     numbers = random.Random(seed)
-    kinds = [*numbers.sample(_KINDS, len(_KINDS)), IncidentKind.NODE_LOST]
+    kinds = numbers.sample(_KINDS, len(_KINDS))
+    if kinds[-1] == IncidentKind.NODE_LOST:
+        kinds.insert(numbers.randrange(len(kinds) - 1), kinds.pop())  # another spare has time to come before the next
+    kinds.append(IncidentKind.NODE_LOST)
     spare_room = (shape.iterations - least) // shape.save_interval
     shifts = sorted(numbers.randint(0, spare_room) for _ in kinds)
     if (_LEAD + _GAP * (NUM_FAULTS - 1) + shifts[-1]) % _GLOBAL_EVERY == 0:

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.policy.recovery_point import Tier
 
-__all__ = ["Sources", "count_bytes", "find_sources", "newest_global"]
+__all__ = ["TIERS", "Sources", "count_bytes", "find_sources", "newest_global"]
+
+TIERS = tuple(str(tier) for tier in sorted(Tier))
+"""The nearest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,8 @@ class Sources:
     @property
     def num_ranks(self) -> dict[str, int]:
         """Tier to the number of ranks that came back from it."""
-        return dict(Counter(self.tiers[rank] for rank in sorted(self.tiers)))
+        counts = Counter(self.tiers.values())
+        return {tier: counts[tier] for tier in TIERS if tier in counts}
 
     @property
     def global_bytes(self) -> int:
