@@ -132,8 +132,9 @@ class _Training:
         self._saving: Any = None
 
     def save(self, *, config: dict[str, Any], iterations: list[int], job: str) -> dict[str, Any]:
-        """Train and save; return what each generation held and which attempt wrote it."""
+        """Go on from what is there, train and save; return what each generation held."""
         manager = self._manager(config, job)
+        manager.load_latest(self._state)
         saved = {}
         for iteration in iterations:
             self._train()
