@@ -18,6 +18,7 @@ __all__ = [
     "BOARD",
     "CONFIG",
     "CYCLE",
+    "DEVICE",
     "JOB",
     "NODE",
     "RUN_DIR",
@@ -43,6 +44,8 @@ CYCLE = "OUTLAST_CYCLE"
 """Number of the cycle, from 0."""
 NODE = "OUTLAST_NODE"
 """Name of the node, unique in the job."""
+DEVICE = "OUTLAST_DEVICE"
+"""Names the hardware under this node's ranks where it has no name of its own (no GPU); the node's name without it."""
 BOARD = "OUTLAST_BOARD"
 """Path of the node's heartbeat board; set by an agent only."""
 CONFIG = "OUTLAST_FAULT_TOLERANCE"
@@ -81,6 +84,8 @@ class WorkerEnv:
     job: str = "job"
     cycle: int = 0
     node: str = "localhost"
+    device: str | None = None
+    """What this node's ranks compute on, where the hardware has no name of its own; ``None`` = the node's name."""
     run_dir: str | None = None
     board: str | None = None
     """Path of the agent's heartbeat board; ``None`` without an agent of ours."""
@@ -146,6 +151,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         job=env.get(JOB) or env.get("SLURM_JOB_ID") or "job",
         cycle=number(CYCLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", default=0),
         node=env.get(NODE) or hostname(),
+        device=env.get(DEVICE) or None,
         run_dir=env.get(RUN_DIR) or None,
         board=env.get(BOARD) or None,
         launcher=launcher,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from outlast import clock
@@ -49,6 +49,7 @@ class Dcp:
         """``dcp.async_save`` as it is: stages into fresh memory, writes in a thread."""
         with self._place() as folder:
             begin_ns = clock.now_ns()
+            written: Any
             stall_s, written = timed(
                 lambda: dcp.async_save(self._saved.state_dict(), checkpoint_id=folder, no_dist=True)
             )

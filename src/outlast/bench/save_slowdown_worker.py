@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from outlast.bench.checkpoint_state import CheckpointState
 from outlast.bench.measuring import timed
@@ -42,16 +42,12 @@ class _Training:
         """Return the seconds of steps while nothing is saved."""
         return [self.step() for _ in range(_QUIET_STEPS)]
 
-    def beside(self, is_done: Callable[[], bool]) -> dict[str, float]:
-        """Train until a save is done; return what that did to the steps.
-
-        Returns:
-            ``slowdown``: by how much a step became longer, as a ratio to a quiet one; ``lost``: seconds in all.
-        """
-        busy = []
+    def beside(self, is_done: Callable[[], bool]) -> list[float]:
+        """Train until a save is done; return the seconds of the steps meanwhile, the one that sees its end included."""
+        busy = [self.step()]
         while not is_done():
             busy.append(self.step())
-        return {"busy": sum(busy), "num": float(len(busy))}
+        return busy
 
     def _forward(self) -> None:
         values = self._input
@@ -77,7 +73,7 @@ def main() -> None:
     for _ in range(2):  # each of the two buffers once
         save_ours().wait()
 
-    def beside_ours() -> dict[str, float]:
+    def beside_ours() -> list[float]:
         handle = save_ours()
         found = training.beside(lambda: handle.done)
         handle.wait()
@@ -85,7 +81,7 @@ def main() -> None:
             shutil.rmtree(old)
         return found
 
-    def beside_dcp() -> dict[str, float]:
+    def beside_dcp() -> list[float]:
         written: Any = dcp.async_save(saved.state_dict(), checkpoint_id=args.folder / "dcp", no_dist=True)
         found = training.beside(written.done)
         written.result()
@@ -93,20 +89,23 @@ def main() -> None:
         return found
 
     for _ in range(args.rounds):
-        print(json.dumps({**_compare(training, beside_ours, "ours"), **_compare(training, beside_dcp, "dcp")}), flush=True)
+        found = _compare(training, beside_ours, "ours") | _compare(training, beside_dcp, "dcp")
+        print(json.dumps(found), flush=True)
     manager.close()
 
 
-def _compare(training: _Training, beside: Callable[[], dict[str, float]], name: str) -> dict[str, float]:
-    """Train quietly, beside a save, and quietly again."""
+def _compare(training: _Training, beside: Callable[[], list[float]], name: str) -> dict[str, float]:
+    """Train quietly, beside a save, and quietly again.
+
+    Returns:
+        ``lost``: seconds that the steps beside the save took longer than quiet ones, in all; ``slowdown``: the same of
+        one step, as a ratio to a quiet one.
+    """
     quiet = training.quiet()
-    found = beside()
+    busy = beside()
     step_s = statistics.median(quiet + training.quiet())
-    return {
-        f"{name}_slowdown": found["busy"] / found["num"] / step_s - 1.0 if found["num"] else 0.0,
-        f"{name}_lost": found["busy"] - found["num"] * step_s,
-        f"{name}_step": step_s,
-    }
+    lost_s = sum(busy) - len(busy) * step_s
+    return {f"{name}_lost": lost_s, f"{name}_slowdown": lost_s / (len(busy) * step_s)}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_rng_state", "set_device_rng_state", "training_backend", "training_device", "use_device"]
+__all__ = [
+    "device_name",
+    "device_rng_state",
+    "set_device_rng_state",
+    "training_backend",
+    "training_device",
+    "use_device",
+]
 
 
 def training_device(local_rank: int = 0) -> torch.device:
@@ -31,6 +38,24 @@ def training_backend() -> str:
     import torch
 
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def device_name(node: str, local_rank: int = 0) -> str:
+    """Return a name for the hardware that a worker computes on; another name is other hardware.
+
+    Args:
+        node: What tells this node from others where there is no GPU: ``WorkerEnv.device`` or, without it, its name.
+        local_rank: The worker's rank on its node.
+
+    Returns:
+        A GPU's UUID, which is the same on whatever node it is seen; else ``<node>/cpu-<local_rank>``.
+    """
+    device = training_device(local_rank)
+    if device.type == "cuda":
+        import torch
+
+        return f"gpu-{torch.cuda.get_device_properties(device).uuid}"
+    return f"{node}/cpu-{local_rank}"
 
 
 def use_device(local_rank: int = 0) -> None:
