@@ -92,13 +92,13 @@ os._exit(0)
 
 @pytest.mark.process
 def test_nodes_with_folders_of_their_own_commit_and_load_together(tmp_path: Path) -> None:
-    """Each folder holds its ranks' shards and the same manifest; what one node lacks is loaded by none."""
+    """Without replicas each folder holds its ranks' shards and the same manifest; what one node lacks is loaded by none."""
     base = tmp_path / "ckpt"
     apart = "folder = folder + f'/node-{rank}'\nos.makedirs(folder, exist_ok=True)\n"
     save = (
         apart
         + """
-manager = manage()
+manager = manage(config={"replication": False})
 saved = []
 for iteration in (1, 2):
     train()
@@ -120,7 +120,7 @@ manager.close()
     load = (
         apart
         + """
-manager = manage()
+manager = manage(config={"replication": False})
 restored = manager.load_latest(state)
 tell(iteration=restored.iteration, loaded=content(), rejected=[str(one) for one in restored.rejected])
 manager.close()

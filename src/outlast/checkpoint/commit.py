@@ -30,10 +30,10 @@ from outlast.checkpoint.handle import SaveHandle
 from outlast.checkpoint.holdings import CopyKey
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
 from outlast.checkpoint.places import Places
+from outlast.checkpoint.replication import Replication
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
-from outlast.policy.partners import choose_partners
 from outlast.policy.recovery_point import Tier
 from outlast.policy.retention import choose_kept
 from outlast.runtime.files import fsync_folder
@@ -114,8 +114,7 @@ class Committer:
         writer: The writer process.
         timeout_s: Longest time from a save's start to its outcome.
         retention: What is kept of the local tier.
-        replication: Copies of each shard on other nodes, ranks to the next holder, and seconds without progress after
-            which a partner is given up.
+        replication: What of this rank's shards goes to which other nodes.
         on_committed: Called in this thread with each save that is committed to the near tiers, its tiers that are
             still missing, and failures of its copies.
         on_failed: Called in this thread with each save that is not, and its error.
@@ -132,7 +131,7 @@ class Committer:
         writer: WriterClient,
         timeout_s: float,
         retention: Retention,
-        replication: tuple[int, int | None, float],
+        replication: Replication,
         on_committed: Callable[[Save, frozenset[Tier], tuple[f.CopyFailure, ...]], None],
         on_failed: Callable[[Save, CheckpointError], None],
         at_stage: Callable[[str], None] | None = None,
@@ -141,9 +140,7 @@ class Committer:
         self._writer, self._timeout_s, self._retention = writer, timeout_s, retention
         self._on_committed, self._on_failed = on_committed, on_failed
         self._at_stage = at_stage or (lambda name: None)
-        factor, jump, self._partner_timeout_s = replication
-        partners = choose_partners(places.nodes, factor=factor, jump=jump)[rank] if places.targets else ()
-        self._targets = tuple(places.targets[places.nodes[partner]] for partner in partners)
+        self._replication = replication
         self._known = _Known()
         self._claimed = False
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
@@ -230,13 +227,15 @@ class Committer:
             self._at_stage("data")
             folder, file = self._folder(save), shard_name(self._rank)
             path = folder.temporary(save.iteration, save.attempt) / file if folder is not None else None
+            replicates = self._replicates(save)
             request = f.Write(
                 key=self._key(save),
                 num_bytes=save.num_bytes,
                 path=os.fspath(path) if path is not None else None,
                 numbers=_numbers(save.tensors),
-                targets=self._targets if Tier.REPLICA in save.tiers and not save.suspect else (),
-                timeout_s=self._partner_timeout_s,
+                targets=self._replication.targets if replicates else (),
+                holders=self._replication.holders if replicates else (),
+                timeout_s=self._replication.timeout_s,
             )
             written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(save), fd=save.arena.fd)
         except CheckpointError as error:
@@ -253,7 +252,7 @@ class Committer:
 
     def _keep(self, save: Save, manifest: bytes | None) -> None:
         """Have the writer keep this rank's part, and the node's copies of others' parts."""
-        in_memory = self._places.memory and not save.suspect
+        in_memory = Tier.MEMORY in save.tiers and not save.suspect
         keep = f.Keep(key=self._key(save), manifest=manifest if in_memory else None, in_memory=in_memory)
         try:
             self._writer.ask(keep, f.Done, timeout_s=KEEP_TIMEOUT_S)
@@ -300,6 +299,7 @@ class Committer:
 
     def _describe(self, save: Save) -> Manifest:
         """Gather all ranks' shards."""
+        replicates = self._replicates(save)
         shards, num_copies = [], []
         for rank in range(len(self._places.nodes)):
             ready = self._await(save, f"ready/{rank}", _Ready)
@@ -321,7 +321,8 @@ class Committer:
             restored_from=save.restored_from,
             restored_attempt=save.restored_attempt,
             nodes=self._places.nodes,
-            num_copies=tuple(num_copies) if self._places.targets else (),
+            num_copies=tuple(num_copies) if replicates else (),
+            parity=self._replication.parity if replicates else 0,
             shards=tuple(shards),
         )
 
@@ -392,6 +393,9 @@ class Committer:
                 rank=self._rank,
                 iteration=save.iteration,
             ) from None
+
+    def _replicates(self, save: Save) -> bool:
+        return Tier.REPLICA in save.tiers and not save.suspect
 
     def _key(self, save: Save) -> CopyKey:
         return CopyKey(save.iteration, str(save.attempt), self._rank)

@@ -17,11 +17,14 @@ from outlast.checkpoint.holdings import MANIFEST_PART, CopyKey
 from outlast.checkpoint.manifest import Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
+from outlast.checkpoint.replica.rebuild import Member
+from outlast.checkpoint.replica.replicator import Target
+from outlast.checkpoint.replication import group_of
 from outlast.checkpoint.restore import check_fit, restore_into
 from outlast.checkpoint.shard import DTYPE_NAMES, shard_name
 from outlast.checkpoint.shard_reader import Proof, prove, read
 from outlast.checkpoint.state import capture, decode, flatten, meshes_of
-from outlast.checkpoint.tiers import check_manifest
+from outlast.checkpoint.tiers import PARITY, Table, check_manifest
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
@@ -146,7 +149,7 @@ class Opener:
         writer: Who holds memory and talks to other nodes.
         arenas: Where copies from other nodes go.
         topology: Digest of the ranks' arrangement.
-        world_sizes: Attempt to the number of ranks that saved it to the global tier.
+        table: What all ranks could load.
         state: The live state.
         timeout_s: Seconds without progress after which another node is given up.
     """
@@ -159,13 +162,14 @@ class Opener:
         arenas: ArenaPool,
         *,
         topology: str,
-        world_sizes: Mapping[str, int],
+        table: Table,
         state: Mapping[str, Any],
         timeout_s: float,
         fetch_limit_s: float,
     ) -> None:
         self._places, self._peers, self._writer, self._arenas = places, peers, writer, arenas
-        self._topology, self._world_sizes, self._state = topology, world_sizes, state
+        self._topology, self._state = topology, state
+        self._world_sizes, self._members = table.world_sizes, table.members
         self._timeout_s, self._fetch_limit_s = timeout_s, fetch_limit_s
 
     def prove(self, copy: Copy) -> ProvenCopy:
@@ -184,7 +188,7 @@ class Opener:
             case Tier.LOCAL:
                 return self._from_disk(copy)
             case Tier.REPLICA:
-                return self._from_node(copy)
+                return self._from_parity(copy) if copy.holder == PARITY else self._from_node(copy)
             case _:
                 return self._from_global(copy)
 
@@ -206,32 +210,58 @@ class Opener:
         return _ShardCopy(fd, self._checked(manifest, copy), self._peers.rank, in_memory=False)
 
     def _from_node(self, copy: Copy) -> _ShardCopy:
-        target, rank = self._places.targets[copy.holder], self._peers.rank
-        part = CopyKey(copy.generation, copy.attempt, 0, MANIFEST_PART)
-        got, _ = self._writer.ask(
-            f.GetPart(key=part, target=target, timeout_s=self._timeout_s), f.GotPart, timeout_s=self._fetch_limit_s
+        target = self._places.targets[copy.holder]
+        data = self._fetch_manifest(copy, target)
+        manifest = self._checked(decode_manifest(data)[0], copy)
+        request = f.Fetch(
+            key=self._key(copy),
+            num_bytes=manifest.shards[self._peers.rank].num_bytes,
+            target=target,
+            timeout_s=self._timeout_s,
         )
-        manifest = self._checked(decode_manifest(got.data)[0], copy)
-        entry = manifest.shards[rank]
-        arena = self._arenas.take(entry.num_bytes)
+        return self._fetch(copy, request, manifest, data, f"node {copy.holder} gave other bytes than were saved")
+
+    def _from_parity(self, copy: Copy) -> _ShardCopy:
+        members, rank, targets = self._members[copy.attempt], self._peers.rank, self._places.targets
+        known = [other for other in sorted(members) if other != rank]
+        data = self._fetch_manifest(copy, targets[members[known[0]]])
+        manifest = self._checked(decode_manifest(data)[0], copy)
+        group = group_of(manifest.nodes, manifest.parity, rank) if manifest.parity else ()
+        if missing := [other for other in group if other != rank and other not in members]:
+            raise Incomplete(f"rank {missing[0]}'s shard or parity is missing")
+        if len(group) < 2:
+            raise Incomplete("it shares a parity with nobody")
+        nobody = Target(node="", host="", port=0)
+        request = f.Fetch(
+            key=self._key(copy),
+            num_bytes=manifest.shards[rank].num_bytes,
+            members=tuple(
+                Member(other, manifest.shards[other].num_bytes, nobody if other == rank else targets[members[other]])
+                for other in group
+            ),
+            timeout_s=self._timeout_s,
+        )
+        others = ", ".join(members[other] for other in group if other != rank)
+        problem = f"what was rebuilt from nodes {others} is not what was saved"
+        return self._fetch(copy, request, manifest, data, problem)
+
+    def _fetch_manifest(self, copy: Copy, target: Target) -> bytes:
+        part = CopyKey(copy.generation, copy.attempt, 0, MANIFEST_PART)
+        request = f.GetPart(key=part, target=target, timeout_s=self._timeout_s)
+        return self._writer.ask(request, f.GotPart, timeout_s=self._fetch_limit_s)[0].data
+
+    def _fetch(self, copy: Copy, request: f.Fetch, manifest: Manifest, data: bytes, problem: str) -> _ShardCopy:
+        """Have the writer get a shard into memory, which is then kept as this node's copy."""
+        rank = self._peers.rank
+        chunks = manifest.shards[rank].chunks
+        arena = self._arenas.take(request.num_bytes)
         try:
-            fetched, _ = self._writer.ask(
-                f.Fetch(key=self._key(copy), num_bytes=entry.num_bytes, target=target, timeout_s=self._timeout_s),
-                f.Fetched,
-                timeout_s=self._fetch_limit_s,
-                fd=arena.fd,
-            )
-            if fetched.chunks != entry.chunks:
-                wrong = [
-                    index for index, chunk in enumerate(entry.chunks) if fetched.chunks[index : index + 1] != (chunk,)
-                ]
-                raise Corrupt(f"node {copy.holder} gave other bytes than were saved: chunk {wrong[0]} differs")
+            fetched, _ = self._writer.ask(request, f.Fetched, timeout_s=self._fetch_limit_s, fd=arena.fd)
+            if fetched.chunks != chunks:
+                wrong = next(n for n, chunk in enumerate(chunks) if fetched.chunks[n : n + 1] != (chunk,))
+                raise Corrupt(f"{problem}: chunk {wrong} differs")
             return _ShardCopy(
-                os.dup(arena.fd),
-                manifest,
-                rank,
-                in_memory=True,
-                on_close=lambda: self._hold(arena, copy, got.data),
+                os.dup(arena.fd), manifest, rank, in_memory=True, on_close=lambda: self._hold(arena, copy, data)
             )
         except BaseException:
             self._arenas.give_back(arena)

@@ -13,7 +13,8 @@ import msgspec
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.holdings import CopyKey
-from outlast.checkpoint.replica.replicator import Target
+from outlast.checkpoint.replica.rebuild import Member
+from outlast.checkpoint.replica.replicator import Holder, Target
 
 __all__ = [
     "CopyFailure",
@@ -74,6 +75,8 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Element type, offset and bytes of the tensors whose elements may be infinite or NaN."""
     targets: tuple[Target, ...] = ()
     """Writers of other nodes that take a copy."""
+    holders: tuple[Holder, ...] = ()
+    """Or: members of the rank's parity group, each of which takes a block."""
     timeout_s: float = 10.0
     """Seconds without progress after which a target is given up."""
 
@@ -93,7 +96,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     chunks: tuple[str, ...]
     finite: bool
     num_copies: int = 0
-    """Targets whose own digests are the same."""
+    """Targets whose own digests are the same; with parities 1 if all blocks arrived as they were sent."""
     failures: tuple[CopyFailure, ...] = ()
 
 
@@ -159,11 +162,14 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Get a part from another node into the memory whose descriptor comes along. Reply: :class:`Fetched`."""
+    """Get a part from other nodes into the memory whose descriptor comes along. Reply: :class:`Fetched`."""
 
     key: CopyKey
     num_bytes: int
-    target: Target
+    target: Target | None = None
+    """Who holds it."""
+    members: tuple[Member, ...] = ()
+    """Or: its parity group, from which it is rebuilt."""
     timeout_s: float = 10.0
 
 

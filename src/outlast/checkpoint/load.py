@@ -15,7 +15,7 @@ import msgspec
 from outlast.checkpoint.copies import ProvenCopy
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
-from outlast.checkpoint.tiers import Rejection, Table, reject
+from outlast.checkpoint.tiers import PARITY, Rejection, Table, reject
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.quarantine import Distrusted, is_distrusted
 from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_recovery_point
@@ -161,7 +161,9 @@ def _prove_and_vote(
 
 
 def _where(copy: Copy, rank: int) -> str:
-    place = f" on node {copy.holder}" if copy.tier == Tier.REPLICA else ""
+    place = ""
+    if copy.tier == Tier.REPLICA:
+        place = " rebuilt by parity" if copy.holder == PARITY else f" on node {copy.holder}"
     return f"step-{copy.generation}/rank-{rank:05d}{place}"
 
 

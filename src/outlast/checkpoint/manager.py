@@ -14,23 +14,21 @@ from outlast import env as environment
 from outlast.checkpoint.arena import Arena, Stager
 from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.commit import GRACE_S, Committer, Retention, Save
-from outlast.checkpoint.copies import Opener
-from outlast.checkpoint.dcp.assemble import Assemble, Assembled
-from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
 from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.global_saves import GlobalSaves
 from outlast.checkpoint.handle import SaveHandle, SaveResult
-from outlast.checkpoint.load import Loaded, Restored, agree_and_prove
+from outlast.checkpoint.load import Loaded, Restored
+from outlast.checkpoint.loading import Loader
 from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.overlap import Guard, changed_only_by_step
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places, agree_places
+from outlast.checkpoint.places import agree_places
 from outlast.checkpoint.random_numbers import capture_random, restore_random
+from outlast.checkpoint.replication import plan_replication
 from outlast.checkpoint.report import Reporter
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten
-from outlast.checkpoint.tiers import Table, gather_copies
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
@@ -94,19 +92,22 @@ class CheckpointManager:
                 self._reporter, self._arenas, to_global=self._to_global, on_durable=self._tell_durable
             )
             self._committer = self._open_committer(at_stage)
-            self._lane = self._open_lane() if self._places.directory is not None else None
+            self._global = self._open_global()
         except BaseException:
             self._peers.close()
             self._writer.close()
             raise
         self._say_what_is_off()
+        self._loader = Loader(config, self._places, self._peers, self._writer, self._arenas, topology=self._topology)
         self._stager = Stager()
         self._guard = Guard()
         self._ordinal = 0
+        self._only_suspect = False
         self._may_save = not self._places.generations and self._places.global_error is None
         self._newest: SaveHandle | None = None
         self._pending: list[SaveHandle] = []
         self._restored: Restored | None = None
+        self._restored_tiers = frozenset[Tier]()
         self._cost_s: float | None = None
         self._closed = False
         atexit.register(self._at_exit)
@@ -147,25 +148,40 @@ class CheckpointManager:
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
         started_ns = clock.now_ns()
-        places, table = self._places, gather_copies(self._places, self._peers, self._writer, topology=self._topology)
-        if not table.seen and self.config.load is not None:
-            places = self._other_place(self.config.load)
-            table = gather_copies(places, self._peers, self._writer, topology=self._topology)
-        loaded = self._prove(table, places, state)
-        if loaded is None:
-            self._may_save = True
-            self._prepare(state)
-            return None
-        try:
-            random = loaded.copy.restore(state)
-        finally:
-            loaded.copy.close()
-        if random is not None:
-            restore_random(random)
-        else:
-            log.info("saved by another number of ranks: every rank's random numbers begin afresh")
+        loaded, is_ours = self._loader.newest(state, decode_distrusted(self._place.untrusted))
+        if loaded is not None:
+            self._restore(loaded, state)
+            self._note_loaded(loaded, started_ns, is_ours=is_ours)
         self._may_save = True
-        self._note_loaded(loaded, started_ns, is_ours=places is self._places)
+        self._prepare(state)
+        return self._restored
+
+    def load_suspect(self, state: Mapping[str, Any], iteration: int) -> Restored | None:
+        """Load what was saved at ``iteration`` for diagnosis, to look at the step that follows it once more.
+
+        Nothing can be saved on top of it but for diagnosis again.
+
+        Args:
+            state: As for :meth:`load_latest`.
+            iteration: Number of optimizer steps that the state had done.
+
+        Returns:
+            What was loaded; ``None``: not all ranks have it, and nothing was touched.
+
+        Raises:
+            CheckpointError: It does not fit ``state``.
+            PeerLost: A peer left.
+
+        Collective: all ranks, before the first save.
+        Blocks: until all ranks have read and verified their parts.
+        """
+        started_ns = clock.now_ns()
+        loaded = self._loader.suspect(state, iteration)
+        if loaded is None:
+            return None
+        self._restore(loaded, state)
+        self._only_suspect = True
+        self._note_loaded(loaded, started_ns, is_ours=False)
         self._prepare(state)
         return self._restored
 
@@ -190,7 +206,7 @@ class CheckpointManager:
             suspect: For diagnosis only: the generation goes to ``suspect/`` and is never loaded.
 
         Returns:
-            A handle; done at once when the generation is the one that was loaded.
+            A handle; done at once when the generation is the one that was loaded, and in all these tiers.
 
         Raises:
             CheckpointError: ``max_consecutive_save_failures`` saves failed in a row, a value cannot be saved, or
@@ -204,11 +220,11 @@ class CheckpointManager:
         started_ns = clock.now_ns()
         iteration = _checked(iteration)
         wanted = self._wanted(tiers)
-        self._check_may_save(iteration)
+        self._check_may_save(iteration, suspect=suspect)
         self.finish_staging()
         handle = SaveHandle(iteration, limit_s=self._limit_s)
         restored = self._restored
-        if restored is not None and iteration == restored.iteration and not suspect:
+        if restored is not None and iteration == restored.iteration and not suspect and wanted <= self._restored_tiers:
             log.info("iteration %d is committed already; it is not written again", iteration)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
@@ -302,62 +318,30 @@ class CheckpointManager:
             writer=self._writer,
             timeout_s=config.save_timeout,
             retention=Retention(most_recent_k=config.local_most_recent_k, suspect_window=config.suspect_window),
-            replication=(config.replication_factor, config.replication_jump, config.replication_timeout),
+            replication=plan_replication(config, self._places, self._place.global_rank),
             on_committed=self._outcomes.near,
             on_failed=self._outcomes.failed,
             at_stage=at_stage,
         )
 
-    def _open_lane(self) -> GlobalLane:
-        config, places = self.config, self._places
-        assert places.directory is not None
-        return GlobalLane(
-            places.directory,
-            self._peers.store(timeout_s=config.save_timeout),
+    def _open_global(self) -> GlobalSaves | None:
+        if self._places.directory is None:
+            return None
+        return GlobalSaves(
+            self._places.directory,
+            self._peers.store(timeout_s=self.config.save_timeout),
+            self._places,
             rank=self._place.global_rank,
-            world_size=self._place.world_size,
-            token=places.token,
-            run=places.run,
             topology=self._topology,
-            ask=self._assemble,
-            timeout_s=config.save_timeout,
-            retention=GlobalRetention(
-                most_recent_k=config.most_recent_k,
-                retain_interval=config.save_retain_interval,
-                suspect_window=config.suspect_window,
-            ),
-            on_outcome=self._after_global,
+            writer=self._writer,
+            config=self.config,
+            on_outcome=self._outcomes.far,
         )
-
-    def _assemble(self, request: Assemble, fd: int, timeout_s: float) -> Assembled:
-        """Have the writer put a file of the global tier together. Thread: the lane's, and its helpers'."""
-        try:
-            return self._writer.ask(request, Assembled, timeout_s=timeout_s, fd=fd)[0]
-        except CheckpointError as error:
-            return Assembled(error=str(error))
 
     def _to_global(self, save: Save) -> None:
         """Hand a save on to the global tier. Thread: the committer's."""
-        assert self._lane is not None
-        assert save.arena is not None
-        self._lane.submit(
-            GlobalSave(
-                iteration=save.iteration,
-                attempt=save.attempt,
-                fd=save.arena.fd,
-                image=save.arena.view(save.num_bytes),
-                tensors=save.tensors,
-                restored_from=save.restored_from,
-                restored_attempt=save.restored_attempt,
-                suspect=save.suspect,
-                context=save,
-            )
-        )
-
-    def _after_global(self, done: GlobalSave, error: CheckpointError | None) -> None:
-        """A save reached the global tier, or did not. Thread: the lane's."""
-        assert isinstance(done.context, Save)
-        self._outcomes.far(done.context, error)
+        assert self._global is not None
+        self._global.submit(save)
 
     def _tell_durable(self, iteration: int) -> None:
         if self.on_commit is not None:
@@ -381,38 +365,15 @@ class CheckpointManager:
 
     # -- loading -----------------------------------------------------------------------------------------------
 
-    def _other_place(self, url: str) -> Places:
-        """Return the places with another run's global tier, and nothing else, to load from."""
-        directory = GlobalDirectory(url)
-        run = ""
-        if self._place.global_rank == 0:
-            try:
-                run = directory.run() or ""
-            except (CheckpointError, OSError) as error:
-                log.warning("%s cannot be looked into: %s", url, error)
-        run = self._peers.gather(run.encode())[0].decode()
-        return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
-
-    def _prove(self, table: Table, places: Places, state: Mapping[str, Any]) -> Loaded | None:
-        opener = Opener(
-            places,
-            self._peers,
-            self._writer,
-            self._arenas,
-            topology=self._topology,
-            world_sizes=table.world_sizes,
-            state=state,
-            timeout_s=self.config.replication_timeout,
-            fetch_limit_s=self.config.save_timeout,
-        )
-        return agree_and_prove(
-            table,
-            places,
-            self._peers,
-            opener.prove,
-            lambda copy: copy.check(state),
-            decode_distrusted(self._place.untrusted),
-        )
+    def _restore(self, loaded: Loaded, state: Mapping[str, Any]) -> None:
+        try:
+            random = loaded.copy.restore(state)
+        finally:
+            loaded.copy.close()
+        if random is not None:
+            restore_random(random)
+        else:
+            log.info("saved by another number of ranks: every rank's random numbers begin afresh")
 
     def _note_loaded(self, loaded: Loaded, started_ns: int, *, is_ours: bool) -> None:
         point = loaded.point
@@ -428,10 +389,11 @@ class CheckpointManager:
             bytes_read={str(mine.tier): loaded.copy.num_bytes_read},
         )
         if is_ours:
+            self._restored_tiers = frozenset(loaded.known[point.generation])
             self._outcomes.durable = point.generation
             self._committer.start_from(loaded.known)
-            if self._lane is not None:
-                self._lane.start_from(number for number, tiers in loaded.known.items() if Tier.GLOBAL in tiers)
+            if self._global is not None:
+                self._global.start_from(number for number, tiers in loaded.known.items() if Tier.GLOBAL in tiers)
         self._reporter.restored(self._restored)
 
     # -- saving ------------------------------------------------------------------------------------------------
@@ -460,9 +422,13 @@ class CheckpointManager:
             )
         return wanted
 
-    def _check_may_save(self, iteration: int) -> None:
+    def _check_may_save(self, iteration: int, *, suspect: bool) -> None:
         if self._closed:
             raise CheckpointError("the manager is closed")
+        if suspect:
+            return
+        if self._only_suspect:
+            raise CheckpointError("what was loaded was saved for diagnosis; save it with suspect=True, or not at all")
         if not self._may_save:
             # They would be taken for newer than what this training saves, and be loaded in its place.
             newest = max(self._places.generations, default="unknown")
@@ -546,7 +512,7 @@ class CheckpointManager:
 
     def _stop_threads(self, timeout_s: float) -> bool:
         ended = self._committer.stop(timeout_s)
-        return (self._lane is None or self._lane.stop(timeout_s)) and ended
+        return (self._global is None or self._global.stop(timeout_s)) and ended
 
     def _at_exit(self) -> None:
         """Leave fast, in the middle of whatever: the process ends, and perhaps a peer hangs."""

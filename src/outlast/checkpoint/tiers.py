@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -11,20 +11,25 @@ import msgspec
 from outlast.checkpoint import frames as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import GlobalManifest
-from outlast.checkpoint.holdings import SHARD_PART
+from outlast.checkpoint.directory import part_name
+from outlast.checkpoint.holdings import SHARD_PART, CopyKey
 from outlast.checkpoint.manifest import Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
+from outlast.checkpoint.replica.parity import PARITY_PART
+from outlast.checkpoint.replication import group_of
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.shard_reader import check_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
 
-__all__ = ["Held", "Rejection", "Table", "check_manifest", "gather_copies", "reject"]
+__all__ = ["PARITY", "Held", "Rejection", "Table", "check_manifest", "gather_copies", "reject"]
 
 LIST_TIMEOUT_S = 30.0
 NUM_LISTERS = 8
+PARITY = "parity"
+"""In place of the holder's name: the copy has to be rebuilt from the shards and parities of several nodes."""
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +55,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     restored_attempt: str | None
     tier: Tier
     ranks: tuple[int, ...]
+    groups: dict[int, tuple[int, ...]] = {}
+    """Ranks whose parities are there, and the ranks that share each of them."""
     world_size: int = 0
     """Of the generation, in the global tier, where any number of ranks can load it."""
 
@@ -70,6 +77,8 @@ class Table:
     world_sizes: dict[str, int]
     """Attempt to the number of ranks that saved it, for those in the global tier."""
     rejected: list[Rejection]
+    members: dict[str, dict[int, str]] = field(default_factory=dict)
+    """Attempt to the ranks whose shard and parity lie on the same node, and that node."""
     seen: set[int] = field(default_factory=set)
     """Generations that exist somewhere, whole or not."""
 
@@ -97,6 +106,10 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topolog
     for rank, listing in enumerate(listings):
         for held in listing.held:
             _enter(table, held, rank, places)
+        if places.is_leader(rank) and places.nodes[rank] in places.targets:
+            _note_members(table, listing.held, places.nodes[rank])
+    for held in (held for one in listings for held in one.held):
+        _enter_rebuildable(table, held)
     table.seen = {held.generation for one in listings for held in one.held if held.ranks or held.tier == Tier.GLOBAL}
     table.seen |= {rejection.generation for rejection in table.rejected}
     table.rejected += _lacking(table)
@@ -119,6 +132,24 @@ def _enter(table: Table, held: Held, rank: int, places: Places) -> None:
             table.copies[other].add(Copy(held.generation, held.attempt, Tier.REPLICA, node))
 
 
+def _note_members(table: Table, helds: list[Held], node: str) -> None:
+    """Note of which parity groups a node holds what has to be together: a rank's shard and its parity."""
+    shards = {(held.attempt, rank) for held in helds for rank in held.ranks}
+    for held in helds:
+        for rank in held.groups:
+            if (held.attempt, rank) in shards:
+                table.members.setdefault(held.attempt, {})[rank] = node
+
+
+def _enter_rebuildable(table: Table, held: Held) -> None:
+    """Enter what can be rebuilt because all others of its group are there."""
+    there = table.members.get(held.attempt, {})
+    for group in set(held.groups.values()):
+        for rank in group:
+            if rank < len(table.copies) and all(other in there for other in group if other != rank):
+                table.copies[rank].add(Copy(held.generation, held.attempt, Tier.REPLICA, PARITY))
+
+
 def _list_memory(mine: _Listing, places: Places, peers: Peers, writer: WriterClient, topology: str) -> None:
     if not places.memory:
         return
@@ -133,7 +164,8 @@ def _list_memory(mine: _Listing, places: Places, peers: Peers, writer: WriterCli
         except CheckpointError:
             continue  # of another run or arrangement; memory is not where anyone looks for those
         ranks = tuple(sorted(part.rank for part in generation.parts if part.part == SHARD_PART))
-        mine.held.append(_held(manifest, Tier.MEMORY, ranks))
+        parities = [part.rank for part in generation.parts if part.part == PARITY_PART]
+        mine.held.append(_held(manifest, Tier.MEMORY, ranks, parities))
 
 
 def _list_local(mine: _Listing, places: Places, peers: Peers, topology: str) -> None:
@@ -163,7 +195,11 @@ def _list_local(mine: _Listing, places: Places, peers: Peers, topology: str) -> 
                 if rank == peers.rank and (belongs or not isinstance(error, Incomplete) or path.exists()):
                     file = f"step-{generation}/{shard_name(rank)}"
                     mine.rejected.append(reject(error, generation, Tier.LOCAL, rank, file))
-        mine.held.append(_held(manifest, Tier.LOCAL, tuple(present)))
+        parities = []
+        if speaks and manifest.parity:
+            keys = [CopyKey(generation, manifest.attempt, rank, PARITY_PART) for rank in range(manifest.world_size)]
+            parities = [key.rank for key in keys if (folder / part_name(key)).exists()]
+        mine.held.append(_held(manifest, Tier.LOCAL, tuple(present), parities))
 
 
 def _saved_here(manifest: Manifest, rank: int, places: Places) -> bool:
@@ -227,13 +263,14 @@ def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str) 
     return Rejection(generation=generation, tier=str(tier), rank=rank, file=file, reason=str(error), kind=kind)
 
 
-def _held(manifest: Manifest, tier: Tier, ranks: tuple[int, ...]) -> Held:
+def _held(manifest: Manifest, tier: Tier, ranks: tuple[int, ...], parities: Sequence[int]) -> Held:
     return Held(
         generation=manifest.iteration,
         attempt=manifest.attempt,
         restored_attempt=manifest.restored_attempt,
         tier=tier,
         ranks=ranks,
+        groups={rank: group_of(manifest.nodes, manifest.parity, rank) for rank in parities if manifest.parity},
     )
 
 

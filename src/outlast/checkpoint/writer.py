@@ -25,6 +25,8 @@ from outlast.checkpoint.durable import digest_image, write_image
 from outlast.checkpoint.finite import is_finite
 from outlast.checkpoint.holdings import HoldingsError
 from outlast.checkpoint.replica.client import ReplicaError, fetch, read_small
+from outlast.checkpoint.replica.parity import blocks_of
+from outlast.checkpoint.replica.rebuild import rebuild
 from outlast.checkpoint.replica.replicator import Outcome, Replicator
 from outlast.checkpoint.replica.server import ReplicaServer
 from outlast.checkpoint.vault import Image, Vault
@@ -95,16 +97,7 @@ class Writer:
                 case f.Serve():
                     return f.Serving(port=self._serve_peers(request)), None
                 case f.Fetch():
-                    chunks = fetch(
-                        request.target,
-                        self._key(),
-                        request.key,
-                        _needed(fd),
-                        request.num_bytes,
-                        timeout_s=request.timeout_s,
-                    )
-                    self._vault.stage(_needed(fd), request.key, request.num_bytes)
-                    return f.Fetched(chunks=chunks), None
+                    return self._fetch(request, _needed(fd)), None
                 case f.GetPart():
                     data = read_small(
                         request.target,
@@ -145,15 +138,16 @@ class Writer:
         finally:
             self._vault.using(image, -1)
         failures = []
-        for outcome in outcomes:
+        for outcome, sent in zip(outcomes, _sent(request, chunks), strict=True):
             error = outcome.error
-            if error is None and outcome.chunks != chunks:
+            if error is None and outcome.chunks != sent:
                 error = f"node {outcome.node} received other bytes than rank {request.key.rank} sent"
             if error is not None:
                 failures.append(f.CopyFailure(node=outcome.node, error=error, is_new=outcome.is_new))
-        return f.Written(
-            chunks=chunks, finite=finite, num_copies=len(outcomes) - len(failures), failures=tuple(failures)
-        )
+        num_copies = len(outcomes) - len(failures)
+        if request.holders:
+            num_copies = 0 if failures else 1
+        return f.Written(chunks=chunks, finite=finite, num_copies=num_copies, failures=tuple(failures))
 
     def _digest_and_write(self, request: f.Write, data: memoryview) -> tuple[str, ...]:
         if request.path is None:
@@ -168,10 +162,15 @@ class Writer:
     def _replicate(self, request: f.Write, image: Image) -> tuple[Outcome, ...]:
         with self._lock:
             replicator = self._replicator
-        if not request.targets:
+        targets = request.targets or tuple(holder.target for holder in request.holders)
+        if not targets:
             return ()
         if replicator is None:
-            return tuple(Outcome(target.node, None, "this writer has no key", True) for target in request.targets)
+            return tuple(Outcome(target.node, None, "this writer has no key", True) for target in targets)
+        if request.holders:
+            return replicator.replicate_blocks(
+                request.key, image.fd, request.num_bytes, request.holders, timeout_s=request.timeout_s
+            )
         return replicator.replicate(
             request.key, image.fd, request.num_bytes, request.targets, timeout_s=request.timeout_s
         )
@@ -206,6 +205,17 @@ class Writer:
                 self._server = request.host, server
             return self._server[1].port
 
+    def _fetch(self, request: f.Fetch, fd: int) -> f.Fetched:
+        key, num_bytes, timeout_s = request.key, request.num_bytes, request.timeout_s
+        if request.members:
+            chunks = rebuild(key, request.members, self._key(), fd, timeout_s=timeout_s)
+        elif request.target is not None:
+            chunks = fetch(request.target, self._key(), key, fd, num_bytes, timeout_s=timeout_s)
+        else:
+            raise HoldingsError("the request names nobody to fetch from")
+        self._vault.stage(fd, key, num_bytes)
+        return f.Fetched(chunks=chunks)
+
     def _key(self) -> bytes:
         with self._lock:
             if self._secret is None:
@@ -221,6 +231,13 @@ def _needed(fd: int | None) -> int:
     if fd is None:
         raise HoldingsError("the request came without its memory")
     return fd
+
+
+def _sent(request: f.Write, chunks: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the digests of what each target, or each holder of a block, was sent."""
+    if not request.holders:
+        return [chunks for _ in request.targets]
+    return [chunks[block.start : block.stop] for block in blocks_of(request.num_bytes, len(request.holders))]
 
 
 def _are_finite(data: memoryview, numbers: tuple[tuple[str, int, int], ...]) -> bool:

@@ -1,0 +1,126 @@
+"""Where a worker's state can come from, and in which order these places are tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outlast.checkpoint.arena_pool import ArenaPool
+from outlast.checkpoint.copies import Opener
+from outlast.checkpoint.dcp.directory import SUSPECT, GlobalDirectory
+from outlast.checkpoint.directory import Directory
+from outlast.checkpoint.load import Loaded, agree_and_prove
+from outlast.checkpoint.peers import Peers
+from outlast.checkpoint.places import Places
+from outlast.checkpoint.tiers import Table, gather_copies
+from outlast.checkpoint.writer_client import WriterClient
+from outlast.config import CheckpointConfig
+from outlast.errors import CheckpointError
+from outlast.policy.quarantine import Distrusted
+
+__all__ = ["Loader"]
+
+log = logging.getLogger(__name__)
+
+
+class Loader:
+    """Find and prove a generation.
+
+    Args:
+        config: Another place to load from, and timeouts.
+        places: Where this run saves.
+        peers: The ranks.
+        writer: Who holds memory and talks to other nodes.
+        arenas: Where copies from other nodes go.
+        topology: Digest of the ranks' arrangement.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        places: Places,
+        peers: Peers,
+        writer: WriterClient,
+        arenas: ArenaPool,
+        *,
+        topology: str,
+    ) -> None:
+        self._config, self._places, self._peers = config, places, peers
+        self._writer, self._arenas, self._topology = writer, arenas, topology
+
+    def newest(self, state: Mapping[str, Any], distrusted: Sequence[Distrusted]) -> tuple[Loaded | None, bool]:
+        """Prove the newest generation that all ranks can.
+
+        Args:
+            state: The live state, for which it must fit.
+            distrusted: Copies that led to invalid results.
+
+        Returns:
+            It, ``None`` if there is none at all; and whether it lies where this run saves.
+
+        Raises:
+            CheckpointError: There are generations, but none that all ranks can load, or it does not fit.
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        table = self._gather(self._places)
+        if table.seen or self._config.load is None:
+            return self._prove(table, self._places, state, distrusted), True
+        other = self._other_place(self._config.load)
+        return self._prove(self._gather(other), other, state, distrusted), False
+
+    def suspect(self, state: Mapping[str, Any], iteration: int) -> Loaded | None:
+        """Prove the generation of ``iteration`` that was saved for diagnosis; ``None`` when not all ranks have it.
+
+        Raises:
+            CheckpointError: It does not fit the live state.
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        places = self._places
+        local = Directory(places.local.path / SUSPECT) if places.local is not None else None
+        directory = places.directory.suspects if places.directory is not None else None
+        places = dataclasses.replace(places, directory=directory, local=local, memory=False, targets={})
+        table = self._gather(places)
+        for copies in table.copies:
+            copies.intersection_update([copy for copy in copies if copy.generation == iteration])
+        try:
+            return self._prove(table, places, state, ())
+        except CheckpointError as error:
+            log.warning("the state that was saved for diagnosis cannot be had: %s", error)
+            return None
+
+    def _gather(self, places: Places) -> Table:
+        return gather_copies(places, self._peers, self._writer, topology=self._topology)
+
+    def _prove(
+        self, table: Table, places: Places, state: Mapping[str, Any], distrusted: Sequence[Distrusted]
+    ) -> Loaded | None:
+        opener = Opener(
+            places,
+            self._peers,
+            self._writer,
+            self._arenas,
+            topology=self._topology,
+            table=table,
+            state=state,
+            timeout_s=self._config.replication_timeout,
+            fetch_limit_s=self._config.save_timeout,
+        )
+        return agree_and_prove(table, places, self._peers, opener.prove, lambda copy: copy.check(state), distrusted)
+
+    def _other_place(self, url: str) -> Places:
+        """Return the places with another run's global tier, and nothing else, to load from."""
+        directory = GlobalDirectory(url)
+        run = ""
+        if self._peers.rank == 0:
+            try:
+                run = directory.run() or ""
+            except (CheckpointError, OSError) as error:
+                log.warning("%s cannot be looked into: %s", url, error)
+        run = self._peers.gather(run.encode())[0].decode()
+        return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
