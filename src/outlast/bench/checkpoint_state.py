@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["TENSOR_BYTES", "CheckpointState"]
+from outlast.bench.state_size import TENSOR_BYTES
 
-TENSOR_BYTES = 16 << 20
+__all__ = ["CheckpointState", "holds"]
+
 _SIDE = 2048
 
 

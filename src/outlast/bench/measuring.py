@@ -14,7 +14,7 @@ from outlast import clock, env
 from outlast.bench.rounds import Say, median
 from outlast.errors import OutlastError
 
-__all__ = ["Rounds", "measure_in_process", "plain_environment", "timed"]
+__all__ = ["Rounds", "describe_place", "measure_in_process", "plain_environment", "timed"]
 
 T = TypeVar("T")
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")

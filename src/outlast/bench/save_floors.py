@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from outlast.bench.checkpoint_state import TENSOR_BYTES, CheckpointState
+from outlast.bench.checkpoint_state import CheckpointState
 from outlast.bench.measuring import timed
+from outlast.bench.state_size import TENSOR_BYTES
 
 __all__ = ["Floors"]
 

@@ -99,13 +99,17 @@ def _compare(training: _Training, beside: Callable[[], list[float]], name: str) 
 
     Returns:
         ``lost``: seconds that the steps beside the save took longer than quiet ones, in all; ``slowdown``: the same of
-        one step, as a ratio to a quiet one.
+        one step, as a ratio to a quiet one; ``meanwhile``: seconds of the steps beside the save.
     """
     quiet = training.quiet()
     busy = beside()
     step_s = statistics.median(quiet + training.quiet())
     lost_s = sum(busy) - len(busy) * step_s
-    return {f"{name}_lost": lost_s, f"{name}_slowdown": lost_s / (len(busy) * step_s)}
+    return {
+        f"{name}_lost": lost_s,
+        f"{name}_slowdown": lost_s / (len(busy) * step_s),
+        f"{name}_meanwhile": sum(busy),
+    }
 
 
 if __name__ == "__main__":

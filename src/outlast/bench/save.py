@@ -1,0 +1,163 @@
+"""``outlast bench save``: what a save costs training, and when it is durable, beside what others do with the same bytes.
+
+Three processes measure one after the other: stalls and durations, training steps meanwhile, and memory.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tempfile
+from pathlib import Path
+
+from outlast.bench.measuring import Rounds, describe_place, measure_in_process
+from outlast.bench.result import Bar, BenchResult
+from outlast.bench.rounds import Say
+from outlast.bench.state_size import NUM_TENSORS, TENSOR_BYTES
+
+__all__ = ["NEEDS_CUDA", "measure"]
+
+_TIMEOUT_S = 900.0
+_MEMORY_ROUNDS = 2
+_MEMORY_BEYOND_MIB = 64.0
+_SECONDS = {
+    "memcpy": "a copy by two threads into warm memory",
+    "ours": "outlast: the stall of a save",
+    "ours_durable": "outlast: until it is committed and durable",
+    "overlapped": "outlast, overlap_staging: the stall",
+    "overlapped_guard": "outlast, overlap_staging: the wait before optimizer.step(), if it came at once",
+    "dcp_async": "dcp.async_save, as it is: the stall",
+    "dcp_async_durable": "dcp.async_save, as it is: until it is written",
+    "dcp_reused_stager": "dcp.async_save with a stager that is kept: the stall",
+    "dcp_staging": "dcp.async_save with asynchronous staging: the stall",
+    "dcp_staging_guard": "dcp.async_save with asynchronous staging: the wait for its staging",
+    "bare_write": "bare O_DIRECT writes by two threads, and fsync",
+    "dcp_save": "dcp.save",
+    "torch_save": "torch.save, and fsync",
+    "safetensors": "safetensors' save_file, and fsync",
+    "meta": "torch-checkpointing: the stall",
+    "meta_guard": "torch-checkpointing: the wait for its lock, if it came at once",
+    "meta_total": "torch-checkpointing: until it is written (no fsync)",
+}
+NEEDS_CUDA = "nvidia-resiliency-ext"
+"""A peer whose saves and loads synchronise with CUDA even where all tensors lie in main memory."""
+
+
+def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchResult:
+    """Save a state again and again.
+
+    Args:
+        repeats: Rounds that count.
+        say: Hears of every round.
+        num_tensors: Size of the state, in tensors of 16 MiB.
+
+    Raises:
+        OutlastError: A process that measures failed.
+
+    Blocks: about 20 s a round, for a state of 1 GiB.
+    """
+    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
+        folder = Path(name)
+        say(f"{num_tensors * TENSOR_BYTES / 2**20:.0f} MiB, {describe_place(folder)}")
+        arguments = (name, str(num_tensors))
+        saves = measure_in_process(
+            "outlast.bench.save_worker", arguments, repeats=repeats, say=say, timeout_s=_TIMEOUT_S
+        )
+        steps = measure_in_process(
+            "outlast.bench.save_slowdown_worker", arguments, repeats=repeats, say=say, timeout_s=_TIMEOUT_S
+        )
+        memory = measure_in_process(
+            "outlast.bench.save_memory_worker", arguments, repeats=_MEMORY_ROUNDS, say=say, timeout_s=_TIMEOUT_S
+        )
+        place = describe_place(folder)
+    return BenchResult(
+        bench="save",
+        bars=(
+            _compared(saves, "stall_vs_dcp_async", "ours", "dcp_async", 0.7, "dcp.async_save"),
+            _compared(saves, "stall_vs_memcpy", "ours", "memcpy", 1.25, "warm copy, 2 threads"),
+            Bar(
+                name="stall_overlapped_ms",
+                value=_milliseconds(saves, "overlapped"),
+                unit="ms",
+                bar=8.0,
+                peer="dcp, asynchronous staging",
+                peer_value=_milliseconds(saves, "dcp_staging"),
+            ),
+            _compared(
+                saves, "stall_overlapped_vs_dcp_staging", "overlapped", "dcp_staging", 0.6, "dcp, asynchronous staging"
+            ),
+            Bar(
+                name="slowdown_vs_dcp_thread",
+                value=_ratio_of_medians(steps, "ours_lost", "dcp_lost"),
+                unit="x",
+                bar=0.5,
+                peer="dcp.async_save, thread (s lost)",
+                peer_value=steps.median("dcp_lost"),
+            ),
+            _compared(saves, "durable_vs_dcp_save", "ours_durable", "dcp_save", 0.7, "dcp.save"),
+            _compared(saves, "durable_vs_bare_write", "ours_durable", "bare_write", 1.3, "bare O_DIRECT + fsync"),
+            Bar(
+                name="extra_memory_mib",
+                value=memory.median("ours"),
+                unit="MiB",
+                bar=2 * num_tensors * TENSOR_BYTES / 2**20 + _MEMORY_BEYOND_MIB,
+                peer="dcp.async_save",
+                peer_value=memory.median("dcp"),
+            ),
+        ),
+        notes=(
+            f"{num_tensors} tensors of 16 MiB, {place}; each round removes what it wrote",
+            *(f"{what}: {median * 1e3:.1f} ms" for name, what in _SECONDS.items() if (median := saves.median(name))),
+            *_of_steps(steps),
+            *missing_peers(measured="meta" in saves),
+        ),
+    )
+
+
+def missing_peers(*, measured: bool) -> list[str]:
+    """Return a line on each peer that is not measured.
+
+    Args:
+        measured: Whether torch-checkpointing was.
+    """
+    lines = [] if measured else ["torch-checkpointing is not installed (make bench-peers)"]
+    try:
+        version = importlib.metadata.version(NEEDS_CUDA)
+    except importlib.metadata.PackageNotFoundError:
+        return [*lines, f"{NEEDS_CUDA} is not installed (make bench-peers)"]
+    return [*lines, f"{NEEDS_CUDA} {version} is not measured: it waits for CUDA even where all tensors are in memory"]
+
+
+def _compared(rounds: Rounds, name: str, ours: str, peer: str, bar: float, called: str) -> Bar:
+    return Bar(
+        name=name,
+        value=rounds.ratio(ours, peer),
+        unit="x",
+        bar=bar,
+        peer=f"{called} (s)",
+        peer_value=rounds.median(peer),
+    )
+
+
+def _ratio_of_medians(rounds: Rounds, ours: str, peer: str) -> float | None:
+    """Return the ratio of two medians; ``None``: the peer lost nothing to compare with."""
+    our_value, peer_value = rounds.median(ours), rounds.median(peer)
+    if our_value is None or peer_value is None or peer_value <= 0:
+        return None
+    return max(0.0, our_value) / peer_value
+
+
+def _milliseconds(rounds: Rounds, name: str) -> float | None:
+    seconds = rounds.median(name)
+    return None if seconds is None else seconds * 1e3
+
+
+def _of_steps(steps: Rounds) -> list[str]:
+    lines = []
+    for name, called in (("ours", "outlast"), ("dcp", "dcp.async_save")):
+        lost_s, slowdown, meanwhile_s = (steps.median(f"{name}_{what}") for what in ("lost", "slowdown", "meanwhile"))
+        if lost_s is not None and slowdown is not None and meanwhile_s is not None:
+            lines.append(
+                f"{called}: training lost {lost_s * 1e3:.1f} ms to the writing of a save; "
+                f"its steps took {slowdown:+.1%} for {meanwhile_s * 1e3:.0f} ms"
+            )
+    return lines
