@@ -24,7 +24,6 @@ from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.overlap import Guard, changed_only_by_step
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import agree_places
-from outlast.checkpoint.random_numbers import capture_random, restore_random
 from outlast.checkpoint.replication import plan_replication
 from outlast.checkpoint.report import Reporter
 from outlast.checkpoint.shard import Identity
@@ -36,6 +35,7 @@ from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.journal import Journal
+from outlast.runtime.random_numbers import capture_random, restore_random
 
 __all__ = ["CheckpointManager"]
 

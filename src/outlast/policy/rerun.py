@@ -1,8 +1,8 @@
 """What a re-run tells about an invalid result, in the form in which workers and launcher pass it on.
 
 A :class:`Diagnosis` is what a worker knows when it leaves with exit code 16 or 17; a :class:`Replay` is what the
-launcher asks of the cycle that follows. JSON has no NaN and no infinity, which are what this is about: numbers are kept in the form that :func:`to_json_number`
-gives them.
+launcher asks of the cycle that follows. JSON has no NaN and no infinity, which are what this is about: numbers are kept
+in the form that :func:`to_json_number` gives them.
 """
 
 from __future__ import annotations
