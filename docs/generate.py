@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
+from outlast.config import CheckpointConfig, Config, FaultToleranceConfig, RerunStateMachineConfig
 from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, IncidentKind, Rung
@@ -78,6 +78,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "config": lambda: settings_table(Config),
     "checkpoint": lambda: settings_table(CheckpointConfig),
     "fault-tolerance": lambda: settings_table(FaultToleranceConfig, flag="--ft-"),
+    "rerun-state-machine": lambda: settings_table(RerunStateMachineConfig),
     "exit-codes": lambda: words_table(ExitReason, "reason", value="code"),
     "incidents": lambda: words_table(IncidentKind, "kind", value="word"),
     "events": lambda: words_table(EventKind, "kind", value="word"),

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
+    from outlast.config import CheckpointConfig, Config, FaultToleranceConfig, RerunStateMachineConfig
     from outlast.errors import ExitReason, OutlastError
     from outlast.session import Session, init
 
@@ -21,6 +21,7 @@ _HOMES = {
     "ExitReason": "outlast.errors",
     "FaultToleranceConfig": "outlast.config",
     "OutlastError": "outlast.errors",
+    "RerunStateMachineConfig": "outlast.config",
     "Session": "outlast.session",
     "init": "outlast.session",
 }
@@ -31,6 +32,7 @@ __all__ = [
     "ExitReason",
     "FaultToleranceConfig",
     "OutlastError",
+    "RerunStateMachineConfig",
     "Session",
     "__version__",
     "init",

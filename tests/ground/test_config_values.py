@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
+from outlast.config import CheckpointConfig, Config, FaultToleranceConfig, RerunStateMachineConfig
 from outlast.config.base import describe_fields, from_mapping
 from outlast.errors import ConfigError
 
@@ -40,6 +40,29 @@ BAD = [
     (CheckpointConfig, {"directory": "x", "most_recent_k": 0}, "most_recent_k=0"),
     (CheckpointConfig, {"directory": "x", "save_timeout": 0.0}, "save_timeout=0.0"),
     (CheckpointConfig, {"directory": "x", "max_consecutive_save_failures": -1}, "must not be negative"),
+    (RerunStateMachineConfig, {"rerun_mode": "on"}, "disabled, validate_results or report_determinism_stats"),
+    (RerunStateMachineConfig, {"error_injection_type": "nan"}, "persistent_error or correct_result"),
+    (RerunStateMachineConfig, {"spiky_loss_factor": 1.0}, "spiky_loss_factor=1.0 must be above 1"),
+    (RerunStateMachineConfig, {"spiky_loss_factor": math.inf}, "must be finite"),
+    (RerunStateMachineConfig, {"spike_warmup": 0}, "spike_warmup=0"),
+    (RerunStateMachineConfig, {"spike_window": 99}, "spike_window=99 must be at least spike_warmup=100"),
+    (RerunStateMachineConfig, {"max_same_device_reruns": -1}, "max_same_device_reruns=-1"),
+    (RerunStateMachineConfig, {"error_injection_rate": -1}, "error_injection_rate=-1"),
+    (
+        RerunStateMachineConfig,
+        {"rerun_mode": "disabled", "check_for_spiky_loss": True},
+        "check_for_spiky_loss is on, but rerun_mode='disabled' judges nothing",
+    ),
+    (
+        RerunStateMachineConfig,
+        {"rerun_mode": "report_determinism_stats", "error_injection_rate": 5},
+        "error_injection_rate=5, but rerun_mode='report_determinism_stats'",
+    ),
+    (
+        RerunStateMachineConfig,
+        {"check_for_nan_in_loss": False, "error_injection_rate": 5},
+        "check_for_nan_in_loss is off",
+    ),
     (Config, {"seed": -1}, "seed=-1"),
     (Config, {"fault_tolerance": FaultToleranceConfig(enable_ft_package=True)}, "no checkpoint.directory"),
 ]
@@ -55,7 +78,7 @@ def test_bad_value_is_refused_when_made(cls: type, values: dict[str, Any], messa
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("cls", [Config, CheckpointConfig, FaultToleranceConfig])
+@pytest.mark.parametrize("cls", [Config, CheckpointConfig, FaultToleranceConfig, RerunStateMachineConfig])
 def test_every_field_is_documented(cls: type) -> None:
     """Each setting has a text under it, from which help and docs are made."""
     for field in describe_fields(cls):

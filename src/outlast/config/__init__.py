@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from outlast.config.base import require
 from outlast.config.checkpoint import CheckpointConfig
 from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.config.rerun_state_machine import RerunStateMachineConfig
 
-__all__ = ["CheckpointConfig", "Config", "FaultToleranceConfig"]
+__all__ = ["CheckpointConfig", "Config", "FaultToleranceConfig", "RerunStateMachineConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,9 @@ class Config:
     fault_tolerance: FaultToleranceConfig | None = None
     """Timeouts and budgets; none = those of ``outlast run``, else the defaults. ``outlast run``'s ``--ft-*``
     options come before this."""
+
+    rerun_state_machine: RerunStateMachineConfig | None = None
+    """What counts as an invalid result of a step that the script validates, and what follows; none = the defaults."""
 
     seed: int | None = field(default=None)
     """Seed of python's, numpy's and torch's random numbers, moved by the rank; none = the script seeds
