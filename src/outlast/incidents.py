@@ -53,6 +53,8 @@ class IncidentKind(StrEnum):
     """A partner took no copy, or not the right one; generations count without it until it does again."""
     COPY_UNTRUSTED = "copy_untrusted"
     """A copy led to invalid results soon after it was loaded; it and what descends from it is not loaded again."""
+    INVALID_RESULT = "invalid_result"
+    """A result of a step was rejected; the evidence holds the diagnosis."""
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,6 +94,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             IncidentKind.COPY_REJECTED: "rejected a stored copy",
             IncidentKind.REPLICATION_FAILED: "could not copy its shard to another node",
             IncidentKind.COPY_UNTRUSTED: "loaded a copy that proved bad",
+            IncidentKind.INVALID_RESULT: "computed an invalid result",
         }[self.kind]
         where = f" in section {self.section!r}" if self.section else ""
         when = f" at iteration {self.iteration}" if self.iteration is not None else ""
@@ -132,7 +135,7 @@ class EventKind(StrEnum):
     WORKER_EXITED = "worker_exited"
     """Agent: ``pid``, ``exit_code``, ``killed_by_us``."""
     INCIDENT = "incident"
-    """Whoever saw it: ``incident`` (an Incident)."""
+    """Whoever saw it: ``incident`` (an Incident); a worker that decided about it at once: ``verdict`` too."""
     VERDICT = "verdict"
     """Coordinator: ``verdict`` (a Verdict), ``incident``."""
     WRITER_ENDED = "writer_ended"
@@ -152,6 +155,8 @@ class EventKind(StrEnum):
     """Worker: ``stall_s``."""
     SAVE_COMMITTED = "save_committed"
     """Worker: ``generation``, ``duration_s``, ``num_bytes``."""
+    DETERMINISM_REPORT = "determinism_report"
+    """Worker: ``report``: for each validated value how often, and by how much, two runs of a step differed."""
     FAULT_SIMULATED = "fault_simulated"
     """Whoever causes it: ``fault``, ``target``."""
     NOTICE = "notice"
