@@ -20,11 +20,7 @@ for iteration in (1, 2):
     train()
     manager.save(state, iteration).wait(20)
 tell(saved=content())
-try:
-    dist.barrier()
-except RuntimeError:
-    pass
-kill_self()
+kill_all()
 """
 LOAD = """
 manager = manage(config=CONFIG)

@@ -92,7 +92,7 @@ os._exit(0)
 
 @pytest.mark.process
 def test_nodes_with_folders_of_their_own_commit_and_load_together(tmp_path: Path) -> None:
-    """Without replicas each folder holds its ranks' shards and the same manifest; what one node lacks is loaded by none."""
+    """Without replicas each folder holds its ranks' shards and the same manifest; what one node lacks, none loads."""
     base = tmp_path / "ckpt"
     apart = "folder = folder + f'/node-{rank}'\nos.makedirs(folder, exist_ok=True)\n"
     save = (
