@@ -121,6 +121,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The job's exit code when ``rung`` is ``STOP`` (0: finished) or ``REQUEUE_JOB``; else ``None``."""
     quarantine: tuple[str, ...] = ()
     """Nodes that get no slot any more in this job."""
+    hold_back: tuple[str, ...] = ()
+    """Nodes that get no slot in the next cycle: what went wrong there is replayed elsewhere."""
+    replay: dict[str, Any] | None = None
+    """What the next cycle replays before it goes on: the fields of :class:`outlast.policy.rerun.Replay`."""
 
 
 class EventKind(StrEnum):

@@ -14,8 +14,8 @@ Budgets reset on progress, never on time; progress is a durable generation at a 
 A script that saves through nothing of ours reports no progress. Unknown is not none: its restarts are bounded
 by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it.
 
-A result that a worker judged invalid (exit code 17) stops the run, unless what the cycle had loaded may be at fault:
-:mod:`outlast.policy.quarantine` then distrusts that copy, and the run is restarted, within the same budgets.
+What follows a result that a worker judged invalid (exit codes 16 and 17) is said by
+:mod:`outlast.policy.invalid_results`: another copy, another device, another try, or the end; within the same budgets.
 
 The exit code of a stop tells a scheduler whether trying again can help: 93 when the same thing was tried
 again and got no further; 1 when nothing was tried (``max_restarts=0``), when the progress is unknown, or when
@@ -24,118 +24,17 @@ the last cycle did get further and only the total is spent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung, Verdict
-from outlast.policy.quarantine import Distrusted, Judgement, Load, judge, settle
+from outlast.policy.budgets import count_of_restart, resume_point, spent_budget
+from outlast.policy.invalid_results import Answer, answer
+from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, Limits, Step, begin_job
+from outlast.policy.quarantine import settle
+from outlast.policy.replays import file_case, open_cases
 
-__all__ = ["CycleEnd", "LadderState", "Limits", "Step", "begin_job", "decide"]
-
-_MAX_HISTORY = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How much may be tried."""
-
-    max_restarts: int = 3
-    """Restarts in a row without progress in between; 0 = none at all."""
-
-    max_restarts_total: int | None = None
-    """Restarts over the whole run, with or without progress; ``None`` = no limit."""
-
-    max_no_progress_cycles: int = 3
-    """Cycles in a row that may end without progress, where progress can be known."""
-
-    max_node_faults: int = 3
-    """Faults after which a node gives its slot to a spare, where one waits; 0 = never."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CycleEnd:
-    """How a cycle ended, as far as all nodes together know."""
-
-    cycle: int
-    incident: Incident | None
-    """The cause, not what it did to others; ``None`` only when the cycle finished or was preempted."""
-
-    finished: bool = False
-    """Every worker ended with exit code 0."""
-
-    preempted: bool = False
-    """The job was told to leave."""
-
-    preempted_saved: bool = False
-    """The workers saved what they had before they left."""
-
-    durable_iteration: int | None = None
-    """Highest iteration that any rank knows to be committed; ``None`` = none yet."""
-
-    progress_known: bool = False
-    """A worker reports its saves to us, so that no new one means no progress."""
-
-    num_spares: int = 0
-    """Nodes that wait for a slot and are not quarantined."""
-
-    load: Load | None = None
-    """What the workers had loaded; ``None`` = nothing, or it is not known."""
-
-    def __post_init__(self) -> None:
-        assert self.incident is not None or self.finished or self.preempted, "a failed cycle needs its incident"
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One remembered decision."""
-
-    cycle: int
-    job: str = ""
-    incident: str = ""
-    rung: Rung
-    reason: str
-    durable_iteration: int | None = None
-
-
-class LadderState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ladder remembers from cycle to cycle and from job to job."""
-
-    restarts_without_progress: int = 0
-    restarts_total: int = 0
-    cycles_without_progress: int = 0
-    best_durable: int | None = None
-    """Highest durable iteration ever seen; never falls."""
-    progress_known: bool = False
-    """Some cycle of this run reported its saves; one that reports nothing has then made no progress."""
-    node_faults: dict[str, int] = {}
-    """Faults that began on each node in this job; what they did to peers is not counted."""
-    quarantined: tuple[str, ...] = ()
-    """Nodes that get no slot any more in this job."""
-    loads: tuple[Load, ...] = ()
-    """What the newest cycles of the run loaded, oldest first."""
-    distrusted: tuple[Distrusted, ...] = ()
-    """Copies that led to invalid results: these, and what descends from them, are not loaded again. Take an entry out
-    of ``ladder.json`` to trust its copy again."""
-    finished: bool = False
-    stopped_with: int | None = None
-    """Exit code of the stop that ended the last job; ``None`` while one runs or when it was re-queued."""
-    history: tuple[Step, ...] = ()
-    """The newest decisions, oldest first."""
-
-
-def begin_job(state: LadderState) -> LadderState:
-    """Return the state with which a new job of the run starts.
-
-    ``--max-restarts``, node faults and quarantine are a job's own. The cycles without progress go on counting
-    from job to job, unless the ladder itself had ended the run for good (exit codes 17 and 93): nothing of
-    ours re-queues such a run, so whoever starts it again has looked at it, and gets all budgets afresh.
-    """
-    state = msgspec.structs.replace(state, restarts_without_progress=0, node_faults={}, quarantined=())
-    if state.stopped_with in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
-        distrusted = tuple(msgspec.structs.replace(one, settled=True) for one in state.distrusted)
-        state = msgspec.structs.replace(state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted)
-    return msgspec.structs.replace(state, stopped_with=None)
+__all__ = ["CycleEnd", "LadderState", "Limits", "Step", "begin_job", "decide", "drop_replay"]
 
 
 def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderState, Verdict]:
@@ -147,20 +46,22 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     if state.finished:
         return state, Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
     before = state
-    state, judgement = _judge_load(state, end)
-    state, progressed = _note_progress(state, end, trusted=judgement is None or judgement.distrusted is None)
+    state = _take_note(state, end)
+    found = answer(state, end, limits) if end.is_invalid_result else None
+    state, progressed = _note_progress(state, end, trusted=found is None or found.distrusted is None)
     if end.finished:
         state = msgspec.structs.replace(state, finished=True)
         verdict = Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
-    elif end.preempted or _exit_code(end.incident) == ExitReason.PREEMPTED:
+    elif end.preempted or end.exit_code == ExitReason.PREEMPTED:
         verdict = _leave(end, state)
     else:
         assert end.incident is not None
-        state = _count_failure(state, end.incident, progressed=progressed)
-        if judgement is not None:
-            verdict = _judge_invalid_result(state, end.incident, limits, judgement)
+        state = _count_failure(state, end.incident.node if found is None else found.faulty_node, progressed=progressed)
+        if found is not None:
+            state, verdict = _judge_invalid_result(state, limits, found)
         else:
             verdict = _judge(state, before, end, end.incident, limits, progressed=progressed)
+            state = drop_replay(state)
         if verdict.rung != Rung.STOP:
             state = msgspec.structs.replace(
                 state,
@@ -169,22 +70,27 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
                 quarantined=tuple(dict.fromkeys((*state.quarantined, *verdict.quarantine))),
             )
     if verdict.rung == Rung.STOP:
-        state = msgspec.structs.replace(state, stopped_with=verdict.exit_code)
+        state = msgspec.structs.replace(drop_replay(state), stopped_with=verdict.exit_code)
     return _remember(state, end, verdict), verdict
 
 
-def _judge_load(state: LadderState, end: CycleEnd) -> tuple[LadderState, Judgement | None]:
-    """Remember what the cycle had loaded; judge it, if the cycle ended on an invalid result."""
-    if end.load is not None:
-        state = msgspec.structs.replace(state, loads=(*state.loads, end.load)[-_MAX_HISTORY:])
-    if end.finished or end.preempted or _exit_code(end.incident) != ExitReason.FAILED_VALIDATION:
-        return msgspec.structs.replace(state, distrusted=settle(state.distrusted, end.durable_iteration)), None
-    assert end.incident is not None
-    judgement = judge(end.load, end.incident.iteration, known=state.distrusted, loads=state.loads)
-    if judgement.distrusted is not None:
-        distrusted = (*state.distrusted, judgement.distrusted)[-_MAX_HISTORY:]
-        state = msgspec.structs.replace(state, distrusted=distrusted)
-    return state, judgement
+def drop_replay(state: LadderState) -> LadderState:
+    """Return the state without a replay to come: the next cycle trains as usual, on any node that is not quarantined.
+
+    That it was granted still counts, so that one that cannot be done is not asked for without end.
+    """
+    return msgspec.structs.replace(state, replay=None, held_back=())
+
+
+def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
+    """Remember what the cycle had loaded, and what it settled by what it committed."""
+    loads = state.loads if end.load is None else (*state.loads, end.load)[-MAX_HISTORY:]
+    distrusted = state.distrusted if end.is_invalid_result else settle(state.distrusted, end.durable_iteration)
+    durable = end.durable_iteration
+    state = msgspec.structs.replace(state, loads=loads, distrusted=distrusted, cases=open_cases(state.cases, durable))
+    if state.replay is not None and durable is not None and durable > state.replay.iteration:
+        state = drop_replay(state)  # the result was a valid one this time, and training went on
+    return state
 
 
 def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple[LadderState, bool]:
@@ -194,15 +100,15 @@ def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple
     progressed = trusted and durable is not None and (best is None or durable > best)
     if progressed:
         state = msgspec.structs.replace(
-            state, best_durable=durable, restarts_without_progress=0, cycles_without_progress=0
+            state, best_durable=durable, restarts_without_progress=0, cycles_without_progress=0, blamed=()
         )
     return msgspec.structs.replace(state, progress_known=known), progressed
 
 
-def _count_failure(state: LadderState, incident: Incident, *, progressed: bool) -> LadderState:
+def _count_failure(state: LadderState, faulty_node: str, *, progressed: bool) -> LadderState:
     faults = {**state.node_faults}
-    if incident.node:
-        faults[incident.node] = faults.get(incident.node, 0) + 1
+    if faulty_node:
+        faults[faulty_node] = faults.get(faulty_node, 0) + 1
     counts = state.progress_known and not progressed
     return msgspec.structs.replace(
         state, node_faults=faults, cycles_without_progress=state.cycles_without_progress + counts
@@ -210,7 +116,7 @@ def _count_failure(state: LadderState, incident: Incident, *, progressed: bool) 
 
 
 def _leave(end: CycleEnd, state: LadderState) -> Verdict:
-    following = f"; the next job goes on {_resume_point(state)}" if state.progress_known else ""
+    following = f"; the next job goes on {resume_point(state)}" if state.progress_known else ""
     if end.preempted_saved or not end.preempted:
         reason, exit_code = f"told to leave, and saved{following}", ExitReason.PREEMPTED
     else:
@@ -228,53 +134,43 @@ def _judge(
     progressed: bool,
 ) -> Verdict:
     what = incident.describe()
-    if _exit_code(incident) == ExitReason.NO_PROGRESS:
+    if end.exit_code == ExitReason.NO_PROGRESS:
         reason = f"{what}: the worker itself gave up for want of progress"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
-    if (spent := _spent_budget(state, limits)) is not None:
+    if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
         repeated = repeated or state.cycles_without_progress >= limits.max_no_progress_cycles
         exit_code = ExitReason.NO_PROGRESS if repeated else ExitReason.FAILED
         return Verdict(rung=Rung.STOP, reason=f"{what}; {spent}", exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
-    where = f", going on {_resume_point(state)}" if state.progress_known else ""
-    reason = f"{what}; {action}{where} ({_count(state, limits)})"
+    where = f", going on {resume_point(state)}" if state.progress_known else ""
+    reason = f"{what}; {action}{where} ({count_of_restart(state, limits)})"
     return Verdict(rung=rung, reason=reason, quarantine=quarantine)
 
 
-def _judge_invalid_result(state: LadderState, incident: Incident, limits: Limits, judgement: Judgement) -> Verdict:
-    """Return the verdict on a result that a worker judged invalid: another copy of the state, or the end."""
-    what = f"{incident.describe()}: a result was judged invalid; {judgement.reason}"
-    if judgement.distrusted is None:
-        reason = f"{what}; its diagnosis is in the journal"
-        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
-    if (spent := _spent_budget(state, limits)) is not None:
-        return Verdict(rung=Rung.STOP, reason=f"{what}; {spent}", exit_code=ExitReason.FAILED_VALIDATION)
-    reason = f"{what}; restarting the workers, which load another copy ({_count(state, limits)})"
-    return Verdict(rung=Rung.RESTART_WORKERS, reason=reason)
-
-
-def _count(state: LadderState, limits: Limits) -> str:
-    count = f"restart {state.restarts_without_progress + 1} of {limits.max_restarts}"
-    return f"{count} without progress" if state.progress_known else count
-
-
-def _spent_budget(state: LadderState, limits: Limits) -> str | None:
-    """Return which budget leaves no restart, for people; ``None`` when all allow one."""
-    cycles, point = state.cycles_without_progress, _resume_point(state).removeprefix("from ")
-    if state.progress_known and cycles >= limits.max_no_progress_cycles:
-        return (
-            f"stopping: {cycles} cycles in a row got no further than {point} "
-            f"(max_no_progress_cycles={limits.max_no_progress_cycles}); look at the incidents in the journal"
-        )
-    if state.restarts_without_progress >= limits.max_restarts:
-        if limits.max_restarts == 0:
-            return "stopping: no restart is allowed (--max-restarts=0)"
-        since = f" since {point}" if state.progress_known else ""
-        return f"stopping: all {limits.max_restarts} restarts{since} are used (--max-restarts)"
-    if limits.max_restarts_total is not None and state.restarts_total >= limits.max_restarts_total:
-        return f"stopping: {state.restarts_total} restarts in this run (--max-restarts-total)"
-    return None
+def _judge_invalid_result(state: LadderState, limits: Limits, found: Answer) -> tuple[LadderState, Verdict]:
+    """Return the verdict on an invalid result, and the state with what was found out about it."""
+    state = drop_replay(state)
+    if found.distrusted is not None:
+        distrusted = (*state.distrusted, found.distrusted)[-MAX_HISTORY:]
+        state = msgspec.structs.replace(state, distrusted=distrusted)
+    if found.stops:
+        reason = f"{found.what}; {found.action}"
+        return state, Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
+    if (spent := spent_budget(state, limits)) is not None:
+        reason = f"{found.what}; {spent}"
+        return state, Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
+    held_back = (found.hold_back,) if found.hold_back else ()
+    cases = state.cases if found.case is None else file_case(state.cases, found.case)[-MAX_HISTORY:]
+    blamed = dict.fromkeys((*state.blamed, *([found.faulty_node] if found.is_device_fault else ())))
+    state = msgspec.structs.replace(state, cases=cases, replay=found.replay, held_back=held_back, blamed=tuple(blamed))
+    return state, Verdict(
+        rung=found.rung,
+        reason=f"{found.what}; {found.action} ({count_of_restart(state, limits)})",
+        quarantine=(found.quarantine,) if found.quarantine else (),
+        hold_back=held_back,
+        replay=None if found.replay is None else msgspec.to_builtins(found.replay),
+    )
 
 
 def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> tuple[Rung, str, tuple[str, ...]]:
@@ -297,16 +193,6 @@ def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limit
     return Rung.RESTART_WORKERS, "restarting the workers", ()
 
 
-def _exit_code(incident: Incident | None) -> int | None:
-    if incident is None or incident.kind != IncidentKind.WORKER_FAILED:
-        return None
-    return incident.exit_code
-
-
-def _resume_point(state: LadderState) -> str:
-    return "from the start" if state.best_durable is None else f"from iteration {state.best_durable}"
-
-
 def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderState:
     step = Step(
         cycle=end.cycle,
@@ -316,4 +202,4 @@ def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderStat
         reason=verdict.reason,
         durable_iteration=end.durable_iteration,
     )
-    return msgspec.structs.replace(state, history=(*state.history, step)[-_MAX_HISTORY:])
+    return msgspec.structs.replace(state, history=(*state.history, step)[-MAX_HISTORY:])

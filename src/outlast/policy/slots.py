@@ -73,22 +73,38 @@ OWN_VERDICTS = frozenset({ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_V
 _GRAVITY = {
     IncidentKind.NODE_LOST: 0,
     IncidentKind.CANNOT_START: 1,
-    IncidentKind.WORKER_HUNG: 2,
-    IncidentKind.WORKER_DIED: 3,
-    IncidentKind.WORKER_FAILED: 4,
+    IncidentKind.WORKER_HUNG: 3,
+    IncidentKind.WORKER_DIED: 4,
+    IncidentKind.WORKER_FAILED: 5,
 }
+_OWN_VERDICT = 2
+"""Its gravity: a worker that left with a verdict of its own was not driven out by its peers, but they may by it."""
 
 
 def root_cause(incidents: Sequence[Incident]) -> Incident | None:
     """Return the cause among the incidents of one cycle, in the order of their arrival.
 
     One fault shows in many places: peers of a lost node or of a killed rank fail in their collectives. What
-    cannot be an effect comes first, then what was seen first. A worker that left with a verdict of its own was not
-    driven out by its peers.
+    cannot be an effect comes first, then what was seen first. Where all ranks leave because of one invalid result, the
+    cause is the rank that saw it.
     """
     ranked = [
-        (_GRAVITY[incident.kind], incident.exit_code not in OWN_VERDICTS, order)
+        (_gravity(incident), _distance(incident), order)
         for order, incident in enumerate(incidents)
         if incident.kind in _GRAVITY
     ]
     return incidents[min(ranked)[2]] if ranked else None
+
+
+def _gravity(incident: Incident) -> int:
+    if incident.kind == IncidentKind.WORKER_FAILED and incident.exit_code in OWN_VERDICTS:
+        return _OWN_VERDICT
+    return _GRAVITY[incident.kind]
+
+
+def _distance(incident: Incident) -> int:
+    """Return how far a worker is from the invalid result because of which it left: 0 = it saw it itself."""
+    diagnosis = incident.evidence.get("diagnosis")
+    if not isinstance(diagnosis, dict):
+        return 2
+    return int(diagnosis.get("rank") != incident.rank)

@@ -1,0 +1,159 @@
+"""What follows when a worker judged a result invalid (exit codes 16 and 17).
+
+Exit code 16 asks to have the result run again before it is judged. In this order:
+
+1. Soon after a load from a near tier that copy is distrusted; the next cycle loads another one.
+2. Another device decides: the node that saw the result is held back, a spare takes its slot, and the next cycle
+   replays the saved batches. Once for each result.
+3. Without another device the same one tries again, a bounded number of times for each result.
+4. Soon after a load from the global tier that generation is distrusted; the next cycle loads an older one.
+5. Stop, with the diagnosis.
+
+Exit code 17 brings a verdict. A *correct* result stops the run at once: what trained it would do so again. A device's
+*persistent* fault takes its node out, where the world can do without it; else the node gets one more chance for as long
+as there is no progress. Where ranks outvoted one whose replica differed, without a replay, a second such verdict soon
+after a load points at the copy that was loaded. Without a verdict the copy is distrusted, or the run stops.
+
+Each remedy is tried once, or as often as said, for the same result: the ladder remembers in its cases what was tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outlast.errors import ExitReason
+from outlast.incidents import Incident, Rung
+from outlast.policy.ladder_state import CycleEnd, LadderState, Limits
+from outlast.policy.quarantine import Distrusted, Judgement, Load, judge
+from outlast.policy.replays import Case, find_case, granted_elsewhere, granted_here, replay_of
+from outlast.policy.rerun import Diagnosis, Finding, Replay
+
+__all__ = ["Answer", "answer"]
+
+_GLOBAL = "global"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What to do about an invalid result, if a budget allows it where it is a restart."""
+
+    what: str
+    """What happened, for people."""
+    action: str
+    """What is done about it and why, for people."""
+    stops: bool = False
+    """The run stops with the diagnosis; everything else is a restart."""
+    rung: Rung = Rung.RESTART_WORKERS
+    distrusted: Distrusted | None = None
+    """A copy that is not loaded again, restart or not."""
+    quarantine: str = ""
+    """Node that gets no slot any more; empty = none."""
+    hold_back: str = ""
+    """Node that gets no slot in the next cycle; empty = none."""
+    replay: Replay | None = None
+    """What the next cycle replays."""
+    case: Case | None = None
+    """What is remembered of the result once the restart is granted."""
+    faulty_node: str = ""
+    """Node that it is charged to; empty = it is not known whose fault it is."""
+    is_device_fault: bool = False
+    """A device of that node is at fault, and it has this one chance to show otherwise."""
+
+
+def answer(state: LadderState, end: CycleEnd, limits: Limits) -> Answer:
+    """Return what to do after a cycle that ended because of an invalid result."""
+    assert end.is_invalid_result
+    assert end.incident is not None
+    what, diagnosis = _describe(end.incident, end.diagnosis), end.diagnosis
+    if end.exit_code == ExitReason.RESUME_TO_DISAMBIGUATE:
+        return _disambiguate(state, end, end.incident, limits, what)
+    if diagnosis is not None and diagnosis.finding == Finding.CORRECT:
+        return Answer(what=what, action="stopping: training would come to the same result again", stops=True)
+    if diagnosis is not None and diagnosis.finding == Finding.PERSISTENT:
+        return _blame(state, end, diagnosis, what)
+    faulty = "" if diagnosis is not None else end.incident.node
+    return _judge_copy(what, _judge(state, end.load, _iteration(end)), faulty_node=faulty)
+
+
+def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits, what: str) -> Answer:
+    diagnosis = end.diagnosis
+    is_replay = _is_replay(state, diagnosis)
+    case = find_case(state.cases, incident, diagnosis, end.load, is_replay=is_replay)
+    judgement = _judge(state, case.load, _iteration(end))
+    faulty = "" if diagnosis is not None else incident.node
+    if judgement.distrusted is not None and judgement.distrusted.tier != _GLOBAL:
+        return _judge_copy(what, judgement, faulty_node=faulty)
+    if diagnosis is None:
+        if case.same_device < limits.max_same_device_reruns:
+            attempt = f"try {case.same_device + 1} of {limits.max_same_device_reruns}"
+            action = f"no diagnosis says more, restarting the workers on the same devices, {attempt}"
+            return Answer(what=what, action=action, case=granted_here(case), faulty_node=faulty)
+        return _judge_copy(what, judgement, faulty_node=faulty)
+    if diagnosis.node and end.num_spares > 0 and not case.elsewhere:
+        return Answer(
+            what=what,
+            action=f"a spare takes the slot of node {diagnosis.node}, which is held back, and replays it",
+            rung=Rung.REPLACE_NODE,
+            hold_back=diagnosis.node,
+            replay=replay_of(diagnosis, case),
+            case=granted_elsewhere(case),
+        )
+    tries = max(case.same_device, diagnosis.tries)
+    came_from_elsewhere = is_replay and diagnosis.replayed_on not in ("", diagnosis.device)
+    if tries < diagnosis.max_tries and not came_from_elsewhere:
+        action = f"no other device is free, replaying it on the same one, try {tries + 1} of {diagnosis.max_tries}"
+        return Answer(what=what, action=action, replay=replay_of(diagnosis, case), case=granted_here(case))
+    return _judge_copy(what, judgement)
+
+
+def _blame(state: LadderState, end: CycleEnd, diagnosis: Diagnosis, what: str) -> Answer:
+    """Return the answer to a device's persistent fault."""
+    node = state.replay.node if state.replay is not None and _is_replay(state, diagnosis) else diagnosis.node
+    if not diagnosis.replayed_on and state.blamed:
+        judgement = _judge(state, end.load, diagnosis.iteration)
+        if judgement.distrusted is not None:
+            return _judge_copy(what, judgement)
+    if node in state.held_back:
+        action = f"node {node} is quarantined, restarting the workers on the others"
+        return Answer(what=what, action=action, quarantine=node, faulty_node=node, is_device_fault=True)
+    if node and node not in state.quarantined and (end.num_spares > 0 or end.may_shrink):
+        heir = "a spare takes its slot" if end.num_spares > 0 else "the world goes on without it"
+        action = f"node {node} is quarantined, {heir}"
+        rung = Rung.REPLACE_NODE
+        return Answer(what=what, action=action, rung=rung, quarantine=node, faulty_node=node, is_device_fault=True)
+    if node in state.blamed:
+        action = f"stopping: node {node} had its chance since the last progress, and no other one waits for its slot"
+        return Answer(what=what, action=action, stops=True, faulty_node=node)
+    where = f"node {node}" if node else "its node"
+    action = f"no other node waits for the slot of {where}, restarting the workers there, once"
+    return Answer(what=what, action=action, faulty_node=node, is_device_fault=True)
+
+
+def _judge_copy(what: str, judgement: Judgement, *, faulty_node: str = "") -> Answer:
+    """Return the answer that blames the copy that was loaded, or none: then the run stops."""
+    if judgement.distrusted is None:
+        action = f"{judgement.reason}: stopping, its diagnosis is in the journal"
+        return Answer(what=what, action=action, stops=True, faulty_node=faulty_node)
+    what, action = f"{what}; {judgement.reason}", "restarting the workers, which load another copy"
+    return Answer(what=what, action=action, distrusted=judgement.distrusted, faulty_node=faulty_node)
+
+
+def _judge(state: LadderState, load: Load | None, iteration: int | None) -> Judgement:
+    return judge(load, iteration, known=state.distrusted, loads=state.loads)
+
+
+def _is_replay(state: LadderState, diagnosis: Diagnosis | None) -> bool:
+    """Return whether the cycle was started to replay this very result."""
+    return diagnosis is not None and state.replay is not None and diagnosis.iteration == state.replay.iteration
+
+
+def _iteration(end: CycleEnd) -> int | None:
+    assert end.incident is not None
+    return end.diagnosis.iteration if end.diagnosis is not None else end.incident.iteration
+
+
+def _describe(incident: Incident, diagnosis: Diagnosis | None) -> str:
+    text = f"{incident.describe()}: a result was judged invalid"
+    if diagnosis is not None and diagnosis.describe() not in text:
+        text += f": {diagnosis.describe()}"
+    return text

@@ -1,0 +1,163 @@
+"""What the ladder knows: what it remembers of a run, what it is told about a cycle's end, and what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from outlast.errors import ExitReason
+from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.policy.quarantine import Distrusted, Load
+from outlast.policy.replays import Case
+from outlast.policy.rerun import Diagnosis, Replay
+
+__all__ = ["MAX_HISTORY", "CycleEnd", "LadderState", "Limits", "Step", "begin_job"]
+
+MAX_HISTORY = 64
+"""How many of the newest entries each of the ladder's lists keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much may be tried."""
+
+    max_restarts: int = 3
+    """Restarts in a row without progress in between; 0 = none at all."""
+
+    max_restarts_total: int | None = None
+    """Restarts over the whole run, with or without progress; ``None`` = no limit."""
+
+    max_no_progress_cycles: int = 3
+    """Cycles in a row that may end without progress, where progress can be known."""
+
+    max_node_faults: int = 3
+    """Faults after which a node gives its slot to a spare, where one waits; 0 = never."""
+
+    max_same_device_reruns: int = 2
+    """Restarts on the same devices for the same exit code 16, where its worker left no diagnosis, which has a limit of
+    its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CycleEnd:
+    """How a cycle ended, as far as all nodes together know."""
+
+    cycle: int
+    incident: Incident | None
+    """The cause, not what it did to others; ``None`` only when the cycle finished or was preempted."""
+
+    finished: bool = False
+    """Every worker ended with exit code 0."""
+
+    preempted: bool = False
+    """The job was told to leave."""
+
+    preempted_saved: bool = False
+    """The workers saved what they had before they left."""
+
+    durable_iteration: int | None = None
+    """Highest iteration that any rank knows to be committed; ``None`` = none yet."""
+
+    progress_known: bool = False
+    """A worker reports its saves to us, so that no new one means no progress."""
+
+    num_spares: int = 0
+    """Nodes that wait for a slot, may have one, and fit the slot of the node that the cause points at."""
+
+    may_shrink: bool = False
+    """The world may go on without a node, should no spare wait."""
+
+    load: Load | None = None
+    """What the workers had loaded; ``None`` = nothing, or it is not known."""
+
+    diagnosis: Diagnosis | None = None
+    """What the workers knew of the invalid result because of which they left; ``None`` = they left none."""
+
+    def __post_init__(self) -> None:
+        assert self.incident is not None or self.finished or self.preempted, "a failed cycle needs its incident"
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code with which a worker ended by itself; ``None`` where the cause is another one."""
+        if self.incident is None or self.incident.kind != IncidentKind.WORKER_FAILED:
+            return None
+        return self.incident.exit_code
+
+    @property
+    def is_invalid_result(self) -> bool:
+        """Whether it ended because a worker judged a result invalid."""
+        verdicts = (ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_VALIDATION)
+        return not self.finished and not self.preempted and self.exit_code in verdicts
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One remembered decision."""
+
+    cycle: int
+    job: str = ""
+    incident: str = ""
+    rung: Rung
+    reason: str
+    durable_iteration: int | None = None
+
+
+class LadderState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ladder remembers from cycle to cycle and from job to job."""
+
+    restarts_without_progress: int = 0
+    restarts_total: int = 0
+    cycles_without_progress: int = 0
+    best_durable: int | None = None
+    """Highest durable iteration ever seen; never falls."""
+    progress_known: bool = False
+    """Some cycle of this run reported its saves; one that reports nothing has then made no progress."""
+    node_faults: dict[str, int] = {}
+    """Faults that began on each node in this job; what they did to peers is not counted."""
+    quarantined: tuple[str, ...] = ()
+    """Nodes that get no slot any more in this job."""
+    held_back: tuple[str, ...] = ()
+    """Nodes that get no slot in the cycle that follows: what went wrong there is replayed elsewhere."""
+    blamed: tuple[str, ...] = ()
+    """Nodes whose device was found to be at fault since the last progress in this job."""
+    loads: tuple[Load, ...] = ()
+    """What the newest cycles of the run loaded, oldest first."""
+    distrusted: tuple[Distrusted, ...] = ()
+    """Copies that led to invalid results: these, and what descends from them, are not loaded again. Take an entry out
+    of ``ladder.json`` to trust its copy again."""
+    cases: tuple[Case, ...] = ()
+    """Invalid results that no verdict was found for yet, and what was tried to find one."""
+    replay: Replay | None = None
+    """What the newest cycle was, or the next one is, started to replay; ``None`` = it trains as usual."""
+    finished: bool = False
+    stopped_with: int | None = None
+    """Exit code of the stop that ended the last job; ``None`` while one runs or when it was re-queued."""
+    history: tuple[Step, ...] = ()
+    """The newest decisions, oldest first."""
+
+    @property
+    def barred(self) -> tuple[str, ...]:
+        """Nodes that get no slot now."""
+        return (*self.quarantined, *self.held_back)
+
+
+def begin_job(state: LadderState) -> LadderState:
+    """Return the state with which a new job of the run starts.
+
+    ``--max-restarts``, node faults and what is known of nodes are a job's own. The cycles without progress go on
+    counting from job to job, unless the ladder itself had ended the run for good (exit codes 17 and 93): nothing of
+    ours re-queues such a run, so whoever starts it again has looked at it, and gets all budgets afresh.
+
+    A replay that was to come when a job had to leave goes on in the next one, wherever its ranks are then: its workers
+    see whether they are on another device. What was tried so far for an invalid result still counts.
+    """
+    cases = tuple(case for case in state.cases if case.iteration is not None)  # none can be told from another job's
+    state = msgspec.structs.replace(
+        state, restarts_without_progress=0, node_faults={}, quarantined=(), held_back=(), blamed=(), cases=cases
+    )
+    if state.stopped_with in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
+        distrusted = tuple(msgspec.structs.replace(one, settled=True) for one in state.distrusted)
+        state = msgspec.structs.replace(
+            state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted, cases=()
+        )
+    return msgspec.structs.replace(state, stopped_with=None)
