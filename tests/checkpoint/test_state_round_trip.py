@@ -178,3 +178,39 @@ def test_what_was_loaded_is_nobody_elses_memory(tmp_path: Path) -> None:
         for name, value in fresh.state[parameter].items():
             assert value.equal(optimizer.state[parameter][name])
             assert value.untyped_storage().nbytes() == value.nbytes
+
+
+class _Counter:
+    may_be_absent = True
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def test_what_may_be_absent_is_loaded_where_it_was_saved(tmp_path: Path) -> None:
+    """State that says so is left as it is by a generation saved without it; everything else must be there."""
+    manager = _manager(tmp_path)
+    manager.save({"t": torch.ones(2)}, 1).wait(20)
+    manager.close()
+    for live, fits in (({"t": torch.zeros(2), "c": _Counter(5)}, True), ({"t": torch.zeros(2), "d": 3}, False)):
+        manager = _manager(tmp_path)
+        if fits:
+            manager.load_latest(live)
+            assert live["t"].tolist() == [1.0, 1.0]
+            assert live["c"].value == 5
+            manager.save(live, 2).wait(20)
+        else:
+            with pytest.raises(CheckpointError, match="without d"):
+                manager.load_latest(live)
+        manager.close()
+    manager = _manager(tmp_path)
+    counter = _Counter(0)
+    manager.load_latest({"t": torch.zeros(2), "c": counter})
+    manager.close()
+    assert counter.value == 5

@@ -138,6 +138,27 @@ def test_another_number_of_ranks_loads_the_global_tier(tmp_path: Path, nodes: di
     assert told["loaded"][0] in (saved[0]["2"][0], saved[1]["2"][0])
 
 
+@pytest.mark.process
+def test_a_tier_that_lacks_the_loaded_generation_gets_it(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
+    """Killed between the commit to the near tiers and the one to the global tier, training that finished comes back and
+    saves the same iteration once more: only the global tier, which lacks it, is written."""
+    folder = tmp_path / "ckpt"
+    config = {"directory": str(tmp_path / "global")}
+    _save(folder, nodes, config)
+    shutil.rmtree(tmp_path / "global" / "step-2")
+    manifest = (folder / "one" / "step-2" / "manifest.json").read_bytes()
+    again = f"CONFIG = {config!r}\n" + LOAD.replace(
+        "manager.close()",
+        "manager.save(state, restored.iteration).wait(20)\nmanager.save(state, restored.iteration).wait(20)\n"
+        "manager.close()",
+    )
+    ended = start(folder, again, world=2, cycle=1, nodes=nodes)
+    assert [(code, told["tiers"]) for code, told in ended] == [(0, ["memory", "memory"])] * 2, ended
+    assert (tmp_path / "global" / "step-2" / "manifest.json").exists()
+    assert (folder / "one" / "step-2" / "manifest.json").read_bytes() == manifest
+    assert not list((tmp_path / "global").glob("*.tmp-*"))
+
+
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.state import is_stateful
+from outlast.checkpoint.state import is_stateful, may_be_absent
 from outlast.errors import CheckpointError
 
 __all__ = ["check_fit", "restore_into"]
@@ -24,11 +24,12 @@ def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
     """
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path} was saved as a {type(saved).__name__}, not as a mapping")
-    if missing := [str(name) for name in live if name not in saved]:
+    missing = [str(name) for name, value in live.items() if name not in saved and not may_be_absent(value)]
+    if missing:
         raise CheckpointError(f"{path} was saved without {', '.join(missing)}; give the state that was saved")
     for name, value in live.items():
         here = f"{path}.{name}"
-        if is_stateful(value):
+        if name not in saved or is_stateful(value):
             continue
         if isinstance(value, torch.Tensor):
             found = saved[name]
@@ -48,6 +49,8 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         CheckpointError: A ``load_state_dict`` refused what was saved.
     """
     for name, value in live.items():
+        if name not in saved:
+            continue  # check_fit() let it pass
         found = saved[name]
         if is_stateful(value):
             try:

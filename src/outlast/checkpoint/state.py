@@ -21,7 +21,7 @@ import torch
 from outlast.checkpoint.shard import DTYPE_NAMES
 from outlast.errors import CheckpointError
 
-__all__ = ["FlatState", "NamedTensor", "capture", "decode", "flatten", "is_stateful"]
+__all__ = ["FlatState", "NamedTensor", "capture", "decode", "flatten", "is_stateful", "may_be_absent"]
 
 _SCALARS = (str, int, float, bool, bytes, type(None))
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
@@ -49,6 +49,11 @@ class FlatState:
 def is_stateful(value: object) -> bool:
     """Return whether a value saves and loads itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def may_be_absent(value: object) -> bool:
+    """Return whether a value does without its state in a generation that was saved without it."""
+    return is_stateful(value) and getattr(value, "may_be_absent", False) is True
 
 
 def capture(state: Mapping[str, Any]) -> dict[str, Any]:

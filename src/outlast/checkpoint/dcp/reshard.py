@@ -22,7 +22,7 @@ from outlast.checkpoint.dcp.regions import Wanted, fill
 from outlast.checkpoint.dcp.structure import Stored, find_all, replace_all, saved_structure
 from outlast.checkpoint.dcp.verified_file import VerifiedFiles
 from outlast.checkpoint.restore import check_fit, restore_into
-from outlast.checkpoint.state import is_stateful
+from outlast.checkpoint.state import is_stateful, may_be_absent
 from outlast.errors import CheckpointError
 
 __all__ = ["Resharded", "load_resharded"]
@@ -123,7 +123,11 @@ class _Planner:
 
     def plan(self, state: Mapping[str, Any]) -> dict[str, Any]:
         saved = saved_structure(self._files)
-        return {name: self._any(value, saved.get(name, _MISSING), (name,)) for name, value in state.items()}
+        return {
+            name: self._any(value, saved.get(name, _MISSING), (name,))
+            for name, value in state.items()
+            if name in saved or not may_be_absent(value)
+        }
 
     def _any(self, live: Any, saved: Any, path: Path) -> Any:
         if is_stateful(live):
