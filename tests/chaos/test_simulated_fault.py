@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast.chaos import simulated
-from outlast.chaos.simulated import SimulatedFault
+from outlast.chaos import ArmedFaults, FaultPlan
+from outlast.chaos.simulated import simulated_fault
 from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
@@ -22,35 +22,36 @@ from outlast.testing.fake_clock import FakeClock
 def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Signals that this process would have got."""
     sent: list[int] = []
-    monkeypatch.setattr(simulated.os, "kill", lambda pid, number: sent.append(number) if pid == os.getpid() else None)
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number) if pid == os.getpid() else None)
     return sent
 
 
-def _fault(
+def _armed(
     rank: int, run_dir: Path | None, *, cycle: int = 0, clock: FakeClock | None = None, **settings: object
-) -> SimulatedFault:
+) -> ArmedFaults:
     config = FaultToleranceConfig(simulate_fault=True, **settings)  # type: ignore[arg-type]
     place = WorkerEnv(global_rank=rank, world_size=4, run_id="run-1", cycle=cycle)
     journal = Journal(run_dir, run_id="run-1", job="job", node="node", proc=f"rank-{rank}")
     folder = None if run_dir is None else str(run_dir)
-    return SimulatedFault(config, place, run_dir=folder, journal=journal, time=clock or FakeClock())
+    plan = FaultPlan(faults=[simulated_fault(config, place)])
+    return plan.arm(place, run_dir=folder, journal=journal, device="cpu", time=clock or FakeClock())
 
 
 def test_all_ranks_draw_the_same_fault(tmp_path: Path, signals: list[int]) -> None:
     """The run's name decides who and what; exactly one of the ranks is struck."""
-    faults = [_fault(rank, tmp_path) for rank in range(4)]
-    assert len({(fault.rank, fault.fault) for fault in faults}) == 1
-    for fault in faults:
-        fault.strike_if_due(iteration=3, has_durable=True)
-    assert signals == [{"rank_hung": signal.SIGSTOP, "rank_killed": signal.SIGKILL}[faults[0].fault]]
+    for rank in range(4):
+        _armed(rank, tmp_path).after_step(3, {})
+    (event,) = [event for event in read_journal(tmp_path) if event.kind == EventKind.FAULT_SIMULATED]
+    assert signals == [{"rank_hung": signal.SIGSTOP, "rank_killed": signal.SIGKILL}[event.data["fault"]]]
 
 
 def test_it_comes_once_a_run(tmp_path: Path, signals: list[int]) -> None:
     """Neither a later iteration nor a later cycle is struck again, and the journal has it once."""
     for cycle in range(3):
-        fault = _fault(2, tmp_path, cycle=cycle, simulated_fault_rank=2, simulated_fault_type="rank_killed")
-        fault.strike_if_due(iteration=10 + cycle, has_durable=True)
-        fault.strike_if_due(iteration=11 + cycle, has_durable=True)
+        fault = _armed(2, tmp_path, cycle=cycle, simulated_fault_rank=2, simulated_fault_type="rank_killed")
+        fault.after_step(10 + cycle, {})
+        fault.before_step(10 + cycle, {})
+        fault.after_step(11 + cycle, {})
     assert signals == [signal.SIGKILL]
     (event,) = [event for event in read_journal(tmp_path) if event.kind == EventKind.FAULT_SIMULATED]
     assert (event.rank, event.iteration, event.data["fault"]) == (2, 10, "rank_killed")
@@ -58,25 +59,25 @@ def test_it_comes_once_a_run(tmp_path: Path, signals: list[int]) -> None:
 
 def test_without_a_run_directory_only_the_first_cycle_is_struck(signals: list[int]) -> None:
     """Where nothing can be remembered, a restart is never struck."""
-    _fault(0, None, cycle=1, simulated_fault_rank=0).strike_if_due(iteration=1, has_durable=True)
+    _armed(0, None, cycle=1, simulated_fault_rank=0).after_step(1, {})
     assert signals == []
-    _fault(0, None, cycle=0, simulated_fault_rank=0).strike_if_due(iteration=1, has_durable=True)
+    _armed(0, None, cycle=0, simulated_fault_rank=0).after_step(1, {})
     assert len(signals) == 1
 
 
 def test_it_waits_for_its_delay_and_for_something_to_come_back_from(tmp_path: Path, signals: list[int]) -> None:
     """Before the delay has passed, or before anything is durable, nothing happens."""
     clock = FakeClock()
-    fault = _fault(1, tmp_path, clock=clock, simulated_fault_rank=1, simulated_fault_base_delay=5.0)
-    fault.strike_if_due(iteration=1, has_durable=True)
+    fault = _armed(1, tmp_path, clock=clock, simulated_fault_rank=1, simulated_fault_base_delay=5.0)
+    fault.after_step(1, {})
     clock.advance(5.0)
-    fault.strike_if_due(iteration=2, has_durable=False)
+    fault.after_step(2, {}, has_durable=False)
     assert signals == []
-    fault.strike_if_due(iteration=3, has_durable=True)
+    fault.after_step(3, {})
     assert len(signals) == 1
 
 
 def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     """The error names the last rank."""
     with pytest.raises(ConfigError, match="ranks end at 3"):
-        _fault(0, tmp_path, simulated_fault_rank=4)
+        _armed(0, tmp_path, simulated_fault_rank=4)

@@ -34,6 +34,9 @@ class Config:
     rerun_state_machine: RerunStateMachineConfig | None = None
     """What counts as an invalid result of a step that the script validates, and what follows; none = the defaults."""
 
+    fault_plan: str | None = None
+    """File (TOML, YAML or JSON) with a plan of faults to cause on purpose, in a test; none = no plan."""
+
     seed: int | None = field(default=None)
     """Seed of python's, numpy's and torch's random numbers, moved by the rank; none = the script seeds
     them."""

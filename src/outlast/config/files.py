@@ -18,7 +18,7 @@ from outlast.config import Config
 from outlast.config.base import from_mapping
 from outlast.errors import ConfigError
 
-__all__ = ["load_config"]
+__all__ = ["load_config", "load_values"]
 
 
 def load_config(path: str | os.PathLike[str]) -> Config:
@@ -30,6 +30,19 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     Raises:
         ConfigError: The file is of another type, cannot be read, is not well-formed, has an unknown or
             repeated key, or a value that the config refuses.
+    """
+    values, text = load_values(path)
+    return from_mapping(Config, values, where=str(Path(path)), locate=lambda keys: _find_line(text, keys))
+
+
+def load_values(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str]:
+    """Read a file of keys and values; return them as they stand there, and the file's text.
+
+    Args:
+        path: As for :func:`load_config`.
+
+    Raises:
+        ConfigError: The file is of another type, cannot be read, is not well-formed, or repeats a key.
     """
     path = Path(path)
     parse = _PARSERS.get(path.suffix.lower())
@@ -43,7 +56,7 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     if not isinstance(values, Mapping):
         kind = type(values).__name__
         raise ConfigError(f"{path}: the file holds a {kind}, not settings; write key and value pairs")
-    return from_mapping(Config, values, where=str(path), locate=lambda keys: _find_line(text, keys))
+    return values, text
 
 
 def _read(path: Path) -> str:

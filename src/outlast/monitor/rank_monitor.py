@@ -49,6 +49,10 @@ class SectionTimer:
     def __exit__(self, *_: object) -> None:
         self._shut(self._index)
 
+    def opens_with(self, open_: Callable[[int], None]) -> None:
+        """Open the section with another function from now on, wherever it is used."""
+        self._open = open_
+
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return the function with every call of it marked.
 
@@ -176,6 +180,19 @@ class RankMonitor:
         """Leave every open section, for instance in an exception's handler."""
         while self._page.leave():
             pass
+
+    def call_in(self, name: str, callback: Callable[[], None]) -> None:
+        """Call ``callback`` each time that the section ``name`` was entered, in it; what it raises ends the section."""
+
+        def enter(index: int) -> None:
+            self._page.open(index)
+            try:
+                callback()
+            except BaseException:
+                self._page.shut(index)
+                raise
+
+        self.section(name).opens_with(enter)
 
     def _new_section(self, name: str) -> SectionTimer:
         timer = SectionTimer(self._page.intern(name), self._page.open, self._page.shut)

@@ -12,11 +12,12 @@ import atexit
 import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from outlast import clock
-from outlast.chaos.simulated import SimulatedFault
+from outlast.chaos.simulated import arm_configured
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ExitReason, OutlastError, Untrusted
@@ -104,11 +105,10 @@ class Session:
                     world_size=place.world_size,
                     has_near=has_near_tier(config.checkpoint, place),
                 )
-        self._fault = (
-            SimulatedFault(fault_tolerance, place, run_dir=self.run_dir, journal=self._journal)
-            if fault_tolerance.simulate_fault
-            else None
-        )
+        self._faults = faults = arm_configured(config, fault_tolerance, place, self._journal)
+        if faults is not None:
+            for name in faults.sections:
+                self._monitor.call_in(name, partial(faults.enter_section, name))
         if self._manager is not None:
             self._manager.on_commit = self._monitor.set_durable_iteration
         if self._rhythm is not None and self._rhythm.saves_by_itself:
@@ -198,6 +198,8 @@ class Session:
             self._restore(state)
         try:
             while self._iteration < total:
+                if self._faults is not None:
+                    self._faults.before_step(self._iteration, state, has_durable=self._has_durable())
                 self._begin_step()
                 yield self._iteration
                 agreed = self._end_step()
@@ -320,9 +322,12 @@ class Session:
             self.save(state)
         elif due == Due.NEAR and not is_last:  # the end saves to all tiers
             self._save(state, tiers=NEAR_TIERS)
-        if self._fault is not None:
-            has_durable = self._manager is None or self._manager.durable_iteration is not None
-            self._fault.strike_if_due(iteration=self._iteration, has_durable=has_durable)
+        if self._faults is not None:
+            self._faults.after_step(self._iteration, state, has_durable=self._has_durable())
+
+    def _has_durable(self) -> bool:
+        """Say whether there is something to come back from, or nothing is saved at all."""
+        return self._manager is None or self._manager.durable_iteration is not None
 
     def _finish(self, state: Mapping[str, Any]) -> None:
         if self._manager is not None:
