@@ -14,7 +14,6 @@ from outlast.policy.slots import Slot
 
 __all__ = ["Adoption"]
 
-
 _ONE_MISSING_S = 1.0
 """How long the last slot's node may take; all others have found the store by then."""
 
@@ -32,6 +31,8 @@ class Adoption:
     """Slot number to its holder."""
     running: set[str] = field(default_factory=set)
     """Nodes whose workers run or have finished."""
+    ended: dict[str, m.CycleFacts] = field(default_factory=dict)
+    """What nodes told of the cycle that had ended for them."""
 
     def register(self, message: m.Register, now_s: float) -> None:
         """Take one node's place; an older cycle's counts for nothing."""
@@ -56,6 +57,16 @@ class Adoption:
     def missing(self) -> list[int]:
         """Slots that nobody claimed."""
         return [index for index in range(self.num_slots) if index not in self.claims]
+
+    @property
+    def has_majority(self) -> bool:
+        """Whether most of the slots' holders registered."""
+        return len(self.claims) * 2 > self.num_slots
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the cycle goes on on every node."""
+        return not self.missing and all(slot.holder in self.running for slot in self.slots)
 
     def is_over(self, now_s: float, wait_s: float) -> bool:
         """Return whether all have registered, or had ``wait_s`` seconds to."""

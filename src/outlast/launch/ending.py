@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import messages as m
@@ -10,10 +13,11 @@ from outlast.policy.culprit import Position, find_culprit
 from outlast.policy.deadlines import Expired
 from outlast.policy.ladder import CycleEnd
 from outlast.policy.quarantine import Distrusted
+from outlast.policy.rerun import Diagnosis
 from outlast.policy.slots import root_cause
 from outlast.policy.timeouts import Observation
 
-__all__ = ["Ending", "copy_untrusted", "highest_durable", "observations"]
+__all__ = ["Ending", "copy_untrusted", "departure", "diagnosis_in", "highest_durable", "observations"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,15 +49,26 @@ class Ending:
         self.incidents.append(incident)
         return incident
 
-    def summarise(self, *, num_spares: int) -> CycleEnd:
-        """Return what the ladder judges: the cause among all incidents, and how far the cycle got."""
+    def summarise(self, *, num_heirs: Callable[[str], int], may_shrink: bool) -> CycleEnd:
+        """Return what the ladder judges: the cause among all incidents, and how far the cycle got.
+
+        Args:
+            num_heirs: Says how many spares could take a node's slot.
+            may_shrink: The world may go on without one of its nodes.
+        """
+        cause = self._cause()
+        diagnosis = diagnosis_in(cause)
+        if diagnosis is not None:
+            cause = _by_who_saw_it(cause, diagnosis)
         return CycleEnd(
             cycle=self.cycle,
-            incident=self._cause(),
+            incident=cause,
             durable_iteration=highest_durable(self.facts),
             progress_known=any(facts.progress_known for facts in self.facts),
-            num_spares=num_spares,
+            num_spares=num_heirs(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
+            may_shrink=may_shrink,
             load=next((facts.load for facts in self.facts if facts.load is not None), None),
+            diagnosis=diagnosis,
         )
 
     def _cause(self) -> Incident:
@@ -81,6 +96,27 @@ def observations(facts: list[m.CycleFacts]) -> list[Observation]:
     return [one.observation for one in facts if one.observation is not None]
 
 
+def departure(cycle: int, leave: m.Leave) -> CycleEnd:
+    """Return the end of a cycle whose job was told to leave."""
+    facts = leave.facts
+    return CycleEnd(
+        cycle=cycle,
+        incident=None,
+        preempted=True,
+        preempted_saved=leave.saved,
+        durable_iteration=facts.durable_iteration if facts else None,
+        progress_known=facts.progress_known if facts else False,
+    )
+
+
+def diagnosis_in(incident: Incident) -> Diagnosis | None:
+    """Return the diagnosis that a worker left; ``None`` where there is none that can be read."""
+    try:
+        return msgspec.convert(incident.evidence["diagnosis"], Diagnosis)
+    except (KeyError, msgspec.ValidationError):
+        return None
+
+
 def copy_untrusted(one: Distrusted, cause: Incident | None) -> Incident:
     """Return the incident of a copy that is not loaded again, because of the invalid result in ``cause``."""
     assert cause is not None
@@ -99,6 +135,19 @@ def copy_untrusted(one: Distrusted, cause: Incident | None) -> Incident:
             "tier": one.tier,
             "tainted": list(one.tainted),
         },
+    )
+
+
+def _by_who_saw_it(incident: Incident, diagnosis: Diagnosis) -> Incident:
+    """Return the incident of the rank that saw the invalid result, where only ranks that left with it were heard."""
+    if incident.rank == diagnosis.rank:
+        return incident
+    return msgspec.structs.replace(
+        incident,
+        node=diagnosis.node or incident.node,
+        rank=diagnosis.rank,
+        pid=None,
+        evidence={**incident.evidence, "first_reported_rank": incident.rank},
     )
 
 

@@ -9,6 +9,7 @@ from outlast.incidents import Incident
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Expired
 from outlast.policy.quarantine import Distrusted, Load
+from outlast.policy.rerun import Replay
 from outlast.policy.timeouts import Observation
 
 __all__ = [
@@ -179,6 +180,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     master_port: int
     distrusted: tuple[Distrusted, ...] = ()
     """What is not to be loaded."""
+    replay: Replay | None = None
+    """What the workers run again before anything else; ``None`` = they train as usual."""
 
 
 class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):

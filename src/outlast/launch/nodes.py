@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from outlast.errors import ExitReason
 from outlast.launch import messages as m
 from outlast.policy.slots import Candidate, Slot
 
 __all__ = ["Node", "Nodes", "Outbox"]
+
+log = logging.getLogger(__name__)
 
 Outbox = list[tuple[str, str, m.ToNode]]
 """(node, epoch, message) to be sent."""
@@ -41,6 +45,8 @@ class Nodes:
         self.out: Outbox = []
         """What is to be sent, in order."""
         self.num_joins = 0
+        self.claims: dict[str, m.Join] = {}
+        """Joins under a name whose former life is not yet known to be over."""
         self._ready: set[str] = set()
         self._slots: tuple[Slot, ...] = tuple(Slot() for _ in range(num_slots))
         self._holders: frozenset[str] = frozenset()
@@ -116,6 +122,11 @@ class Nodes:
         """Return the nodes that wait for a slot and may have one."""
         return [n for n in self if n.ready and not self.holds_slot(n) and n.name not in barred]
 
+    def num_heirs(self, name: str, barred: Sequence[str]) -> int:
+        """Return how many spares could take the slot of a node; any could, where it holds none."""
+        nproc = next((slot.nproc for slot in self._slots if slot.holder == name), None)
+        return sum(nproc in (None, spare.candidate.nproc) for spare in self.spares(barred))
+
     def send(self, node: Node, message: m.ToNode) -> None:
         """Tell a node something."""
         node.last = message
@@ -125,6 +136,14 @@ class Nodes:
         """Tell every node something."""
         for node in self:
             self.send(node, message)
+
+    def refuse_claim(self, holder: Node) -> None:
+        """Turn away a second agent of a node's name, if there is one: the first has just shown that it lives."""
+        if (claim := self.claims.pop(holder.name, None)) is None:
+            return
+        log.warning("a second agent calls itself node %s while the first one lives; it was turned away", claim.node)
+        reason = f"another agent of the name {holder.name!r} is alive in this job; give each its own --node-name"
+        self.out.append((claim.node, claim.epoch, m.Stop(exit_code=ExitReason.BAD_INPUT, reason=reason)))
 
     def take_out(self) -> Outbox:
         """Return what is to be sent, once."""

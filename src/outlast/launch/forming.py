@@ -1,0 +1,147 @@
+"""Forming: the next cycle's world comes together, slot by slot, from the nodes that wait."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from outlast.launch import messages as m
+from outlast.launch.job import JobSettings
+from outlast.launch.nodes import Node, Nodes
+from outlast.policy.ladder import LadderState
+from outlast.policy.slots import Slot, fill_slots, shrink
+
+__all__ = ["Forming", "why_it_waits"]
+
+log = logging.getLogger(__name__)
+
+
+def why_it_waits(node: Node, state: LadderState) -> str:
+    """Return why a node has no slot, for people."""
+    if node.name in state.quarantined:
+        return "the node is quarantined for this job"
+    if node.name in state.held_back:
+        return "an invalid result of this node is replayed on another one"
+    return "every slot is held: the node is a spare"
+
+
+@dataclass(slots=True)
+class Forming:
+    """Wait until every slot has a ready node, but not for ever."""
+
+    settings: JobSettings
+    nodes: Nodes
+    has_majority: bool = True
+    """Most of the slots' holders took part when this coordinator took over (or it always was the only one)."""
+    num_unclaimed: int = 0
+    """Slots that nobody claimed when it took over."""
+    _since_s: float | None = None
+    """Since when nodes are missing."""
+    _missing: int = 0
+
+    def begin(self, state: LadderState, quarantine: Collection[str]) -> None:
+        """Begin with a new cycle: the time to wait starts afresh.
+
+        Args:
+            state: What the ladder remembers.
+            quarantine: Nodes that lose their slots now, and hear so.
+        """
+        self._since_s = None
+        for name in quarantine:
+            if (node := self.nodes.get(name)) is not None:
+                self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
+
+    def fill(self, cycle: int, now_s: float, *, barred: Collection[str]) -> tuple[Slot, ...] | None:
+        """Return the slots of the world that can start now; ``None`` while nodes are missing.
+
+        Args:
+            cycle: The cycle that forms; only a later one may be smaller than the first.
+            now_s: Monotonic seconds.
+            barred: Nodes that may have no slot.
+        """
+        num_slots, num_ready = len(self.nodes.slots), self.nodes.num_ready
+        if num_ready < (self.settings.min_nodes or num_slots):  # the usual case, at O(1) a message
+            self._miss(num_slots - num_ready, cycle, now_s)
+            return None
+        slots = fill_slots(self.nodes.slots, self.nodes.ready(), barred=barred)
+        if any(slot.holder is None for slot in slots):
+            smaller = shrink(slots, min_nodes=self.settings.min_nodes) if cycle and self.has_majority else None
+            if smaller is None or any(slot.holder is None for slot in smaller):
+                self._miss(sum(slot.holder is None for slot in slots), cycle, now_s)
+                return None
+            log.warning("no spare is left: the world shrinks from %d to %d nodes", len(slots), len(smaller))
+            slots = smaller
+        if not self.has_majority and self.settings.max_nodes >= 2 * len(slots):
+            # Another part of a divided network could be complete as well; two runs must not go on.
+            self._miss(self.num_unclaimed, cycle, now_s)
+            return None
+        self._since_s = None
+        return slots
+
+    def start(self, cycle: int, addr: str, port: int, state: LadderState) -> None:
+        """Tell every slot's node its place, and the others that they wait.
+
+        Args:
+            cycle: The cycle that starts.
+            addr: Where its first node hosts its store.
+            port: The store's port.
+            state: What the ladder remembers.
+        """
+        slots, base_rank = self.nodes.slots, 0
+        for index, slot in enumerate(slots):
+            node = self.nodes.holder(slot)
+            assert node is not None
+            self.nodes.mark(node, ready=False)
+            self.nodes.send(
+                node,
+                m.Start(
+                    cycle=cycle,
+                    node_rank=index,
+                    num_nodes=len(slots),
+                    base_rank=base_rank,
+                    world_size=sum(slot.nproc or 0 for slot in slots),
+                    master_addr=addr,
+                    master_port=port,
+                    distrusted=state.distrusted,
+                    replay=state.replay,
+                ),
+            )
+            base_rank += slot.nproc or 0
+        for node in self.nodes.spares(state.quarantined):
+            self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
+
+    def lacks_heir(self, state: LadderState) -> bool:
+        """Return whether a node that is held back is needed after all: the spare that was to have its slot is gone."""
+        return bool(state.held_back) and not self._can_fill(state.barred) and self._can_fill(state.quarantined)
+
+    def may_shrink(self) -> bool:
+        """Return whether the world may go on without one of its nodes."""
+        least = self.settings.min_nodes
+        return least is not None and self.has_majority and len(self.nodes.slots) - 1 >= least
+
+    def gave_up(self, now_s: float) -> str | None:
+        """Return why nodes are not waited for any longer, for people; ``None`` while they are."""
+        timeout_s = self.settings.join_timeout_s
+        if self._since_s is None or now_s - self._since_s <= timeout_s or not self.nodes.by_name:
+            return None
+        return (
+            f"{self._missing} of {len(self.nodes.slots)} slots stayed empty for {timeout_s:.0f} s "
+            "(--rdzv-conf join_timeout=...): no spare is left"
+        )
+
+    def _can_fill(self, barred: Collection[str]) -> bool:
+        slots = fill_slots(self.nodes.slots, self.nodes.ready(), barred=barred)
+        return all(slot.holder is not None for slot in slots)
+
+    def _miss(self, missing: int, cycle: int, now_s: float) -> None:
+        self._missing = missing
+        if self._since_s is None:
+            self._since_s = now_s
+            if cycle:
+                log.warning(
+                    "waiting for %d of %d nodes, up to %.0f s",
+                    missing,
+                    len(self.nodes.slots),
+                    self.settings.join_timeout_s,
+                )

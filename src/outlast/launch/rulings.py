@@ -1,0 +1,71 @@
+"""Rulings: what the ladder decides in a job, remembered before anybody hears of it, and written down."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from outlast.incidents import EventKind, Rung, Verdict
+from outlast.launch.ending import copy_untrusted
+from outlast.policy import ladder
+from outlast.policy.ladder import CycleEnd, LadderState, Limits
+from outlast.policy.quarantine import Distrusted
+
+__all__ = ["Record", "Rulings"]
+
+log = logging.getLogger(__name__)
+
+Record = Callable[[EventKind, int, dict[str, object]], None]
+"""Takes an event for the journal: kind, cycle, data."""
+
+
+class Rulings:
+    """Ask the ladder.
+
+    Args:
+        state: What it remembers of the run.
+        limits: What is allowed.
+        record: Called with every event for the journal.
+        remember: Called with the new state whenever it changed.
+
+    Thread: the coordinator's.
+    """
+
+    def __init__(
+        self, state: LadderState, limits: Limits, *, record: Record, remember: Callable[[LadderState], None]
+    ) -> None:
+        self.state = state
+        self._limits, self._record, self._remember = limits, record, remember
+
+    def rule(self, end: CycleEnd) -> Verdict:
+        """Return the verdict on a cycle's end."""
+        before = self.state.distrusted
+        state, verdict = ladder.decide(self.state, end, self._limits)
+        self._keep(state)
+        for one in state.distrusted:
+            if one not in before and not one.settled:
+                self._record(EventKind.INCIDENT, end.cycle, {"incident": copy_untrusted(one, end.incident)})
+        data: dict[str, object] = {"verdict": verdict}
+        if end.incident is not None:
+            data["incident"] = end.incident
+            level = logging.ERROR if verdict.rung == Rung.STOP else logging.WARNING
+            log.log(level, "[outlast] cycle %d ended: %s", end.cycle, verdict.reason)
+        self._record(EventKind.VERDICT, end.cycle, data)
+        return verdict
+
+    def drop_replay(self, why: str) -> None:
+        """Let the next cycle train as usual, because the node that was to replay is gone."""
+        log.warning("[outlast] %s: the next cycle trains without the replay", why)
+        self._keep(ladder.drop_replay(self.state))
+
+    def learn_distrusted(self, told: Sequence[Distrusted]) -> None:
+        """Take over what an agent was told not to load by a coordinator whose memory may be out of reach."""
+        known = {(one.attempt, one.tier) for one in self.state.distrusted}
+        if new := tuple(one for one in told if (one.attempt, one.tier) not in known):
+            self._keep(msgspec.structs.replace(self.state, distrusted=self.state.distrusted + new))
+
+    def _keep(self, state: LadderState) -> None:
+        self.state = state
+        self._remember(state)
