@@ -9,12 +9,12 @@ import os
 import secrets
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from outlast import clock
+from outlast.bench.measuring import timed
+from outlast.bench.state_size import TENSOR_BYTES
 from outlast.checkpoint.holdings import CopyKey
 from outlast.checkpoint.replica.client import Target, fetch, fetch_into, push
 from outlast.checkpoint.replica.server import ReplicaServer
@@ -22,25 +22,21 @@ from outlast.checkpoint.shard import CHUNK_BYTES, digest, num_chunks
 
 __all__ = ["main"]
 
-NUM_TENSORS = 64
-TENSOR_BYTES = 16 << 20
-NUM_BYTES = NUM_TENSORS * TENSOR_BYTES
 COPY = CopyKey(1, "bench", 0)
 TIMEOUT_S = 60.0
-T = TypeVar("T")
 
 
 class _OnePart:
     """Holdings of one part, in the memory that gloo sends from; what is received is thrown away."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self._fd, self._num_bytes = fd, num_bytes
 
     def receive(self, key: CopyKey, num_bytes: int) -> _Thrown:
         return _Thrown(num_bytes)
 
     def open(self, key: CopyKey) -> tuple[int, int]:
-        return os.dup(self._fd), NUM_BYTES
+        return os.dup(self._fd), self._num_bytes
 
 
 class _Thrown:
@@ -62,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Hold a shard (rank 0), or get it (rank 1).")
     parser.add_argument("store")
     parser.add_argument("rounds", type=int)
+    parser.add_argument("tensors", type=int)
     parser.add_argument("rank", type=int)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -72,12 +69,13 @@ def main() -> None:
         world_size=2,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    fd = _memory(NUM_BYTES)
-    mapped = mmap.mmap(fd, NUM_BYTES)
+    num_bytes = args.tensors * TENSOR_BYTES
+    fd = _memory(num_bytes)
+    mapped = mmap.mmap(fd, num_bytes)
     view = memoryview(mapped)
     tensors = [
         torch.frombuffer(mapped, dtype=torch.float32, count=TENSOR_BYTES // 4, offset=number * TENSOR_BYTES)
-        for number in range(NUM_TENSORS)
+        for number in range(args.tensors)
     ]
     for number, tensor in enumerate(tensors):
         tensor.normal_(generator=torch.Generator().manual_seed(number + 1000 * args.rank))
@@ -91,7 +89,9 @@ def main() -> None:
 
 def _hold(fd: int, tensors: list[torch.Tensor], rounds: int) -> None:
     key = secrets.token_bytes(32)
-    server = ReplicaServer(_OnePart(fd), host="127.0.0.1", key=lambda: key, on_refused=_refused)
+    server = ReplicaServer(
+        _OnePart(fd, len(tensors) * TENSOR_BYTES), host="127.0.0.1", key=lambda: key, on_refused=_refused
+    )
     dist.broadcast_object_list([server.port, key], src=0)
     for _ in range(rounds):
         dist.barrier()
@@ -113,21 +113,22 @@ def _get(fd: int, view: memoryview, tensors: list[torch.Tensor], rounds: int) ->
         for tensor in tensors:
             dist.recv(tensor, src=0)
 
-    all_chunks = range(num_chunks(NUM_BYTES))
-    print(json.dumps({"num_bytes": NUM_BYTES}), flush=True)
+    num_bytes = len(view)
+    all_chunks = range(num_chunks(num_bytes))
+    print(json.dumps({"num_bytes": num_bytes}), flush=True)
     for _ in range(rounds):
         dist.barrier()
-        found = {"gloo": _timed(receive)[0]}
-        right = tuple(digest(view[start : start + CHUNK_BYTES]) for start in range(0, NUM_BYTES, CHUNK_BYTES))
+        found = {"gloo": timed(receive)[0]}
+        right = tuple(digest(view[start : start + CHUNK_BYTES]) for start in range(0, num_bytes, CHUNK_BYTES))
         for tensor in tensors:
             tensor.zero_()  # what is found right below was fetched
         ways: dict[str, Callable[[], tuple[str, ...]]] = {
             "warm": lambda: fetch_into(target, key, COPY, view, timeout_s=TIMEOUT_S),
-            "fresh": lambda: fetch(target, key, COPY, fd, NUM_BYTES, timeout_s=TIMEOUT_S),
-            "push": lambda: push(target, key, COPY, fd, all_chunks, NUM_BYTES, timeout_s=TIMEOUT_S),
+            "fresh": lambda: fetch(target, key, COPY, fd, num_bytes, timeout_s=TIMEOUT_S),
+            "push": lambda: push(target, key, COPY, fd, all_chunks, num_bytes, timeout_s=TIMEOUT_S),
         }
         for name, way in ways.items():
-            found[name], digests = _timed(way)
+            found[name], digests = timed(way)
             if digests != right:
                 raise SystemExit(f"{name}: what was received is not what gloo received")
         print(json.dumps(found), flush=True)
@@ -138,12 +139,6 @@ def _memory(num_bytes: int) -> int:
     fd = os.memfd_create("outlast-bench", os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
     return fd
-
-
-def _timed(work: Callable[[], T]) -> tuple[float, T]:
-    begin_ns = clock.now_ns()
-    result = work()
-    return (clock.now_ns() - begin_ns) / 1e9, result
 
 
 def _refused(source: str, reason: str) -> None:

@@ -7,6 +7,7 @@ files do not.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import shutil
@@ -32,6 +33,7 @@ _SAVES = 4
 def _peak_extra_mib(save: Callable[[], None]) -> float:
     """Return the most memory that was in use during ``save`` beyond what was before, in MiB."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier round has freed is to be counted again when it is used again
     before = peak = _used_bytes()
     done = threading.Event()
 

@@ -11,7 +11,10 @@ from outlast.errors import ExitReason, OutlastError
 
 __all__ = ["bench"]
 
-_BENCHES = ("heartbeat", "restart", "rendezvous")
+_REPEATS = {"heartbeat": 5, "restart": 5, "rendezvous": 5, "save": 7, "load": 7, "replica": 7}
+"""The benchmarks, and the rounds that count unless others are asked for."""
+_SIZED = ("save", "load", "replica")
+"""Those that move a state."""
 
 
 @click.command(
@@ -22,20 +25,33 @@ Benchmarks:
   heartbeat    a heartbeat, and entering and leaving a section, beside TCPStore.set
   restart      from SIGKILL of a rank to all ranks' next all-reduce, beside torchrun; death and hang noticed
   rendezvous   up to 512 agents meet on this machine, beside torchrun's c10d rendezvous
+  save         what a save costs training, and when it is durable, beside torch.distributed.checkpoint and others
+  load         from files or memory to live tensors, every byte verified, beside the same
+  replica      a shard fetched from another node's writer, every byte verified, beside gloo's send and recv
 
 \b
 Examples:
   outlast bench heartbeat
   outlast bench restart --repeats 9
+  TMPDIR=/nvme outlast bench save
   outlast bench rendezvous --json | jq '.bars[] | {name, value, bar, ok}'
 """,
 )
-@click.argument("name", metavar="{heartbeat|restart|rendezvous}", type=click.Choice(_BENCHES))
+@click.argument("name", metavar="{" + "|".join(_REPEATS) + "}", type=click.Choice(list(_REPEATS)))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 @click.option(
-    "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds that count; medians are told."
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Rounds that count; medians are told.  [default: 7 for save, load and replica, else 5]",
 )
-def bench(name: str, as_json: bool, repeats: int) -> int:
+@click.option(
+    "--tensors",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Size of the state of save, load and replica, in tensors of 16 MiB.  [default: 64, which the bars are for]",
+)
+def bench(name: str, as_json: bool, repeats: int | None, tensors: int | None) -> int:
     """Measure outlast beside its peers.
 
     Both are measured in turns in one run; the first round is dropped. How far it is goes to standard error.
@@ -45,6 +61,9 @@ def bench(name: str, as_json: bool, repeats: int) -> int:
     """
     from rich.console import Console
 
+    if tensors is not None and name not in _SIZED:
+        raise click.UsageError(f"--tensors is for {', '.join(_SIZED)}; {name} has no state")
+    size = {} if tensors is None else {"num_tensors": tensors}
     module = importlib.import_module(f"outlast.bench.{name}")
 
     def say(line: str) -> None:
@@ -52,7 +71,7 @@ def bench(name: str, as_json: bool, repeats: int) -> int:
 
     try:
         with ending_on_signals():
-            result = module.measure(repeats=repeats, say=say)
+            result = module.measure(repeats=repeats or _REPEATS[name], say=say, **size)
     except OutlastError as error:
         click.echo(f"outlast: {error}", err=True)
         return int(ExitReason.FAILED)
