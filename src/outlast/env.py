@@ -21,6 +21,7 @@ __all__ = [
     "DEVICE",
     "JOB",
     "NODE",
+    "REPLAY",
     "RUN_DIR",
     "RUN_ID",
     "UNTRUSTED",
@@ -54,6 +55,8 @@ WRITER = "OUTLAST_WRITER"
 """Address of the node's checkpoint writer (an abstract Unix socket, without its leading zero); set by an agent only."""
 UNTRUSTED = "OUTLAST_UNTRUSTED"
 """JSON list of the copies that must not be loaded; set by an agent only."""
+REPLAY = "OUTLAST_REPLAY"
+"""JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
 
 
 def environ() -> dict[str, str]:
@@ -99,6 +102,8 @@ class WorkerEnv:
     """Host of the ranks' store; ``None`` when there is one rank."""
     untrusted: str | None = None
     """Copies that must not be loaded, as JSON; ``None`` = none known."""
+    replay: str | None = None
+    """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
 
 
 def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
@@ -159,6 +164,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         writer=env.get(WRITER) or None,
         master_addr=env.get("MASTER_ADDR") or None,
         untrusted=env.get(UNTRUSTED) or None,
+        replay=env.get(REPLAY) or None,
     )
 
 

@@ -41,10 +41,11 @@ from outlast.checkpoint.writer_process import WriterProcess
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import messages as m
-from outlast.launch.cycle import Cycle, prepare, torch_workers
+from outlast.launch.cycle import Cycle
 from outlast.launch.link import LinkDown, LinkFailed, LinkUp
 from outlast.launch.member import Member
 from outlast.launch.options import RunOptions
+from outlast.launch.preparation import prepare, torch_workers
 from outlast.launch.rendezvous import open_cycle_store
 from outlast.launch.workers import Workers
 from outlast.monitor.watchdog import HangReport

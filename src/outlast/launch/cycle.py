@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
-from typing import TYPE_CHECKING
+from typing import Any
 
-from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+import msgspec
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from outlast import env
 from outlast.config import FaultToleranceConfig
@@ -21,22 +19,18 @@ from outlast.launch import messages as m
 from outlast.launch.logs import CycleLogs
 from outlast.launch.options import RunOptions
 from outlast.monitor.examine import examine
-from outlast.monitor.learned import LearnedTimeouts, observe
+from outlast.monitor.learned import observe
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Timeouts
-from outlast.policy.quarantine import Load, encode_distrusted, tier_of_load
+from outlast.policy.quarantine import Load, tier_of_load
+from outlast.policy.rerun import Diagnosis
 from outlast.policy.slots import OWN_VERDICTS
 from outlast.runtime.board import Board, RankState
+from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import LogsSpecs
-
 __all__ = ["Cycle", "WorkerProcess"]
-
-log = logging.getLogger(__name__)
-_KEYS_PER_CYCLE = 1 << 16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,20 +108,37 @@ class Cycle:
         One that judged a result invalid is the cause, also where a peer that missed it was gone before it.
         """
         assert worker.exit_code
-        if worker.exit_code not in OWN_VERDICTS and (incident := self._describe_verdict()) is not None:
-            return incident
-        return self._describe_exit(worker, worker.exit_code)
+        return self._describe_verdict() or self._describe_exit(worker, worker.exit_code)
 
     def _describe_verdict(self) -> Incident | None:
-        """Return the incident of a worker that said it leaves because of an invalid result; ``None`` = none did."""
-        for worker in self.workers.values():
-            if (code := self.board.read(worker.local_rank).leaving_with) in OWN_VERDICTS:
-                return self._describe_exit(worker, code)
-        return None
+        """Return the incident of a worker that leaves, or left, because of an invalid result; ``None`` = none did.
 
-    def _describe_exit(self, worker: WorkerProcess, exit_code: int) -> Incident:
+        Where all ranks leave together it is that of the rank that saw the result, if it is one of this node.
+        """
+        first: tuple[WorkerProcess, int, Diagnosis | None] | None = None
+        for worker in self.workers.values():
+            code = worker.exit_code or self.board.read(worker.local_rank).leaving_with
+            if code not in OWN_VERDICTS:
+                continue
+            diagnosis = read_diagnosis(self.options.run_dir, self.job, self.number, worker.global_rank)
+            if diagnosis is not None and diagnosis.rank == worker.global_rank:
+                return self._describe_exit(worker, code, diagnosis)
+            if first is None or (first[2] is None and diagnosis is not None):
+                first = worker, code, diagnosis
+        if first is None:
+            return None
+        worker, code, diagnosis = first
+        seers = [other for other in self.workers.values() if diagnosis and diagnosis.rank == other.global_rank]
+        return self._describe_exit(seers[0] if seers else worker, code, diagnosis)
+
+    def _describe_exit(self, worker: WorkerProcess, exit_code: int, diagnosis: Diagnosis | None = None) -> Incident:
         state = self.board.read(worker.local_rank)
         text = self._read_error(worker.local_rank)
+        evidence: dict[str, Any] = {"summary": text} if text else {}
+        iteration = state.iteration if state.attached else None
+        if diagnosis is not None:
+            evidence |= {"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)}
+            iteration = diagnosis.iteration
         return Incident(
             kind=IncidentKind.WORKER_DIED if exit_code < 0 else IncidentKind.WORKER_FAILED,
             job=self.job,
@@ -136,9 +147,9 @@ class Cycle:
             rank=worker.global_rank,
             pid=worker.pid,
             section="/".join(section.name for section in state.sections) or None,
-            iteration=state.iteration if state.attached else None,
+            iteration=iteration,
             exit_code=exit_code,
-            evidence={"summary": text} if text else {},
+            evidence=evidence,
         )
 
     def describe_hang(self, report: HangReport) -> Incident:
@@ -222,142 +233,3 @@ class Cycle:
         if isinstance(message, dict):
             message = message.get("message", "")
         return str(message).splitlines()[0] if message else ""
-
-
-def prepare(
-    start: m.Start,
-    *,
-    spec: WorkerSpec,
-    options: RunOptions,
-    job: str,
-    node: str,
-    base_env: dict[str, str],
-    logs_specs: LogsSpecs,
-    command: tuple[str, tuple[str, ...]],
-    writer: str,
-) -> Cycle:
-    """Lay out a cycle's environments, board and logs; nothing runs yet.
-
-    Args:
-        start: What the coordinator said.
-        spec: torch's description of the workers.
-        options: The launcher's options.
-        job: Name of the job.
-        node: Name of this node.
-        base_env: Environment that every worker gets.
-        logs_specs: Where output goes.
-        command: Kind and argv, as in :class:`outlast.runtime.zygote.Spawn`.
-        writer: Address of the node's checkpoint writer; empty = there is none.
-    """
-    board = Board.create_anonymous(num_ranks=spec.local_world_size)
-    fault_tolerance = options.fault_tolerance
-    if fault_tolerance.calc_ft_timeouts:
-        fault_tolerance = LearnedTimeouts.load(options.run_dir).apply(fault_tolerance)
-    shared = {
-        **base_env,
-        env.RUN_ID: options.run_id,
-        env.RUN_DIR: str(options.run_dir),
-        env.JOB: job,
-        env.CYCLE: str(start.cycle),
-        env.NODE: node,
-        env.BOARD: board.path,
-        env.CONFIG: fault_tolerance.to_json(),
-        env.WRITER: writer,
-        env.UNTRUSTED: encode_distrusted(start.distrusted) if start.distrusted else "",
-    }
-    try:
-        envs = {
-            local_rank: _worker_env(start, local_rank, spec, options.run_id)
-            for local_rank in range(spec.local_world_size)
-        }
-        template = env.environ().get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        prefixes = None
-        if template:
-            prefixes = {
-                rank: Template(template).safe_substitute(
-                    role_name=spec.role, rank=start.base_rank + rank, local_rank=rank
-                )
-                for rank in envs
-            }
-        logs = CycleLogs(logs_specs, envs, options.torchrun, prefixes)
-    except BaseException:
-        board.close()
-        raise
-    workers: dict[int, WorkerProcess] = {}
-    spawns: list[Spawn] = []
-    kind, argv = command
-    for local_rank, worker_env in envs.items():
-        key = start.cycle * _KEYS_PER_CYCLE + local_rank
-        global_rank = start.base_rank + local_rank
-        workers[key] = WorkerProcess(local_rank=local_rank, global_rank=global_rank)
-        in_python = kind != "exec"
-        spawns.append(
-            Spawn(
-                key=key,
-                kind=kind,
-                argv=_with_numa(argv, local_rank, spec) if kind == "exec" else argv,
-                env={**shared, **worker_env},
-                stdout=logs.destinations.stdouts.get(local_rank) or "",
-                stderr=logs.destinations.stderrs.get(local_rank) or "",
-                on_start="outlast.monitor.stacks:register" if in_python else "",
-            )
-        )
-    return Cycle(
-        start=start,
-        spec=spec,
-        options=options,
-        job=job,
-        node=node,
-        board=board,
-        logs=logs,
-        workers=workers,
-        spawns=spawns,
-        fault_tolerance=fault_tolerance,
-    )
-
-
-def torch_workers(start: m.Start, spec: WorkerSpec) -> list[Worker]:
-    """Return torch's view of this node's workers."""
-    return [
-        Worker(
-            local_rank=local_rank,
-            global_rank=start.base_rank + local_rank,
-            role_rank=start.base_rank + local_rank,
-            world_size=start.world_size,
-            role_world_size=start.world_size,
-        )
-        for local_rank in range(spec.local_world_size)
-    ]
-
-
-def _with_numa(argv: tuple[str, ...], local_rank: int, spec: WorkerSpec) -> tuple[str, ...]:
-    if spec.numa_options is None:
-        return argv
-    from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
-
-    return _maybe_wrap_command_args_with_numa_binding(argv, gpu_index=local_rank, numa_options=spec.numa_options)
-
-
-def _worker_env(start: m.Start, local_rank: int, spec: WorkerSpec, run_id: str) -> dict[str, str]:
-    rank = start.base_rank + local_rank
-    values = {
-        "RANK": rank,
-        "GROUP_RANK": start.node_rank,
-        "ROLE_RANK": rank,
-        "ROLE_NAME": spec.role,
-        "LOCAL_WORLD_SIZE": spec.local_world_size,
-        "WORLD_SIZE": start.world_size,
-        "GROUP_WORLD_SIZE": start.num_nodes,
-        "ROLE_WORLD_SIZE": start.world_size,
-        "MASTER_ADDR": start.master_addr,
-        "MASTER_PORT": start.master_port,
-        "TORCHELASTIC_RESTART_COUNT": start.cycle,
-        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.environ().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
-    texts = {name: str(value) for name, value in values.items()}
-    # torch's own rule for LOCAL_RANK and the visible devices, with --virtual-local-rank too.
-    LocalElasticAgent._set_local_rank_env(None, texts, local_rank, spec)  # type: ignore[arg-type]
-    return texts
