@@ -1,0 +1,144 @@
+"""A shard is proven before anything is touched, and read into live tensors as it was proven."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from laid_shards import IDENTITY, flip, lay, manifest_of, stage
+
+from outlast.checkpoint.manifest import Manifest
+from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.checkpoint.shard_reader import check_shard, prove, read
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+
+
+class Laid:
+    """A shard of two chunks and more, in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tensors = {"big": torch.randn(3 << 20), "small": torch.arange(5), "empty": torch.zeros(0, 4)}
+        self.path = folder / "shard"
+        self.manifest = lay(self.tensors, self.path)
+        self.fd = os.open(self.path, os.O_RDONLY)
+        self.names = {name: self._name(name) for name in self.tensors}
+
+    def span(self, name: str) -> tuple[int, int]:
+        entry = next(one for one in self.manifest.shards[0].tensors if one.name == self.names[name])
+        return entry.offset, entry.num_bytes
+
+    def prove(self) -> None:
+        prove(self.fd, self.manifest, 0)
+
+    def _name(self, name: str) -> str:
+        return next(one.name for one in self.manifest.shards[0].tensors if name in one.name)
+
+
+@pytest.fixture
+def laid(tmp_path: Path) -> Iterator[Laid]:
+    made = Laid(tmp_path)
+    yield made
+    os.close(made.fd)
+
+
+def test_read_puts_the_bytes_into_live_tensors(laid: Laid) -> None:
+    """Tensors that are given take their bytes where they lie; the others are new; all have the saved values."""
+    live = torch.full((3 << 20,), -1.0)
+    address = live.data_ptr()
+    found = read(laid.fd, laid.manifest, 0, prove(laid.fd, laid.manifest, 0), {laid.names["big"]: live})
+    assert found[laid.names["big"]] is live
+    assert live.data_ptr() == address
+    for name, tensor in laid.tensors.items():
+        assert torch.equal(found[laid.names[name]], tensor)
+        assert found[laid.names[name]].dtype == tensor.dtype
+    assert len(found) == 3
+
+
+def test_a_flipped_byte_names_its_chunk_and_tensor(laid: Laid) -> None:
+    """One changed bit is refused, and the message names the chunk and the tensor that it lies in."""
+    offset, num_bytes = laid.span("big")
+    flip(laid.path, offset + num_bytes - 1)
+    with pytest.raises(Corrupt, match=rf"chunk {(offset + num_bytes - 1) // CHUNK_BYTES}, .*big"):
+        laid.prove()
+
+
+def test_any_flipped_byte_is_found(laid: Laid) -> None:
+    """A bit in the length, the header, its padding, the first and last tensor, and the last byte: each is refused."""
+    size, data = laid.path.stat().st_size, laid.span("big")[0]
+    for offset in (0, 7, 8, 200, data - 1, data, CHUNK_BYTES - 1, CHUNK_BYTES, size - 1):
+        flip(laid.path, offset)
+        with pytest.raises(CheckpointError):
+            laid.prove()
+        flip(laid.path, offset)
+    laid.prove()
+
+
+@pytest.mark.parametrize("kept", [0, 3, 100, 4096, CHUNK_BYTES, -1])
+def test_a_torn_file_is_incomplete(laid: Laid, kept: int) -> None:
+    """A file that is too short is refused, wherever it ends, by the cheap look as by the proof."""
+    os.truncate(laid.path, kept if kept >= 0 else laid.path.stat().st_size - 1)
+    with pytest.raises(Incomplete):
+        laid.prove()
+    with pytest.raises(Incomplete):
+        check_shard(laid.path, laid.manifest, 0)
+
+
+def test_a_file_that_is_too_long_is_incomplete(laid: Laid) -> None:
+    """Bytes behind the end are refused as missing ones are."""
+    with open(laid.path, "ab") as file:
+        file.write(b"x")
+    with pytest.raises(Incomplete):
+        laid.prove()
+
+
+@pytest.mark.parametrize(
+    "other", [{"iteration": 8}, {"attempt": "7-b"}, {"run": "another"}, {"topology": "u"}, {"world_size": 2}]
+)
+def test_a_whole_shard_in_the_wrong_place_is_untrusted(laid: Laid, other: dict[str, object]) -> None:
+    """A shard of another iteration, attempt, run or arrangement is refused, and the message says what it is."""
+    wrong: Manifest = msgspec.structs.replace(laid.manifest, **other)
+    with pytest.raises(Untrusted, match=next(iter(other))):
+        prove(laid.fd, wrong, 0)
+
+
+def test_what_changes_after_the_proof_is_not_used(laid: Laid) -> None:
+    """Bytes that are not those that were proven are noticed as they are read."""
+    proof = prove(laid.fd, laid.manifest, 0)
+    flip(laid.path, laid.span("big")[0] + 12)
+    with pytest.raises(Corrupt):
+        read(laid.fd, laid.manifest, 0, proof, {})
+
+
+def test_a_shard_in_longer_memory_is_proven_where_it_lies() -> None:
+    """In shared memory a shard may be followed by anything; a change of its own bytes is found there too."""
+    staged = stage({"w": torch.randn(3 << 20)})
+    manifest = manifest_of(staged)
+    staged.arena.array[staged.num_bytes :] = 9
+    proof = prove(staged.arena.fd, manifest, 0, in_memory=True)
+    assert proof.spans
+    staged.arena.array[CHUNK_BYTES + 5] ^= 1
+    with pytest.raises(Corrupt, match="chunk 1"):
+        prove(staged.arena.fd, manifest, 0, in_memory=True)
+    staged.arena.close()
+
+
+def test_the_cheap_look_tells_what_is_missing(laid: Laid, tmp_path: Path) -> None:
+    """A file that is not there is missing; one of the right length passes until it is proven."""
+    with pytest.raises(Incomplete, match="missing"):
+        check_shard(tmp_path / "nowhere", laid.manifest, 0)
+    check_shard(laid.path, laid.manifest, 0)
+
+
+def test_a_tiny_shard_is_proven_and_read(tmp_path: Path) -> None:
+    """A state of less than a chunk takes the same way."""
+    tensors = {"w": torch.tensor([1.5, -2.5], dtype=torch.float16)}
+    manifest = lay(tensors, tmp_path / "s")
+    fd = os.open(tmp_path / "s", os.O_RDONLY)
+    found = read(fd, manifest, 0, prove(fd, manifest, 0), {})
+    os.close(fd)
+    assert torch.equal(next(iter(found.values())), tensors["w"])
+    assert manifest.iteration == IDENTITY.iteration
