@@ -1,0 +1,31 @@
+"""Wrong numbers: results that are not finite, replicas that differ, and what becomes of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outlast.numerics.batches import ReplayableIterator
+    from outlast.numerics.replica_agreement import Agreement, Replica
+    from outlast.numerics.replica_digest import ReplicaDigest
+    from outlast.numerics.rerun_machine import RerunStateMachine
+
+_HOMES = {
+    "Agreement": "outlast.numerics.replica_agreement",
+    "Replica": "outlast.numerics.replica_agreement",
+    "ReplicaDigest": "outlast.numerics.replica_digest",
+    "ReplayableIterator": "outlast.numerics.batches",
+    "RerunStateMachine": "outlast.numerics.rerun_machine",
+}
+
+__all__ = ["Agreement", "ReplayableIterator", "Replica", "ReplicaDigest", "RerunStateMachine"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: not everyone who needs one of these modules needs torch.
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'outlast.numerics' has no attribute {name!r}")

@@ -1,0 +1,94 @@
+"""What is said of invalid results: to people, to the journal, and to the node's agent."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from outlast.env import WorkerEnv
+from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.numerics.validations import Rejected
+from outlast.policy.rerun import Diagnosis, Finding
+from outlast.runtime.device import device_name
+from outlast.runtime.diagnoses import write_diagnosis
+
+if TYPE_CHECKING:
+    from outlast.runtime.journal import Journal
+
+__all__ = ["Findings"]
+
+log = logging.getLogger(__name__)
+
+
+class Findings:
+    """Say what was found on this rank.
+
+    Args:
+        place: This worker's place.
+        journal: Where events go; ``None`` = nowhere.
+    """
+
+    def __init__(self, place: WorkerEnv, journal: Journal | None) -> None:
+        self._place, self._journal = place, journal
+        self.device = device_name(place.device or place.node, place.local_rank)
+        """What this rank computes on."""
+        self.counts: dict[Finding, int] = dict.fromkeys(Finding, 0)
+        """Results of this rank by what was found of them."""
+
+    def say_rejected(self, rejected: Rejected, iteration: int, *, is_first_run: bool) -> None:
+        """Say that a result was rejected."""
+        log.warning(
+            "rank %d on node %s (device %s), iteration %d, validation %d: %s is %s (%s)%s",
+            self._place.global_rank,
+            self._place.node,
+            self.device,
+            iteration,
+            rejected.call,
+            rejected.what,
+            rejected.value,
+            rejected.message,
+            "; all ranks run the step again" if is_first_run else "",
+        )
+
+    def settle_here(self, diagnosis: Diagnosis) -> None:
+        """Say what was found of a result that does not stop training: an incident at the ladder's lowest rung."""
+        self.counts[diagnosis.finding] += 1
+        log.warning("%s; training goes on with the newer run", diagnosis.describe())
+        reason = "the step was run again, and training goes on with the newer run"
+        self._write(diagnosis, verdict=Verdict(rung=Rung.RERUN_STEP, reason=reason))
+
+    def leave(self, diagnosis: Diagnosis) -> None:
+        """Say what ends this process, and leave it to the node's agent; every rank says the same."""
+        place = self._place
+        if diagnosis.rank == place.global_rank:
+            self.counts[diagnosis.finding] += 1
+            log.error("%s", diagnosis.describe())
+            self._write(diagnosis)
+        if place.run_dir is None:
+            return
+        try:
+            write_diagnosis(place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
+        except OSError as error:
+            log.error("the diagnosis cannot be written (%s); the launcher judges by the exit code alone", error)
+
+    def _write(self, diagnosis: Diagnosis, **more: Any) -> None:
+        if self._journal is None:
+            return
+        incident = Incident(
+            kind=IncidentKind.INVALID_RESULT,
+            job=self._place.job,
+            cycle=self._place.cycle,
+            node=self._place.node,
+            rank=self._place.global_rank,
+            iteration=diagnosis.iteration,
+            evidence={"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)},
+        )
+        self._journal.write(
+            EventKind.INCIDENT,
+            rank=self._place.global_rank,
+            iteration=diagnosis.iteration,
+            incident=incident,
+            **more,
+        )
