@@ -15,6 +15,7 @@ from outlast.checkpoint.writer_process import WriterProcess
 from outlast.errors import ConfigError, ExitReason
 from outlast.launch.job import JobSettings, name_job
 from outlast.launch.ladder_file import load_ladder
+from outlast.launch.news import Notice, WriterDied
 from outlast.launch.options import RunOptions
 from outlast.launch.summary import summarise
 from outlast.runtime.mailbox import Mailbox
@@ -88,8 +89,6 @@ def _start_writer(mailbox: Mailbox[object]) -> WriterProcess | None:
     """Start the node's checkpoint writer, which holds what its workers save, also after their end."""
 
     def on_death(summary: str) -> None:
-        from outlast.launch.agent import WriterDied  # imports torch, which must not hold up the start
-
         mailbox.put(WriterDied(summary))
 
     try:
@@ -135,7 +134,7 @@ def _make_agent(
     from torch.distributed.run import determine_local_world_size
     from torch.numa.binding import AffinityMode, NumaOptions
 
-    from outlast.launch.agent import Agent, Notice
+    from outlast.launch.agent import Agent
     from outlast.launch.control import ControlServer
     from outlast.launch.link import JobInProgress, Link, LinkFailed
     from outlast.launch.logs import make_logs_specs

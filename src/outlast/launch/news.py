@@ -1,0 +1,39 @@
+"""News for the agent's loop that come neither from the coordinator nor from the process that starts workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outlast.monitor.watchdog import HangReport
+
+__all__ = ["Broken", "Hang", "Notice", "WriterDied"]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A signal that tells the agent to leave."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriterDied:
+    """The node's checkpoint writer died by itself; its owner starts another."""
+
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """The watchdog saw ranks of a cycle exceed a timeout."""
+
+    cycle: int
+    report: HangReport
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A thread that the cycle needs ended on an error."""
+
+    what: str
+    error: BaseException

@@ -1,0 +1,96 @@
+"""What an agent writes down about its node: events for the journal, and incidents that are no worker's own."""
+
+from __future__ import annotations
+
+import logging
+
+from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.launch.cycle import Cycle
+from outlast.launch.options import RunOptions
+from outlast.runtime.journal import Journal
+
+__all__ = ["NodeJournal"]
+
+log = logging.getLogger(__name__)
+
+
+class NodeJournal:
+    """Write for one node.
+
+    Args:
+        options: The launcher's options.
+        node: Name of the node.
+
+    Thread: the agent's main thread.
+    """
+
+    def __init__(self, options: RunOptions, node: str) -> None:
+        self._options, self._node = options, node
+        self._journal: Journal | None = None
+        self._cycle: int | None = None
+        self.job = ""
+        """Name of the job, once it is known; nothing is written before."""
+
+    def open(self, job: str, command: tuple[str, ...], nproc: int) -> None:
+        """Begin with a job."""
+        self.job, run_id = job, self._options.run_id
+        self._journal = Journal(self._options.run_dir, run_id=run_id, job=job, node=self._node, proc="agent")
+        self._journal.write(
+            EventKind.JOB_STARTED, command=list(command), num_nodes=self._options.num_slots, nproc_per_node=nproc
+        )
+
+    def begin_cycle(self, number: int) -> None:
+        """Note which cycle what follows belongs to."""
+        self._cycle = number
+
+    def write_started(self, cycle: Cycle) -> None:
+        """Write that all workers of a cycle run."""
+        start, workers = cycle.start, list(cycle.workers.values())
+        self.write(
+            EventKind.CYCLE_STARTED,
+            node_rank=start.node_rank,
+            ranks=[worker.global_rank for worker in workers],
+            pids=[worker.pid for worker in workers],
+            world_size=start.world_size,
+            master=f"{start.master_addr}:{start.master_port}",
+        )
+        log.info(
+            "[outlast] cycle %d: node %s runs ranks %d-%d of %d (node rank %d)",
+            start.cycle,
+            self._node,
+            start.base_rank,
+            start.base_rank + len(workers) - 1,
+            start.world_size,
+            start.node_rank,
+        )
+
+    def write_incident(self, incident: Incident) -> None:
+        """Write an incident."""
+        self.write(EventKind.INCIDENT, rank=incident.rank, iteration=incident.iteration, incident=incident)
+
+    def write_ended(self, cycle: Cycle, reason: str) -> None:
+        """Write that a cycle is over here."""
+        self.write(EventKind.CYCLE_ENDED, reason=reason, iterations=cycle.iterations())
+
+    def write(self, kind: EventKind, *, rank: int | None = None, iteration: int | None = None, **data: object) -> None:
+        """Write an event of the newest cycle."""
+        if self._journal is not None:
+            self._journal.write(kind, cycle=self._cycle, rank=rank, iteration=iteration, **data)
+
+    def incident(
+        self, kind: IncidentKind, summary: str, *, cycle: int | None = None, exit_code: int | None = None
+    ) -> Incident:
+        """Return an incident of the node itself, by default one of the newest cycle."""
+        return Incident(
+            kind=kind,
+            job=self.job,
+            cycle=cycle if cycle is not None else self._cycle or 0,
+            node=self._node,
+            exit_code=exit_code,
+            evidence={"summary": summary},
+        )
+
+    def close(self) -> None:
+        """End the journal."""
+        if self._journal is not None:
+            self._journal.close()

@@ -1,0 +1,36 @@
+"""Timers: what a loop does at a time, by what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outlast import clock
+
+__all__ = ["Timers"]
+
+
+class Timers:
+    """Named deadlines of one loop. Thread: the loop's."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[str, tuple[float, Callable[[], None]]] = {}
+
+    def set(self, name: str, seconds: float, action: Callable[[], None]) -> None:
+        """Have something done in ``seconds``; it takes the place of what the name stood for."""
+        self._deadlines[name] = (clock.now_s() + seconds, action)
+
+    def cancel(self, name: str) -> None:
+        """Have it not done, if it still was to come."""
+        self._deadlines.pop(name, None)
+
+    def until_next_s(self) -> float | None:
+        """Return the seconds until the next one; ``None`` = there is none."""
+        next_s = min((at_s for at_s, _ in self._deadlines.values()), default=None)
+        return None if next_s is None else max(0.0, next_s - clock.now_s())
+
+    def fire(self) -> None:
+        """Do what is due."""
+        now_s = clock.now_s()
+        for name in [name for name, (at_s, _) in self._deadlines.items() if now_s >= at_s]:
+            _, action = self._deadlines.pop(name)
+            action()
