@@ -72,7 +72,6 @@ class ArmedFaults:
         ]
         self.sections = frozenset(here.fault.section for here in planned if here.fault.section is not None)
         """The sections for which :meth:`enter_section` is to be called."""
-        self._iteration = 0
         self._has_durable = False
         self._next = 0
         self._due_at = -1
@@ -99,11 +98,12 @@ class ArmedFaults:
             ConfigError: A fault names a tensor, an element or a bit that does not exist.
             SimulatedError, SystemExit: The fault of that kind.
         """
-        self._iteration, self._has_durable = iteration, has_durable
+        self._has_durable = has_durable
+        if self._hooks:
+            self._remove_hooks()
         if iteration < self._next:
             return
-        self._remove_hooks()
-        self._strike_between_steps()
+        self._strike_between_steps(iteration)
         for occurrence in self._due(iteration):
             if occurrence.fault.target == FaultTarget.WEIGHT:
                 self._strike_weight(occurrence, state)
@@ -153,22 +153,27 @@ class ArmedFaults:
         Raises:
             SimulatedError, SystemExit: The fault of that kind.
         """
-        self._iteration, self._has_durable = iteration, has_durable
+        self._has_durable = has_durable
+        if self._hooks:
+            self._remove_hooks()
         if iteration < self._next:
             return
-        self._remove_hooks()
-        self._strike_between_steps()
-        self._strike_timed(None)
+        self._strike_between_steps(iteration)
+        self._strike_timed(None, iteration)
 
-    def enter_section(self, name: str) -> None:
-        """Let befall what is due in a section; call it as soon as the section is open. Thread: any that trains.
+    def enter_section(self, name: str, iteration: int) -> None:
+        """Let befall what is due in a section; call it as soon as the section is open.
+
+        Args:
+            name: The section's name.
+            iteration: Number of optimizer steps done.
 
         Raises:
             SimulatedError, SystemExit: The fault of that kind.
         """
         if name in self.sections:
-            self._strike_due_processes(name)
-            self._strike_timed(name)
+            self._strike_due_processes(name, iteration)
+            self._strike_timed(name, iteration)
 
     def close(self) -> None:
         """Let nothing befall any more; idempotent."""
@@ -196,17 +201,17 @@ class ArmedFaults:
         coming = (here.next_due(self._due_at + 1, horizon=_HORIZON) for here in self._planned)
         self._next = min((number for number in coming if number is not None), default=sys.maxsize)
 
-    def _strike_between_steps(self) -> None:
-        if self._struck_between != self._iteration:  # the step's end comes before the next one's beginning
-            self._struck_between = self._iteration
-            self._strike_due_processes(None)
+    def _strike_between_steps(self, iteration: int) -> None:
+        if self._struck_between != iteration:  # the step's end comes before the next one's beginning
+            self._struck_between = iteration
+            self._strike_due_processes(None, iteration)
 
-    def _strike_due_processes(self, section: str | None) -> None:
-        for occurrence in self._due(self._iteration):
+    def _strike_due_processes(self, section: str | None, iteration: int) -> None:
+        for occurrence in self._due(iteration):
             if not FaultKind(occurrence.fault.kind).is_numeric and occurrence.fault.section == section:
                 self._strike_process(occurrence)
 
-    def _strike_timed(self, section: str | None) -> None:
+    def _strike_timed(self, section: str | None, iteration: int) -> None:
         now_ns = self._time.now_ns() if self._timed else 0
         for entry in tuple(self._timed):
             not_before_ns, here = entry
@@ -214,7 +219,7 @@ class ArmedFaults:
             if here.fault.section == section and not is_early:
                 self._timed.remove(entry)
                 self._look_ahead()
-                self._strike_process(Occurrence(here, self._iteration))
+                self._strike_process(Occurrence(here, iteration))
 
     # -- strikes -------------------------------------------------------------------------------------------
 

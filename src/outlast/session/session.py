@@ -37,6 +37,7 @@ from outlast.session.state import without_wrappers
 if TYPE_CHECKING:
     import torch
 
+    from outlast.chaos import ArmedFaults
     from outlast.checkpoint import CheckpointManager, SaveHandle
 
 __all__ = ["Session"]
@@ -108,7 +109,7 @@ class Session:
         self._faults = faults = arm_configured(config, fault_tolerance, place, self._journal)
         if faults is not None:
             for name in faults.sections:
-                self._monitor.call_in(name, partial(faults.enter_section, name))
+                self._monitor.call_in(name, partial(self._strike_section, faults, name))
         if self._manager is not None:
             self._manager.on_commit = self._monitor.set_durable_iteration
         if self._rhythm is not None and self._rhythm.saves_by_itself:
@@ -324,6 +325,9 @@ class Session:
             self._save(state, tiers=NEAR_TIERS)
         if self._faults is not None:
             self._faults.after_step(self._iteration, state, has_durable=self._has_durable())
+
+    def _strike_section(self, faults: ArmedFaults, name: str) -> None:
+        faults.enter_section(name, self._iteration)
 
     def _has_durable(self) -> bool:
         """Say whether there is something to come back from, or nothing is saved at all."""

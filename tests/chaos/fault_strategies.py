@@ -1,0 +1,57 @@
+"""Hypothesis strategies for faults and plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from outlast.chaos import Fault, FaultKind, FaultPlan, FaultTarget
+
+_names = st.text(st.characters(categories=["L", "N", "P", "S", "Zs"]), min_size=1).filter(
+    lambda text: text.isprintable() and text.strip().lower() not in ("none", "null")
+)
+_counts = st.integers(min_value=0, max_value=2**40)
+_seconds = st.floats(min_value=1e-9, max_value=1e9)
+
+
+@st.composite
+def faults(draw: st.DrawFn, world_size: int | None = None) -> Fault:
+    """Any fault that is accepted; its rank, if it has one, below ``world_size``."""
+    kind = draw(st.sampled_from(FaultKind))
+    given: dict[str, Any] = {"kind": kind, "name": draw(st.none() | _names)}
+    ranks = _counts if world_size is None else st.integers(min_value=0, max_value=world_size - 1)
+    victim = draw(st.sampled_from([None, "rank", "node", "device"]))
+    if victim is not None:
+        given[victim] = draw(ranks if victim == "rank" else _names)
+    moments = ["iteration", "rate"] if kind.is_numeric else ["iteration", "rate", "after_s"]
+    moment = draw(st.sampled_from(moments))
+    if moment == "iteration":
+        given[moment] = draw(_counts)
+    else:
+        given[moment] = draw(st.floats(min_value=0, max_value=1, exclude_min=True) if moment == "rate" else _seconds)
+    if moment == "after_s":
+        given["once_durable"] = draw(st.booleans())
+    else:
+        given["persistent"] = draw(st.booleans())
+    if kind.is_numeric:
+        given["target"] = draw(st.sampled_from(FaultTarget))
+        if given["target"] != FaultTarget.LOSS:
+            given["tensor"] = draw(st.none() | _names)
+        given["element"] = draw(st.none() | _counts)
+        if kind == FaultKind.BIT_FLIP:
+            given["bit"] = draw(st.none() | st.integers(min_value=0, max_value=63))
+    else:
+        given["section"] = draw(st.none() | _names)
+    if kind in (FaultKind.SLEEP, FaultKind.HOLD_GIL):
+        given["duration_s"] = draw(st.none() | _seconds)
+    if kind == FaultKind.EXIT:
+        given["exit_code"] = draw(st.integers(min_value=0, max_value=255))
+    return Fault(**given)
+
+
+def plans(world_size: int | None = None) -> st.SearchStrategy[FaultPlan]:
+    """Any plan that is accepted."""
+    return st.builds(
+        FaultPlan, seed=st.integers(min_value=-(2**63), max_value=2**63 - 1), faults=st.lists(faults(world_size))
+    )

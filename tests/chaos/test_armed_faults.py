@@ -1,0 +1,315 @@
+"""Armed faults strike when and where the plan says, and what they did is on record."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.chaos import ArmedFaults, Fault, FaultPlan, SimulatedError, verify_fired
+from outlast.env import WorkerEnv
+from outlast.errors import ConfigError
+from outlast.incidents import EventKind
+from outlast.runtime.journal import Journal, read_journal
+
+
+def arm(
+    run_dir: Path | None, *faults: Fault, rank: int = 0, cycle: int = 0, device: str = "cpu-0", node: str = "node-0"
+) -> ArmedFaults:
+    place = WorkerEnv(global_rank=rank, world_size=4, cycle=cycle, node=node)
+    journal = Journal(run_dir, run_id="run", job="job", node=node, proc=f"rank-{rank}-{cycle}")
+    journal.cycle = cycle
+    return FaultPlan(faults=faults).arm(place, run_dir=run_dir, journal=journal, device=device)
+
+
+def strikes(run_dir: Path) -> list[dict[str, Any]]:
+    events = [event for event in read_journal(run_dir) if event.kind == EventKind.FAULT_SIMULATED]
+    return [{"iteration": event.iteration, "rank": event.rank, **event.data} for event in events]
+
+
+class Training:
+    """Two linear layers whose every number is 1 before any step."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.fill_(1.0)
+        self.state = {"model": self.model, "steps": torch.ones(3)}
+
+    def step(self, armed: ArmedFaults, iteration: int, num_attempts: int = 1) -> list[float]:
+        """Do one step without an optimizer; return the losses that its attempts validated."""
+        losses = []
+        armed.before_step(iteration, self.state)
+        for _ in range(num_attempts):
+            self.model.zero_grad()
+            loss = self.model(torch.ones(1, 2)).sum()
+            loss.backward()
+            losses.append(armed.on_loss(iteration, loss).item())
+            armed.after_backward(iteration, self.state)
+        armed.after_step(iteration + 1, self.state)
+        return losses
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loss_is_struck_once_a_run_or_each_time(tmp_path: Path, persistent: bool) -> None:
+    """Transient: the re-run of the step and the next cycle are clean. Persistent: both are struck again."""
+    fault = Fault(kind="nan", target="loss", rank=0, iteration=2, persistent=persistent)
+    again = math.nan if persistent else 7.0
+    for cycle in range(2):
+        armed, training = arm(tmp_path, fault, cycle=cycle), Training()
+        assert training.step(armed, 1) == [7.0]
+        first = again if cycle else math.nan
+        assert training.step(armed, 2, num_attempts=2) == pytest.approx([first, again], nan_ok=True)
+        assert training.step(armed, 3) == [7.0]
+        assert len(armed.fired) == (1 if cycle == 0 or persistent else 0), "a re-run adds no line to the journal"
+    recorded = strikes(tmp_path)
+    assert len(recorded) == (2 if persistent else 1)
+    assert (
+        recorded[0].items() >= {"fault": "nan", "target": "loss", "element": 0, "before": 7.0, "after": "nan"}.items()
+    )
+
+
+def test_a_loss_that_is_a_number_is_struck_too(tmp_path: Path) -> None:
+    """What is validated may be a float: one is given back."""
+    armed = arm(tmp_path, Fault(kind="sign_flip", target="loss", rank=0, iteration=0))
+    assert armed.on_loss(0, 2.5) == -2.5
+    assert armed.on_loss(0, 2.5) == 2.5
+
+
+def test_a_struck_loss_keeps_its_gradients(tmp_path: Path) -> None:
+    """A backward after the strike runs, and yields what it would have."""
+    armed = arm(tmp_path, Fault(kind="inf", target="loss", rank=0, iteration=0))
+    weight = torch.ones(2, requires_grad=True)
+    loss = armed.on_loss(0, weight.sum() * 3)
+    loss.backward()
+    assert loss.item() == math.inf
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 3]
+
+
+def test_a_weight_is_struck_before_the_forward_and_stays_so(tmp_path: Path) -> None:
+    """The one element of the one weight that the pattern names is changed; the loss of this step shows it."""
+    fault = Fault(kind="sign_flip", target="weight", tensor="model.1.b*", element=0, rank=0, iteration=1)
+    armed, training = arm(tmp_path, fault), Training()
+    assert [training.step(armed, iteration)[0] for iteration in range(3)] == [7.0, 5.0, 5.0]
+    expected = {"tensor": "model.1.bias", "element": 0, "before": 1.0, "after": -1.0, "device": "cpu-0", "rank": 0}
+    (recorded,) = strikes(tmp_path)
+    assert recorded.items() >= expected.items()
+    assert [weight.tolist() for weight in training.model[0].parameters()] == [[[1, 1], [1, 1]], [1, 1]]
+
+
+def test_without_a_pattern_any_tensor_of_the_state_may_be_struck() -> None:
+    """Over many seeds, each parameter and plain tensor of the state is drawn; the journal has the fault's own name."""
+    names = set()
+    for number in range(40):
+        fault = Fault(kind="bit_flip", target="weight", rank=0, iteration=0, name=f"number {number}")
+        journal = Journal(None, run_id="run", job="job", node="node", proc="rank-0")
+        armed = FaultPlan(seed=number, faults=[fault]).arm(WorkerEnv(), run_dir=None, journal=journal, device="cpu-0")
+        armed.before_step(0, Training().state)
+        (event,) = armed.fired
+        names.add(event.data["tensor"])
+        assert event.data["fault"] == f"number {number}"
+    assert names == {"steps", "model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"}
+
+
+def test_a_gradient_is_struck_after_the_backward(tmp_path: Path) -> None:
+    """The parameters are as they were; a tensor that has no gradient is never drawn."""
+    armed, training = arm(tmp_path, Fault(kind="nan", target="gradient", rank=0, iteration=0)), Training()
+    assert training.step(armed, 0) == [7.0]
+    grads = torch.cat([weight.grad.flatten() for weight in training.model.parameters() if weight.grad is not None])
+    assert grads.isnan().sum() == 1
+    assert all((weight == 1).all() for weight in training.model.parameters())
+    training.step(armed, 0)
+    assert not any(weight.grad.isnan().any() for weight in training.model.parameters() if weight.grad is not None)
+
+
+def test_an_activation_is_struck_in_the_forward(tmp_path: Path) -> None:
+    """Only that step sees it, the backward still runs, and no hook is left on the model."""
+    fault = Fault(kind="sign_flip", target="activation", tensor="model.0", element=1, rank=0, iteration=1)
+    armed, training = arm(tmp_path, fault), Training()
+    assert [training.step(armed, iteration)[0] for iteration in range(3)] == [7.0, 1.0, 7.0]
+    assert strikes(tmp_path)[0].items() >= {"target": "activation", "tensor": "model.0", "before": 3.0}.items()
+    assert not any(module._forward_hooks for module in training.model.modules())
+
+
+def test_a_model_has_no_hook_while_nothing_is_due(tmp_path: Path) -> None:
+    """Before the fault's step, on other ranks, and for other targets, the model is as the script made it."""
+    fault = Fault(kind="nan", target="activation", rank=0, iteration=5)
+    for rank, iteration in [(0, 4), (0, 6), (1, 5)]:
+        training = Training()
+        arm(tmp_path, fault, rank=rank).before_step(iteration, training.state)
+        assert not any(module._forward_hooks for module in training.model.modules())
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda tensor: (None, tensor),
+        lambda tensor: [torch.ones(2, dtype=torch.int64), tensor],
+        lambda tensor: {"logits": tensor, "other": 3},
+        lambda tensor: torch.return_types.max((tensor, torch.ones(2))),
+    ],
+    ids=["tuple", "list", "dict", "named"],
+)
+def test_an_output_of_several_parts_keeps_its_form(tmp_path: Path, output: Any) -> None:
+    """Of tuples, lists and dicts the first tensor that can be struck is, and the form stays."""
+
+    class Parts(torch.nn.Module):
+        def forward(self, value: torch.Tensor) -> Any:
+            return output(value)
+
+    parts = Parts()
+    armed = arm(tmp_path, Fault(kind="nan", target="activation", rank=0, iteration=0))
+    armed.before_step(0, {"model": parts})
+    given = torch.ones(2)
+    struck = parts(given)
+    assert type(struck) is type(output(given))
+    values = struck.values() if isinstance(struck, dict) else struck
+    assert sum(torch.isnan(value).any().item() for value in values if isinstance(value, torch.Tensor)) == 1
+    assert given.tolist() == [1, 1], "what the module was given is not changed"
+
+
+def test_a_name_that_fits_nothing_is_an_error(tmp_path: Path) -> None:
+    """The message has the nearest name there is."""
+    fault = Fault(kind="nan", target="weight", tensor="model.0.wieght", rank=0, iteration=0)
+    with pytest.raises(ConfigError, match=r"did you mean 'model\.0\.weight'"):
+        arm(tmp_path, fault).before_step(0, Training().state)
+
+
+def test_a_fault_of_a_device_does_not_follow_the_rank(tmp_path: Path) -> None:
+    """The rank is struck on that device in every cycle, and not on another; another rank there is struck instead."""
+    fault = Fault(kind="nan", target="loss", device="bad", iteration=1, persistent=True)
+    where = [(0, "bad"), (0, "bad"), (0, "good"), (3, "bad")]
+    for cycle, (rank, device) in enumerate(where):
+        loss = arm(tmp_path, fault, rank=rank, cycle=cycle, device=device).on_loss(1, torch.ones(1))
+        assert bool(loss.isnan().any()) == (device == "bad")
+    assert [(strike["rank"], strike["device"]) for strike in strikes(tmp_path)] == [(0, "bad"), (0, "bad"), (3, "bad")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP), ("sigterm", signal.SIGTERM)]
+)
+def test_signals_come_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+    """Between two steps at the planned iteration, whether a step came before it or the run begins there."""
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    for cycle in range(3):
+        armed = arm(tmp_path, Fault(kind=kind, rank=0, iteration=2), cycle=cycle)
+        for iteration in range(1 if cycle else 2, 5):
+            armed.before_step(iteration, {})
+            assert sent == ([number] if iteration >= 2 or cycle else [])
+            armed.after_step(iteration + 1, {})
+    assert [strike["target"] for strike in strikes(tmp_path)] == ["rank 0"]
+
+
+def test_exceptions_and_exits_are_raised(tmp_path: Path) -> None:
+    """The script sees the exception, or leaves with the planned code."""
+    with pytest.raises(SimulatedError, match="rank 0 after iteration 0"):
+        arm(tmp_path, Fault(kind="exception", rank=0, iteration=0)).before_step(0, {})
+    with pytest.raises(SystemExit) as caught:
+        arm(tmp_path, Fault(kind="exit", rank=0, iteration=1, exit_code=9)).after_step(1, {})
+    assert caught.value.code == 9
+
+
+def test_a_section_is_struck_once_it_is_entered(tmp_path: Path) -> None:
+    """Neither another section, nor the same one at another iteration, nor the step's ends are struck."""
+    armed = arm(tmp_path, Fault(kind="exception", rank=0, iteration=2, section="checkpointing"))
+    assert armed.sections == {"checkpointing"}
+    for iteration in (1, 2):
+        armed.after_step(iteration, {})
+        armed.enter_section("step", iteration)
+        if iteration == 1:
+            armed.enter_section("checkpointing", iteration)
+    with pytest.raises(SimulatedError):
+        armed.enter_section("checkpointing", 2)
+    armed.enter_section("checkpointing", 2)
+
+
+@pytest.mark.parametrize("kind", ["sleep", "hold_gil"])
+def test_a_held_gil_stops_other_threads_and_a_sleep_does_not(tmp_path: Path, kind: str) -> None:
+    """While the GIL is held no other thread gets its turn; during a sleep they all do."""
+    armed = arm(tmp_path, Fault(kind=kind, rank=0, iteration=0, duration_s=0.3))
+    turns, over = [0], threading.Event()
+
+    def take_turns() -> None:
+        while not over.wait(0.001):
+            turns[0] += 1
+
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    try:
+        before = turns[0]
+        armed.before_step(0, {})
+        taken = turns[0] - before
+    finally:
+        over.set()
+        thread.join(timeout=10)
+    assert (taken > 5) == (kind == "sleep"), taken
+    assert len(armed.fired) == 1
+
+
+def test_a_rate_strikes_each_drawn_iteration_once_a_run(tmp_path: Path) -> None:
+    """All ranks together strike once at each iteration drawn; a second pass over the same ones is clean."""
+    plan = FaultPlan(faults=[Fault(kind="nan", target="loss", rate=0.2)])
+    for cycle in range(2):
+        for rank in range(4):
+            armed = arm(tmp_path, *plan.faults, rank=rank, cycle=cycle)
+            for iteration in range(40):
+                armed.before_step(iteration, {})
+                armed.on_loss(iteration, 1.0)
+                armed.after_step(iteration + 1, {})
+    struck = [strike["iteration"] for strike in strikes(tmp_path)]
+    assert len(struck) == len(set(struck)) > 2
+    assert len({strike["rank"] for strike in strikes(tmp_path)}) > 1
+    assert verify_fired(plan, tmp_path) == []
+
+
+def test_without_a_run_directory_only_the_first_cycle_is_struck() -> None:
+    """Where nothing can be remembered a transient fault never strikes a restart; a persistent one does."""
+    transient = Fault(kind="nan", target="loss", rank=0, iteration=0)
+    persistent = Fault(kind="nan", target="loss", rank=0, iteration=0, persistent=True)
+    for fault, cycle, is_struck in [(transient, 0, True), (transient, 1, False), (persistent, 1, True)]:
+        assert math.isnan(arm(None, fault, cycle=cycle).on_loss(0, 1.0)) == is_struck
+
+
+def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    """The error names the fault and the last rank; a world that shrank later is no error."""
+    fault = Fault(kind="kill", rank=4, iteration=0)
+    with pytest.raises(ConfigError, match=r"faults\[0\]: rank=4 does not exist, ranks end at 3"):
+        arm(tmp_path, fault)
+    arm(tmp_path, fault, cycle=1)
+
+
+def test_a_fault_that_did_not_strike_is_found(tmp_path: Path) -> None:
+    """Of a plan's faults, those are named that the journal does not show, with how far the run got."""
+    faults = [
+        Fault(kind="nan", target="loss", rank=0, iteration=1),
+        Fault(kind="kill", node="elsewhere", iteration=1),
+        Fault(kind="nan", target="activation", rank=0, iteration=90),
+        Fault(kind="inf", target="loss", rate=1e-9),
+    ]
+    training, armed = Training(), arm(tmp_path, *faults)
+    for iteration in range(3):
+        training.step(armed, iteration)
+    missing = verify_fired(FaultPlan(faults=faults), tmp_path)
+    assert [entry.index for entry in missing] == [1, 2, 3]
+    assert missing[1].describe() == (
+        "faults[2] did not strike: nan in the activation on rank 0 at iteration 90; the run reached 1"
+    )
+
+
+def test_hooks_do_nothing_once_closed(tmp_path: Path) -> None:
+    """After close() nothing strikes, and the model has no hooks."""
+    training = Training()
+    armed = arm(tmp_path, Fault(kind="nan", target="activation", rank=0, iteration=0, persistent=True))
+    armed.before_step(0, training.state)
+    armed.close()
+    assert training.step(armed, 0) == [7.0]
+    assert armed.fired == ()

@@ -1,0 +1,80 @@
+"""A plan is the same from Python, TOML and JSON, and what is wrong with one is said in one line."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_strategies import plans
+from hypothesis import given
+
+from outlast.chaos import Fault, FaultPlan
+from outlast.errors import ConfigError
+
+KILL = {"kind": "kill", "rank": 1, "iteration": 5}
+NAN = {"kind": "nan", "target": "loss", "iteration": 5}
+
+
+@given(plan=plans())
+def test_any_plan_comes_back_from_its_text(plan: FaultPlan) -> None:
+    """Written as TOML or JSON and read again, a plan is the one it was, and so are its draws' names."""
+    assert FaultPlan.from_mapping(tomllib.loads(plan.to_toml())) == plan
+    assert FaultPlan.from_mapping(json.loads(plan.to_json())) == plan
+
+
+@pytest.mark.parametrize("ending", ["toml", "json"])
+def test_a_plan_is_read_from_a_file(tmp_path: Path, ending: str) -> None:
+    """The file's ending says how it is written."""
+    plan = FaultPlan(seed=3, faults=[Fault(**NAN), Fault(kind="sleep", rate=0.5, duration_s=2)])
+    path = tmp_path / f"plan.{ending}"
+    path.write_text(plan.to_toml() if ending == "toml" else plan.to_json())
+    assert FaultPlan.load(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"sed": 1}, "plan: unknown key 'sed'; did you mean 'seed'?"),
+        ({"seed": "x"}, "plan: seed: 'x' does not fit"),
+        ({"faults": {"kind": "kill"}}, "plan: faults: not a list"),
+        ({"faults": [KILL, KILL | {"iteratoin": 3}]}, "faults[1]: unknown key 'iteratoin'; did you mean 'iteration'?"),
+        ({"faults": [{"iteration": 3}]}, "faults[0]: key 'kind' is missing"),
+        ({"faults": [KILL | {"kind": "kil"}]}, "faults[0]: kind='kil' is unknown; did you mean 'kill'?"),
+        ({"faults": [KILL | {"target": "loss"}]}, "target is not for kind='kill'"),
+        ({"faults": [KILL | {"node": "a"}]}, "rank and node are given; keep one"),
+        ({"faults": [KILL | {"rate": 0.1}]}, "iteration and rate are given; keep one"),
+        ({"faults": [{"kind": "kill"}]}, "iteration is missing"),
+        ({"faults": [{"kind": "kill", "rate": 1.5}]}, "rate=1.5 must be above 0"),
+        ({"faults": [{"kind": "kill", "after_s": 1, "persistent": True}]}, "persistent needs an iteration"),
+        ({"faults": [KILL | {"once_durable": True}]}, "once_durable needs after_s"),
+        ({"faults": [KILL | {"iteration": -1}]}, "iteration=-1 must not be negative"),
+        ({"faults": [KILL | {"iteration": 1.5}]}, "iteration: 1.5 does not fit; write a whole number, or none"),
+        ({"faults": [KILL | {"exit_code": 3}]}, "exit_code is for kind='exit'"),
+        ({"faults": [KILL | {"duration_s": 3}]}, "duration_s=3.0 is for kind sleep and hold_gil"),
+        ({"faults": [KILL | {"section": ""}]}, "section='' must be a printable text"),
+        ({"faults": [{"kind": "nan", "iteration": 5}]}, "target is missing"),
+        ({"faults": [NAN | {"target": "gradeint"}]}, "target='gradeint' is unknown; did you mean 'gradient'?"),
+        ({"faults": [NAN | {"tensor": "a"}]}, "tensor is not for target='loss'"),
+        ({"faults": [NAN | {"bit": 3}]}, "bit=3 is for kind='bit_flip'"),
+        ({"faults": [NAN | {"section": "step"}]}, "section is not for kind='nan'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(values: dict[str, Any], said: str) -> None:
+    """The line names the source, the key, and what would be right."""
+    with pytest.raises(ConfigError) as caught:
+        FaultPlan.from_mapping(values, where="plan")
+    message = str(caught.value)
+    assert said in message
+    assert message.startswith("plan: ")
+    assert "\n" not in message
+
+
+def test_python_is_checked_like_a_file() -> None:
+    """A fault made in code is refused for the same reasons."""
+    with pytest.raises(ConfigError, match="did you mean 'bit_flip'"):
+        Fault(kind="bitflip", target="weight", iteration=1)
+    with pytest.raises(ConfigError, match=r"outlast\.chaos\.Fault"):
+        FaultPlan(faults=[KILL])  # type: ignore[arg-type]
