@@ -17,7 +17,7 @@ from outlast.bench.state_size import NUM_TENSORS, TENSOR_BYTES
 __all__ = ["NEEDS_CUDA", "measure"]
 
 _TIMEOUT_S = 900.0
-_MEMORY_ROUNDS = 2
+_MOST_MEMORY_ROUNDS = 2
 _MEMORY_BEYOND_MIB = 64.0
 _SECONDS = {
     "memcpy": "a copy by two threads into warm memory",
@@ -66,7 +66,11 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
             "outlast.bench.save_slowdown_worker", arguments, repeats=repeats, say=say, timeout_s=_TIMEOUT_S
         )
         memory = measure_in_process(
-            "outlast.bench.save_memory_worker", arguments, repeats=_MEMORY_ROUNDS, say=say, timeout_s=_TIMEOUT_S
+            "outlast.bench.save_memory_worker",
+            arguments,
+            repeats=min(repeats, _MOST_MEMORY_ROUNDS),
+            say=say,
+            timeout_s=_TIMEOUT_S,
         )
         place = describe_place(folder)
     return BenchResult(

@@ -1,0 +1,110 @@
+"""``outlast bench save``, ``load`` and ``replica`` on a small state; figures are not looked at, only that they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from outlast.bench import load
+from outlast.bench.checkpoint_state import CheckpointState, holds
+from outlast.bench.measuring import Rounds, measure_in_process
+from outlast.cli.bench import bench
+from outlast.errors import OutlastError
+
+COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "bench")
+SAVE_BARS = {
+    "stall_vs_dcp_async": 0.7,
+    "stall_vs_memcpy": 1.25,
+    "stall_overlapped_ms": 8.0,
+    "stall_overlapped_vs_dcp_staging": 0.6,
+    "slowdown_vs_dcp_thread": 0.5,
+    "durable_vs_dcp_save": 0.7,
+    "durable_vs_bare_write": 1.3,
+    "extra_memory_mib": 2 * 16.0 + 64.0,
+}
+LOAD_BARS = {"load_verified_vs_torch_load": 0.5, "load_verified_vs_dcp_load": 0.6, "load_memory_vs_torch_load": 0.5}
+REPLICA_BARS = {"replica_vs_gloo": 1.11}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "bars"),
+    [("save", SAVE_BARS), ("load", LOAD_BARS), ("replica", REPLICA_BARS)],
+    ids=["save", "load", "replica"],
+)
+def test_every_bar_is_measured_and_nothing_stays(tmp_path: Path, name: str, bars: dict[str, float]) -> None:
+    """Each benchmark measures all its bars in real processes, tells them as JSON, and leaves no file behind."""
+    done = subprocess.run(
+        [*COMMAND, name, "--json", "--repeats=1", "--tensors=1"],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert done.stdout, done.stderr
+    found = {bar["name"]: bar for bar in json.loads(done.stdout)["bars"]}
+    assert {bar["name"]: bar["bar"] for bar in found.values()} == bars
+    # So small a state may slow the peer's training by nothing that can be measured: then there is no ratio.
+    measured = [bar for bar in found.values() if bar["name"] != "slowdown_vs_dcp_thread"]
+    assert all(bar["value"] is not None and bar["value"] > 0 for bar in measured), done.stderr
+    assert all(bar["peer_value"] is not None for bar in found.values())
+    assert done.returncode == int(not all(bar["ok"] for bar in found.values()))
+    assert list(tmp_path.glob("outlast*")) == []
+
+
+@pytest.mark.parametrize("name", ["heartbeat", "restart", "rendezvous"])
+def test_a_size_is_refused_where_there_is_no_state(name: str) -> None:
+    """``--tensors`` with a benchmark that moves no state ends with exit code 2 before anything is measured."""
+    done = CliRunner().invoke(bench, [name, "--tensors=2"])
+    assert done.exit_code == 2
+    assert "no state" in done.output
+
+
+def test_wrong_values_are_seen() -> None:
+    """What the benchmarks compare after a load tells right values from overwritten and from swapped ones."""
+    state = CheckpointState(2)
+    assert state.is_right()
+    first, second = state.tensors().values()
+    assert not holds({"0": second, "1": first})
+    state.forget()
+    assert not state.is_right()
+    state.fill()
+    first[7, 7] += 1
+    assert not state.is_right()
+
+
+@pytest.mark.process
+def test_a_loader_that_finds_nothing_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When what should be loaded is not there, no figure is told: the benchmark fails."""
+    monkeypatch.setattr(load, "_save_and_kill", lambda *_: None)
+    with pytest.raises(OutlastError, match="load_worker"):
+        load.measure(repeats=1, say=lambda _: None, num_tensors=1)
+
+
+@pytest.mark.process
+def test_a_process_that_measures_too_long_is_ended(tmp_path: Path) -> None:
+    """A process that does not come to an end is killed at its time limit, and its failure told."""
+    with pytest.raises(OutlastError, match="exit code -9 after 0 rounds"):
+        measure_in_process(
+            "outlast.bench.save_worker",
+            (str(tmp_path), "1"),
+            repeats=10**6,
+            say=lambda _: None,
+            timeout_s=0.2,
+        )
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    """A ratio is the median over the rounds of ours to the peer's of the same round; what is missing has none."""
+    rounds = Rounds([{"a": 1.0, "b": 2.0}, {"a": 9.0, "b": 10.0}, {"a": 4.0, "b": 4.0, "c": 1.0}])
+    assert rounds.ratio("a", "b") == 0.9
+    assert rounds.median("a") == 4.0
+    assert rounds.median("c") is None
+    assert rounds.ratio("a", "c") is None
