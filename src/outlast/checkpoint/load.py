@@ -20,7 +20,7 @@ from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.quarantine import Distrusted, is_distrusted
 from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_recovery_point
 
-__all__ = ["Loaded", "Rejection", "Restored", "agree_and_prove"]
+__all__ = ["Loaded", "Rejection", "Restored", "agree_and_prove", "known_generations"]
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +86,11 @@ def agree_and_prove(
     Blocks: until all ranks have read their copies.
     """
     rejected = list(table.rejected)
-    refused: dict[int, set[Copy]] = {rank: set() for rank in range(peers.world_size)}
-    for rank, copies in enumerate(table.copies):
+    refused = _distrusted_copies(table, distrusted)
+    for rank, copies in refused.items():
         for copy in sorted(copies):
-            if is_distrusted(copy, table.lineage, distrusted):
-                refused[rank].add(copy)
-                error = Untrusted("led to invalid results, or descends from what did")
-                rejected.append(reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}"))
+            error = Untrusted("led to invalid results, or descends from what did")
+            rejected.append(reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}"))
     while (point := choose_recovery_point(table.copies, refused)) is not None:
         mine = point.copies[peers.rank]
         proven, vote = _prove_and_vote(mine, peers.rank, obtain_copy, usable)
@@ -114,6 +112,18 @@ def agree_and_prove(
     if not table.seen:
         return None
     raise _nothing_left(places, rejected)
+
+
+def known_generations(table: Table, distrusted: Sequence[Distrusted], newest: int) -> dict[int, set[Tier]]:
+    """Return the generations up to ``newest`` that all ranks could load, with the tiers that have all of each."""
+    return _known(table, _distrusted_copies(table, distrusted), newest)
+
+
+def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[int, set[Copy]]:
+    return {
+        rank: {copy for copy in copies if is_distrusted(copy, table.lineage, distrusted)}
+        for rank, copies in enumerate(table.copies)
+    }
 
 
 def _loaded(

@@ -11,7 +11,7 @@ from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.copies import Opener
 from outlast.checkpoint.dcp.directory import SUSPECT, GlobalDirectory
 from outlast.checkpoint.directory import Directory
-from outlast.checkpoint.load import Loaded, agree_and_prove
+from outlast.checkpoint.load import Loaded, agree_and_prove, known_generations
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.tiers import Table, gather_copies
@@ -72,8 +72,10 @@ class Loader:
         other = self._other_place(self._config.load)
         return self._prove(self._gather(other), other, state, distrusted), False
 
-    def suspect(self, state: Mapping[str, Any], iteration: int) -> Loaded | None:
+    def suspect(self, state: Mapping[str, Any], iteration: int, distrusted: Sequence[Distrusted]) -> Loaded | None:
         """Prove the generation of ``iteration`` that was saved for diagnosis; ``None`` when not all ranks have it.
+
+        What is known to be committed beside it are the generations up to that iteration.
 
         Raises:
             CheckpointError: It does not fit the live state.
@@ -81,6 +83,7 @@ class Loader:
 
         Collective: all ranks.
         """
+        committed = self._gather(self._places)
         places = self._places
         local = Directory(places.local.path / SUSPECT) if places.local is not None else None
         directory = places.directory.suspects if places.directory is not None else None
@@ -89,10 +92,13 @@ class Loader:
         for copies in table.copies:
             copies.intersection_update([copy for copy in copies if copy.generation == iteration])
         try:
-            return self._prove(table, places, state, ())
+            loaded = self._prove(table, places, state, ())
         except CheckpointError as error:
             log.warning("the state that was saved for diagnosis cannot be had: %s", error)
             return None
+        if loaded is None:
+            return None
+        return dataclasses.replace(loaded, known=known_generations(committed, distrusted, iteration))
 
     def _gather(self, places: Places) -> Table:
         return gather_copies(places, self._peers, self._writer, topology=self._topology)

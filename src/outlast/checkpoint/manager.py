@@ -102,7 +102,6 @@ class CheckpointManager:
         self._stager = Stager()
         self._guard = Guard()
         self._ordinal = 0
-        self._only_suspect = False
         self._may_save = not self._places.generations and self._places.global_error is None
         self._newest: SaveHandle | None = None
         self._pending: list[SaveHandle] = []
@@ -159,8 +158,6 @@ class CheckpointManager:
     def load_suspect(self, state: Mapping[str, Any], iteration: int) -> Restored | None:
         """Load what was saved at ``iteration`` for diagnosis, to look at the step that follows it once more.
 
-        Nothing can be saved on top of it but for diagnosis again.
-
         Args:
             state: As for :meth:`load_latest`.
             iteration: Number of optimizer steps that the state had done.
@@ -176,12 +173,12 @@ class CheckpointManager:
         Blocks: until all ranks have read and verified their parts.
         """
         started_ns = clock.now_ns()
-        loaded = self._loader.suspect(state, iteration)
+        loaded = self._loader.suspect(state, iteration, decode_distrusted(self._place.untrusted))
         if loaded is None:
             return None
         self._restore(loaded, state)
-        self._only_suspect = True
-        self._note_loaded(loaded, started_ns, is_ours=False)
+        self._may_save = True
+        self._note_loaded(loaded, started_ns, is_ours=True)
         self._prepare(state)
         return self._restored
 
@@ -389,8 +386,8 @@ class CheckpointManager:
             bytes_read={str(mine.tier): loaded.copy.num_bytes_read},
         )
         if is_ours:
-            self._restored_tiers = frozenset(loaded.known[point.generation])
-            self._outcomes.durable = point.generation
+            self._restored_tiers = frozenset(loaded.known.get(point.generation, ()))
+            self._outcomes.durable = max(loaded.known, default=None)
             self._committer.start_from(loaded.known)
             if self._global is not None:
                 self._global.start_from(number for number, tiers in loaded.known.items() if Tier.GLOBAL in tiers)
@@ -427,8 +424,6 @@ class CheckpointManager:
             raise CheckpointError("the manager is closed")
         if suspect:
             return
-        if self._only_suspect:
-            raise CheckpointError("what was loaded was saved for diagnosis; save it with suspect=True, or not at all")
         if not self._may_save:
             # They would be taken for newer than what this training saves, and be loaded in its place.
             newest = max(self._places.generations, default="unknown")

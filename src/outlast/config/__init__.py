@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from outlast.config.base import require
 from outlast.config.checkpoint import CheckpointConfig
 from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.config.replica_digest import ReplicaDigestConfig
 from outlast.config.rerun_state_machine import RerunStateMachineConfig
 
-__all__ = ["CheckpointConfig", "Config", "FaultToleranceConfig", "RerunStateMachineConfig"]
+__all__ = ["CheckpointConfig", "Config", "FaultToleranceConfig", "ReplicaDigestConfig", "RerunStateMachineConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,9 @@ class Config:
 
     rerun_state_machine: RerunStateMachineConfig | None = None
     """What counts as an invalid result of a step that the script validates, and what follows; none = the defaults."""
+
+    replica_digest: ReplicaDigestConfig | None = None
+    """How often the replicas of a data-parallel group are compared; none = never."""
 
     fault_plan: str | None = None
     """File (TOML, YAML or JSON) with a plan of faults to cause on purpose, in a test; none = no plan."""

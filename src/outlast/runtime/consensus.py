@@ -99,11 +99,29 @@ class Consensus:
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerLost(
-                f"a peer left or did not reach this step within {self._timeout_s:g} s ({error}); "
-                "its own log or the launcher's report says why"
-            ) from error
+            raise self._lost(error) from error
         return dict(zip(self.questions, self._values.tolist(), strict=True))
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of all ranks' numbers, one by one, at once.
+
+        Raises:
+            PeerLost: A peer is gone, or did not come in time.
+
+        Collective: all ranks, with as many numbers, in the same order with :meth:`begin`.
+        Blocks: until all ranks have come; up to the group's timeout.
+        """
+        if self._group is None:
+            return list(values)
+        import torch
+
+        numbers = torch.tensor(values, dtype=torch.int64)
+        try:
+            self._group.start_max(numbers).wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        agreed: list[int] = numbers.tolist()
+        return agreed
 
     @property
     def pending(self) -> bool:
@@ -128,6 +146,12 @@ class Consensus:
                 return
         self._group.close()
         self._group, self._work = None, None
+
+    def _lost(self, error: RuntimeError) -> PeerLost:
+        return PeerLost(
+            f"a peer left or did not reach this step within {self._timeout_s:g} s ({error}); "
+            "its own log or the launcher's report says why"
+        )
 
 
 def _has_ended(work: torch.distributed.Work, timeout_s: float) -> bool:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.policy.quarantine import tier_of_load
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.board import LoadedCopy
+from outlast.session.attempts import OWN_STATE, Attempts
 from outlast.session.state import give_back, without_wrappers
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager, Restored
 
-__all__ = ["recover"]
+__all__ = ["recover", "recover_suspect"]
 
 
-def recover(manager: CheckpointManager, state: Mapping[str, Any], monitor: RankMonitor) -> Restored | None:
-    """Load the newest trusted generation into ``state``; ``None`` when there is none at all.
+def recover(
+    manager: CheckpointManager, state: Mapping[str, Any], own: Attempts, monitor: RankMonitor
+) -> Restored | None:
+    """Load the newest trusted generation into ``state`` and the session's own state; ``None`` when there is none.
 
     What was loaded is written on the node's board, so that results which soon turn invalid cast doubt on it.
 
@@ -28,11 +31,36 @@ def recover(manager: CheckpointManager, state: Mapping[str, Any], monitor: RankM
 
     Collective: all ranks.
     """
+    return _load(manager, state, own, monitor, manager.load_latest)
+
+
+def recover_suspect(
+    manager: CheckpointManager, state: Mapping[str, Any], own: Attempts, monitor: RankMonitor, iteration: int
+) -> Restored | None:
+    """Load what was saved for diagnosis at ``iteration``; ``None`` when not all ranks have it.
+
+    Raises:
+        CheckpointError: It does not fit.
+        PeerLost: A peer left.
+
+    Collective: all ranks.
+    """
+    return _load(manager, state, own, monitor, lambda loaded: manager.load_suspect(loaded, iteration))
+
+
+def _load(
+    manager: CheckpointManager,
+    state: Mapping[str, Any],
+    own: Attempts,
+    monitor: RankMonitor,
+    load: Callable[[Mapping[str, Any]], Restored | None],
+) -> Restored | None:
     given = without_wrappers(state)
-    loaded = dict(given)
-    restored = manager.load_latest(loaded)
+    loaded = {**given, OWN_STATE: own}
+    restored = load(loaded)
     if restored is None:
         return None
+    del loaded[OWN_STATE]
     give_back(state, given, loaded)
     monitor.set_restored(
         LoadedCopy(

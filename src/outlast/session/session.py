@@ -28,17 +28,21 @@ from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
 from outlast.runtime.group import Group, connect_world, settle
 from outlast.runtime.journal import Journal
+from outlast.session.attempts import OWN_STATE, Attempt, Attempts
 from outlast.session.departure import Departure
 from outlast.session.place import as_initialised, has_near_tier, is_initialised, say_what_is_off
-from outlast.session.recovery import recover
+from outlast.session.recovery import recover, recover_suspect
+from outlast.session.replicas import ReplicaWatch
 from outlast.session.rhythm import NEAR_TIERS, Due, Rhythm
 from outlast.session.state import without_wrappers
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
     from outlast.chaos import ArmedFaults
-    from outlast.checkpoint import CheckpointManager, SaveHandle
+    from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
 
 __all__ = ["Session"]
 
@@ -110,6 +114,16 @@ class Session:
         if faults is not None:
             for name in faults.sections:
                 self._monitor.call_in(name, partial(self._strike_section, faults, name))
+        self._attempts = Attempts(
+            config.rerun_state_machine,
+            place,
+            self._journal,
+            consensus=self._consensus,
+            wishes=self._wishes,
+            faults=faults,
+        )
+        self._replicas: ReplicaWatch | None = None
+        self._state: Mapping[str, Any] = {}
         if self._manager is not None:
             self._manager.on_commit = self._monitor.set_durable_iteration
         if self._rhythm is not None and self._rhythm.saves_by_itself:
@@ -157,7 +171,13 @@ class Session:
         """
         return self._monitor.section(name)
 
-    def steps(self, state: Mapping[str, Any], *, total: int) -> Iterator[int]:
+    def steps(
+        self,
+        state: Mapping[str, Any],
+        *,
+        total: int,
+        replicas: dist.ProcessGroup | DeviceMesh | None = None,
+    ) -> Iterator[int]:
         """Yield the numbers of the iterations that are still to do; the loop's body does one.
 
         Before the first, the newest generation that can be trusted is loaded into ``state`` (section ``setup``).
@@ -180,6 +200,8 @@ class Session:
                 wrapped in DDP counts as the module within), tensors, and plain values, which are replaced in
                 the mapping.
             total: Number of iterations at which the run is complete.
+            replicas: Ranks that hold the same tensors, for ``replica_digest``: a process group, or a mesh such as
+                ``mesh["dp"]``; ``None`` = all ranks. DTensors say that themselves.
 
         Yields:
             The iteration's number from 0: how many optimizer steps were done before it.
@@ -187,7 +209,7 @@ class Session:
         Raises:
             CheckpointError: Saving failed too often in a row.
             PeerLost: A peer left or did not reach the step's end in time.
-            SystemExit: The run was told to leave, or there is no generation left to trust.
+            SystemExit: The run was told to leave, there is no generation left to trust, or replicas differ.
 
         Collective: all ranks, with the same ``total``.
         Blocks: at the end of each step until all ranks have begun it.
@@ -195,8 +217,12 @@ class Session:
         if self._stepped:
             raise OutlastError("steps() was called before; call it once for each outlast.init()")
         self._stepped = self._in_steps = True
+        self._state = state
+        self._attempts.watch(state)
         with self.section("setup"):
             self._restore(state)
+            if self.config.replica_digest is not None and self.config.replica_digest.interval:
+                self._replicas = ReplicaWatch(self.config.replica_digest, state, replicas, self._place, self._journal)
         try:
             while self._iteration < total:
                 if self._faults is not None:
@@ -216,6 +242,53 @@ class Session:
             raise
         self._finish(state)
         self._in_steps = False
+
+    def attempts(self, batches: Any = None) -> Iterator[Attempt]:
+        """Yield the runs of a step: one, and another one if a result was invalid; in the body of :meth:`steps`.
+
+        The body of the loop computes the gradients and validates what it likes; the optimizer's step comes after it.
+        If any rank's result is rejected, all ranks put back random numbers, batches, gradients and the buffers that a
+        module changes as it computes, and run the body again. Is the result another one then, and valid, training
+        goes on with it. Is it the same, the state is saved for diagnosis and all ranks leave with
+        ``SystemExit(16)``: the launcher has the step replayed elsewhere. ``rerun_state_machine`` says what is invalid.
+
+        Gradients are put back to what they were only as far as they were ``None`` or zero: accumulate within the body.
+
+        Args:
+            batches: What :meth:`Attempt.next_batch` draws from: an iterator, or a list of several. It is drawn from in
+                the same order by all steps; ``None`` = the body gets its batches itself, the same for the same step.
+
+        Yields:
+            The run of the step.
+
+        Raises:
+            OutlastError: It is called outside of :meth:`steps`.
+            PeerLost: A peer left, or did not end its run in time.
+            SystemExit: An invalid result came again (16), or was judged (17).
+
+        Collective: all ranks, in the same steps; none leaves the loop early.
+        Blocks: after each run until all ranks have ended theirs.
+        """
+        if not self._in_steps:
+            raise OutlastError("attempts() belongs into the body of steps(): for iteration in run.steps(...): ...")
+        yield from self._attempts.run(self._iteration, batches)
+        decision = self._attempts.decision
+        if decision.exit_code is not None:
+            self._leave_invalid(decision.exit_code, must_save=decision.must_save)
+
+    def roll_back(self) -> NoReturn:
+        """Leave, with all ranks, so that the launcher starts them again from the newest generation that is trusted.
+
+        For results that a script finds bad itself, such as ``NonFiniteDetector(on_rollback=...)``. Bounded: without
+        progress in between it is granted ``max_same_device_reruns`` times, then the run stops.
+
+        Raises:
+            SystemExit: Always, with code 16.
+
+        Collective: all ranks, in the same step.
+        """
+        log.error("iteration %d: rolling back to the newest generation", self._iteration)
+        self._exit(ExitReason.RESUME_TO_DISAMBIGUATE)
 
     def save(self, state: Mapping[str, Any], *, suspect: bool = False) -> SaveHandle:
         """Save ``state`` now to all tiers as that of :attr:`iteration`, and return once it is copied.
@@ -278,7 +351,7 @@ class Session:
         if self._manager is None:
             return
         try:
-            restored = recover(self._manager, state, self._monitor)
+            restored = self._recover(self._manager, state)
         except Untrusted as error:
             if self._place.untrusted is None:
                 raise
@@ -292,20 +365,33 @@ class Session:
         if self._rhythm is not None:
             self._rhythm.start_from(restored.iteration)
 
+    def _recover(self, manager: CheckpointManager, state: Mapping[str, Any]) -> Restored | None:
+        """Load what is to be replayed, if anything, else the newest generation."""
+        if self._attempts.replay is not None:
+            replayed = recover_suspect(manager, state, self._attempts, self._monitor, self._attempts.replay.iteration)
+            if replayed is not None:
+                return replayed
+        return recover(manager, state, self._attempts, self._monitor)
+
     def _begin_step(self) -> None:
         self._monitor.heartbeat()
         self._monitor.start_section("step")
-        assert self._consensus is not None
+        self._step_began_ns = clock.now_ns()
+        self._attempts.begin_step(self._iteration)
+        if not self._attempts.carries_wishes:
+            assert self._consensus is not None
+            self._consensus.begin(self._wishes())
+
+    def _wishes(self) -> dict[str, int]:
+        """Return what this rank asks all ranks for: to leave on a signal, and to save after the step."""
         wish = 0
         if self._rhythm is not None and self._manager is not None:
             wish = self._rhythm.wish(self._iteration + 1, self._manager.save_cost_s)
-        self._step_began_ns = clock.now_ns()
-        self._consensus.begin({"stop": self._departure.asked(), "save": wish})
+        return {"stop": self._departure.asked(), "save": wish}
 
     def _end_step(self) -> dict[str, int]:
         """Count the step; return what all ranks agreed on: the signal on which they leave now, what they save."""
-        assert self._consensus is not None
-        agreed = self._consensus.finish()
+        agreed = self._agree_on_wishes()
         self._iteration += 1
         self._monitor.end_section("step")
         self._monitor.set_iteration(self._iteration)
@@ -317,8 +403,19 @@ class Session:
             self._rhythm.note_step((now_ns - self._step_began_ns) / 1e9)
         return agreed
 
+    def _agree_on_wishes(self) -> dict[str, int]:
+        assert self._consensus is not None
+        agreed = self._attempts.take_agreed()
+        if self._consensus.pending:
+            return self._consensus.finish()
+        if agreed is None:  # the step had no attempts
+            self._consensus.begin(self._wishes())
+            return self._consensus.finish()
+        return agreed
+
     def _between_steps(self, state: Mapping[str, Any], agreed: int, *, is_last: bool) -> None:
         due = self._rhythm.due(self._iteration, agreed) if self._rhythm is not None else Due.NOTHING
+        self._check_replicas(saves=due != Due.NOTHING)
         if due == Due.ALL:
             self.save(state)
         elif due == Due.NEAR and not is_last:  # the end saves to all tiers
@@ -336,6 +433,7 @@ class Session:
     def _finish(self, state: Mapping[str, Any]) -> None:
         if self._manager is not None:
             if self._saved_iteration != self._iteration:
+                self._check_replicas(saves=True)
                 self.save(state)
             with self.section("checkpointing"):
                 self._manager.wait()
@@ -347,13 +445,15 @@ class Session:
         if self._manager is None or self._rhythm is None:
             raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
         with self.section("checkpointing"):
-            handle = self._manager.save(without_wrappers(state), self._iteration, tiers=tiers, suspect=suspect)
+            saved = {**without_wrappers(state), OWN_STATE: self._attempts}
+            handle = self._manager.save(saved, self._iteration, tiers=tiers, suspect=suspect)
         if not suspect:
             self._rhythm.note_save(self._iteration, Due.ALL if tiers is None else Due.NEAR)
         return handle
 
     def _leave(self, state: Mapping[str, Any], number: int) -> None:
         """Save if there is where to, and raise SystemExit; ``number`` is the signal that was agreed upon."""
+        self._check_replicas(saves=self._manager is not None)
         log.info("stopping after iteration %d, on all ranks", self._iteration)
         code = 128 + number
         if self._manager is None:
@@ -363,6 +463,28 @@ class Session:
             log.info("iteration %d is saved; exit code %d", self._iteration, code)
         else:
             log.warning("told to leave again: the save of iteration %d is given up", self._iteration)
+        self._exit(code)
+
+    def _check_replicas(self, *, saves: bool) -> None:
+        """Compare the replicas if it is time to; if they differ, leave with all ranks, and save nothing."""
+        if self._replicas is None:
+            return
+        with self.section("checkpointing"):
+            code = self._replicas.verdict(self._iteration, saves=saves)
+        if code is not None:
+            self._exit(code)
+
+    def _leave_invalid(self, code: int, *, must_save: bool) -> NoReturn:
+        """Save the state of before the step for diagnosis, if there is where to, and leave."""
+        self._monitor.end_section("step")
+        if must_save and self._manager is not None:
+            try:
+                handle = self.save(self._state, suspect=True)
+                with self.section("checkpointing"):
+                    handle.wait()
+                log.error("iteration %d is saved for diagnosis; exit code %d", self._iteration, code)
+            except OutlastError as error:
+                log.error("the state could not be saved for diagnosis: %s", error)
         self._exit(code)
 
     def _exit(self, code: int) -> NoReturn:
@@ -398,6 +520,8 @@ class Session:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        if self._replicas is not None:
+            self._replicas.close()
         if self._consensus is not None:
             self._consensus.close()
         if self._world is not None:
