@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,8 @@ from hypothesis import strategies as st
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
-from outlast.policy.quarantine import Load
+from outlast.policy.quarantine import Load, TierName
+from outlast.policy.rerun import Diagnosis, Finding
 
 KINDS = (
     IncidentKind.WORKER_DIED,
@@ -43,6 +47,17 @@ loads = st.none() | st.builds(
     suspect_window=st.integers(0, 20),
 )
 durables = st.none() | st.integers(0, 100)
+diagnoses = st.none() | st.builds(
+    Diagnosis,
+    finding=st.sampled_from(Finding),
+    rank=st.integers(0, 3),
+    node=st.sampled_from(["a", "b", "c", ""]),
+    device=st.sampled_from(["a/0", "b/0", "gpu", ""]),
+    iteration=st.integers(0, 3) | st.integers(0, 100),
+    first=st.sampled_from(["nan", "inf", 3.5]),
+    tries=st.integers(0, 3),
+    replayed_on=st.sampled_from(["", "a/0", "b/0"]),
+)
 
 
 def ends(*, durable: st.SearchStrategy[int | None] = durables) -> st.SearchStrategy[CycleEnd]:
@@ -55,7 +70,9 @@ def ends(*, durable: st.SearchStrategy[int | None] = durables) -> st.SearchStrat
         durable_iteration=durable,
         progress_known=st.booleans(),
         num_spares=st.integers(0, 3),
+        may_shrink=st.booleans(),
         load=loads,
+        diagnosis=diagnoses,
     )
 
 
@@ -184,14 +201,22 @@ def test_best_durable_never_falls(past: list[CycleEnd], end: CycleEnd, limits: L
 
 @given(histories, any_end, limits_strategy)
 def test_quarantine_takes_only_the_incidents_node(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """Only the node where the incident began loses its slot, only to a spare, and only once."""
+    """Only the node where the incident began loses its slot, or the one that the diagnosis (or the replay that it is
+    about) names, only where the world can do without it, and only once."""
     before = follow(past, limits)
     state, verdict = decide(before, end, limits)
     if verdict.quarantine:
         assert end.incident is not None
-        assert verdict.quarantine == (end.incident.node,)
-        assert end.num_spares > 0
+        named = {end.incident.node}
+        if end.is_invalid_result:
+            assert end.diagnosis is not None
+            named = {end.diagnosis.node, before.replay.node if before.replay is not None else ""}
+        assert set(verdict.quarantine) <= named
+        assert end.num_spares > 0 or (end.is_invalid_result and (end.may_shrink or before.held_back))
     assert len(set(state.quarantined)) == len(state.quarantined)
+    assert not set(verdict.hold_back) & set(verdict.quarantine)
+    if verdict.hold_back:
+        assert end.num_spares > 0
 
 
 @given(histories, any_end, limits_strategy)
@@ -210,3 +235,115 @@ def test_verdict_is_one_line_with_a_code_when_it_ends(past: list[CycleEnd], end:
     assert verdict.reason
     assert "\n" not in verdict.reason
     assert (verdict.exit_code is not None) == (verdict.rung >= Rung.REQUEUE_JOB)
+
+
+ROOMY = Limits(max_restarts=50, max_restarts_total=None, max_no_progress_cycles=50)
+invalid_ends = ends(durable=st.just(None)).filter(lambda end: end.is_invalid_result)
+few_diagnosed = st.builds(
+    CycleEnd,
+    cycle=st.integers(0, 9),
+    incident=st.builds(
+        Incident,
+        kind=st.just(IncidentKind.WORKER_FAILED),
+        node=st.sampled_from(["a", "b"]),
+        rank=st.integers(0, 1),
+        iteration=st.just(5),
+        exit_code=st.sampled_from([1, 16, 16, 16, 17]),
+    ),
+    num_spares=st.integers(0, 1),
+    progress_known=st.booleans(),
+    load=loads,
+    diagnosis=st.builds(
+        Diagnosis,
+        finding=st.sampled_from(Finding),
+        rank=st.integers(0, 1),
+        node=st.sampled_from(["a", "b"]),
+        device=st.sampled_from(["a/0", "b/0"]),
+        iteration=st.just(5),
+        tries=st.just(0),
+        replayed_on=st.sampled_from(["", "a/0", "b/0"]),
+    ),
+)
+
+
+@given(histories, st.lists(st.one_of(few_diagnosed, invalid_ends), max_size=40))
+def test_no_result_is_replayed_on_its_device_more_than_twice(past: list[CycleEnd], stuck: list[CycleEnd]) -> None:
+    """Without progress at most two same-device replays, and one elsewhere, are granted for a result of one step and
+    device, whatever else happens between, over all jobs until somebody has looked at the run."""
+    state = follow(past, ROOMY)
+    here, elsewhere = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+    for end in stuck:
+        state, verdict = decide(state, end, ROOMY)
+        if verdict.replay is not None:
+            assert end.diagnosis is not None
+            (elsewhere if verdict.hold_back else here)[(end.diagnosis.iteration, end.diagnosis.device)] += 1
+        if verdict.rung >= Rung.REQUEUE_JOB:
+            if verdict.exit_code in (ExitReason.FAILED_VALIDATION, ExitReason.NO_PROGRESS):
+                break
+            state = begin_job(state)
+    # A rank that does not know its device is told from others by node and rank.
+    assert all(count <= 2 for (_, device), count in here.items() if device)
+    assert all(count <= 1 for (_, device), count in elsewhere.items() if device)
+
+
+@given(histories, few_diagnosed.filter(lambda end: end.is_invalid_result) | invalid_ends)
+def test_the_same_evidence_is_never_answered_by_the_same_remedy_for_ever(past: list[CycleEnd], end: CycleEnd) -> None:
+    """One and the same invalid result, again and again: every copy is distrusted once, every node quarantined once, a
+    replay elsewhere done once, tries on the same device twice; then the run stops with 17. With ample budgets too."""
+    state, done = follow(past, ROOMY), Counter[tuple[bool, bool]]()
+    for _ in range(12):
+        distrusted = len(state.distrusted)
+        state, verdict = decide(state, end, ROOMY)
+        if verdict.rung >= Rung.REQUEUE_JOB:
+            break
+        is_new = len(state.distrusted) > distrusted
+        done[(bool(verdict.quarantine or verdict.hold_back or is_new), verdict.replay is not None)] += 1
+    assert verdict.rung == Rung.STOP
+    assert verdict.exit_code in (ExitReason.FAILED_VALIDATION, ExitReason.FINISHED)
+    assert done[(False, False)] <= 2, "restarts that change nothing"
+    assert done[(False, True)] <= 2, "replays on the same device"
+    assert done[(True, True)] <= 1, "replays elsewhere"
+    assert done[(True, False)] <= 2, "one node, one copy"
+
+
+@given(histories, ends(), limits_strategy)
+def test_a_correct_result_stops_whatever_came_before(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """A result that another device confirmed ends the run with 17: nothing is restarted, distrusted or taken out."""
+    before = follow(past, limits)
+    if before.finished:
+        return
+    found = Diagnosis(finding=Finding.CORRECT, rank=1, node="a", device="a/0", iteration=5, replayed_on="b/0")
+    incident = Incident(kind=IncidentKind.WORKER_FAILED, node="b", rank=1, exit_code=17)
+    state, verdict = decide(before, dataclasses.replace(end, incident=incident, diagnosis=found), limits)
+    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.FAILED_VALIDATION)
+    assert (verdict.quarantine, verdict.hold_back, verdict.replay) == ((), (), None)
+    assert len(state.distrusted) == len(before.distrusted)
+    assert (state.replay, state.held_back) == (None, ())
+
+
+@given(histories, any_end, limits_strategy)
+def test_a_replay_is_asked_of_the_next_cycle_only(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """What is to be replayed is what the newest verdict says, or it waits for the next job; nobody is held back without
+    a replay."""
+    state, verdict = decide(follow(past, limits), end, limits)
+    if verdict.rung == Rung.STOP:
+        assert state.replay is None
+    elif verdict.rung != Rung.REQUEUE_JOB:
+        assert msgspec.to_builtins(state.replay) == verdict.replay
+    assert state.replay is not None or not state.held_back
+    assert begin_job(state).held_back == ()
+
+
+@given(st.integers(100, 120), st.integers(0, 20), st.sampled_from(["memory", "local", "replica"]), st.integers(0, 3))
+def test_the_replica_nan_loop_ends_in_two_cycles(generation: int, since: int, tier: TierName, spares: int) -> None:
+    """Whatever near copy was poisoned, a reproducible NaN within the suspect window is answered by another copy
+    at once, so that the second cycle finishes."""
+    load = Load(cycle="job-1", generation=generation, attempt="job-0-a.1", tier=tier, suspect_window=20)
+    found = Diagnosis(finding=Finding.REPRODUCED, rank=0, node="a", device="a/0", iteration=generation + since)
+    incident = Incident(kind=IncidentKind.WORKER_FAILED, node="a", rank=0, exit_code=16)
+    end = CycleEnd(cycle=1, incident=incident, diagnosis=found, load=load, num_spares=spares, progress_known=True)
+    state, verdict = decide(LadderState(best_durable=generation), end, Limits())
+    assert (verdict.rung, verdict.replay) == (Rung.RESTART_WORKERS, None)
+    assert [one.attempt for one in state.distrusted] == ["job-0-a.1"]
+    _, verdict = decide(state, CycleEnd(cycle=2, incident=None, finished=True), Limits())
+    assert verdict.exit_code == ExitReason.FINISHED

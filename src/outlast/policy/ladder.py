@@ -87,7 +87,9 @@ def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
     loads = state.loads if end.load is None else (*state.loads, end.load)[-MAX_HISTORY:]
     distrusted = state.distrusted if end.is_invalid_result else settle(state.distrusted, end.durable_iteration)
     durable = end.durable_iteration
-    state = msgspec.structs.replace(state, loads=loads, distrusted=distrusted, cases=open_cases(state.cases, durable))
+    blamed = () if _is_beyond(durable, state.best_durable) else state.blamed
+    cases = open_cases(state.cases, durable)
+    state = msgspec.structs.replace(state, loads=loads, distrusted=distrusted, cases=cases, blamed=blamed)
     if state.replay is not None and durable is not None and durable > state.replay.iteration:
         state = drop_replay(state)  # the result was a valid one this time, and training went on
     return state
@@ -95,14 +97,17 @@ def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
 
 def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple[LadderState, bool]:
     known = state.progress_known or end.progress_known or end.durable_iteration is not None
-    best, durable = state.best_durable, end.durable_iteration
     # What was saved on top of a copy that proved bad is no progress.
-    progressed = trusted and durable is not None and (best is None or durable > best)
+    progressed = trusted and _is_beyond(end.durable_iteration, state.best_durable)
     if progressed:
         state = msgspec.structs.replace(
-            state, best_durable=durable, restarts_without_progress=0, cycles_without_progress=0, blamed=()
+            state, best_durable=end.durable_iteration, restarts_without_progress=0, cycles_without_progress=0
         )
     return msgspec.structs.replace(state, progress_known=known), progressed
+
+
+def _is_beyond(durable: int | None, best: int | None) -> bool:
+    return durable is not None and (best is None or durable > best)
 
 
 def _count_failure(state: LadderState, faulty_node: str, *, progressed: bool) -> LadderState:

@@ -23,7 +23,7 @@ from types import TracebackType
 import psutil
 
 from outlast import clock
-from outlast.env import environ
+from outlast.env import DEVICE, environ
 from outlast.errors import DeadlineExceeded
 from outlast.incidents import Event, EventKind
 from outlast.runtime.journal import read_journal
@@ -125,6 +125,9 @@ class Cluster:
         nproc_per_node: Workers on each node.
         options: More options of ``outlast run``, such as ``--max-restarts=3``.
         environment: Variables to add to this process's own.
+        devices: Node name (``node-0``, ``node-1``, ... in the order of their start, spares last) to the name of the
+            hardware that it computes on, where that is not to be the node's own name: two nodes of one device are the
+            same hardware to whoever looks for another one.
 
     Thread: one.
     """
@@ -139,6 +142,7 @@ class Cluster:
         nproc_per_node: int = 2,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        devices: Mapping[str, str] | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.endpoint = f"127.0.0.1:{_free_port()}"
@@ -146,6 +150,7 @@ class Cluster:
         self.agents: list[Agent] = []
         self._num_agents = num_nodes + num_spares
         self._token = uuid.uuid4().hex
+        self._devices = dict(devices or {})
         self._environment = {
             **environ(),
             "OMP_NUM_THREADS": "1",
@@ -178,16 +183,20 @@ class Cluster:
     ) -> None:
         self.close()
 
-    def add_node(self, name: str | None = None, *, options: Sequence[str] = ()) -> Agent:
+    def add_node(self, name: str | None = None, *, options: Sequence[str] = (), device: str | None = None) -> Agent:
         """Start one more agent, as another node or as one that comes back.
 
         Args:
             name: The node's name; a new one when not given.
             options: More options of ``outlast run`` for this agent alone.
+            device: Name of the hardware that it computes on; by default what ``devices`` says, else the node's name.
         """
         name = name or f"node-{len(self.agents)}"
         command = [*_COMMAND, *self._options, f"--node-name={name}", *options, *self._script]
-        agent = Agent(name, command, self._environment, self.run_dir / "agents" / f"{name}.log")
+        environment = dict(self._environment)
+        if (device := device or self._devices.get(name)) is not None:
+            environment[DEVICE] = device
+        agent = Agent(name, command, environment, self.run_dir / "agents" / f"{name}.log")
         self.agents.append(agent)
         return agent
 
