@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from outlast.chaos import Fault, FaultKind, FaultTarget
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig, RerunStateMachineConfig
 from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
@@ -82,6 +83,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "exit-codes": lambda: words_table(ExitReason, "reason", value="code"),
     "incidents": lambda: words_table(IncidentKind, "kind", value="word"),
     "events": lambda: words_table(EventKind, "kind", value="word"),
+    "fault": lambda: settings_table(Fault),
+    "fault-kinds": lambda: words_table(FaultKind, "kind", value="word"),
+    "fault-targets": lambda: words_table(FaultTarget, "target", value="word"),
     "rungs": lambda: words_table(Rung, "name", value="rung"),
 }
 

@@ -57,14 +57,17 @@ def test_python_in_the_docs_is_python(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_settings_in_the_docs_are_settings(page: Path, tmp_path: Path) -> None:
-    """Each TOML block of outlast's is a config file that is accepted as it stands."""
+    """Each TOML block is a config file, or a plan of faults, that is accepted as it stands."""
+    from outlast.chaos import FaultPlan
     from outlast.config.files import load_config
 
     for block in blocks(page, "toml"):
-        tomllib.loads(block)
         path = tmp_path / "outlast.toml"
         path.write_text(block)
-        load_config(path)
+        if "faults" in tomllib.loads(block):
+            FaultPlan.load(path)
+        else:
+            load_config(path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

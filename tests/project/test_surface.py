@@ -17,6 +17,7 @@ from typing import Any
 
 PUBLIC = [
     "outlast",
+    "outlast.chaos",
     "outlast.checkpoint",
     "outlast.config",
     "outlast.errors",

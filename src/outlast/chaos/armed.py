@@ -51,7 +51,7 @@ class ArmedFaults:
         run_dir: str | os.PathLike[str] | None,
         journal: Journal,
         device: str,
-        time: clock.Clock = clock.MONOTONIC,
+        time: clock.Clock,
     ) -> None:
         self._place, self._journal, self._device, self._time = place, journal, device, time
         self._markers = None if run_dir is None else Path(run_dir) / "faults"

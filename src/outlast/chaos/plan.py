@@ -101,7 +101,7 @@ class FaultPlan:
         run_dir: str | os.PathLike[str] | None,
         journal: Journal,
         device: str,
-        time: clock.Clock = clock.MONOTONIC,
+        time: clock.Clock | None = None,
     ) -> ArmedFaults:
         """Return the faults as one rank sees them, ready to strike.
 
@@ -110,14 +110,14 @@ class FaultPlan:
             run_dir: Folder of the markers by which a fault comes once a run; none: it comes in cycle 0 only.
             journal: Where each fault is written.
             device: Name of the hardware that this rank computes on (``runtime.device.device_name``).
-            time: The clock of ``after_s``, which runs from here on.
+            time: The clock of ``after_s``, which runs from here on; ``None`` = the machine's own.
 
         Raises:
             ConfigError: A fault is for a rank that does not exist.
         """
         from outlast.chaos.armed import ArmedFaults
 
-        return ArmedFaults(self, place, run_dir=run_dir, journal=journal, device=device, time=time)
+        return ArmedFaults(self, place, run_dir=run_dir, journal=journal, device=device, time=time or clock.MONOTONIC)
 
 
 def _toml(value: object) -> str:

@@ -1,8 +1,9 @@
-"""Test doubles and a real cluster on one machine, for outlast's tests and for those of its users."""
+"""Test doubles, faults on purpose and a real cluster on one machine, for outlast's tests and for those of its users."""
 
 from __future__ import annotations
 
+from outlast.chaos import FaultPlan
 from outlast.testing.cluster import Agent, Cluster
 from outlast.testing.fake_clock import FakeClock
 
-__all__ = ["Agent", "Cluster", "FakeClock"]
+__all__ = ["Agent", "Cluster", "FakeClock", "FaultPlan"]
