@@ -7,19 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.numerics.batches import ReplayableIterator
+    from outlast.numerics.nonfinite import FiniteCheck, NonFiniteAction, NonFiniteDetector
     from outlast.numerics.replica_agreement import Agreement, Replica
     from outlast.numerics.replica_digest import ReplicaDigest
     from outlast.numerics.rerun_machine import RerunStateMachine
 
 _HOMES = {
     "Agreement": "outlast.numerics.replica_agreement",
+    "FiniteCheck": "outlast.numerics.nonfinite",
+    "NonFiniteAction": "outlast.numerics.nonfinite",
+    "NonFiniteDetector": "outlast.numerics.nonfinite",
     "Replica": "outlast.numerics.replica_agreement",
     "ReplicaDigest": "outlast.numerics.replica_digest",
     "ReplayableIterator": "outlast.numerics.batches",
     "RerunStateMachine": "outlast.numerics.rerun_machine",
 }
 
-__all__ = ["Agreement", "ReplayableIterator", "Replica", "ReplicaDigest", "RerunStateMachine"]
+__all__ = [
+    "Agreement",
+    "FiniteCheck",
+    "NonFiniteAction",
+    "NonFiniteDetector",
+    "ReplayableIterator",
+    "Replica",
+    "ReplicaDigest",
+    "RerunStateMachine",
+]
 
 
 def __getattr__(name: str) -> Any:

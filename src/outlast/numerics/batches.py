@@ -35,6 +35,8 @@ class ReplayableIterator(Generic[T]):
         self._random = RandomSnapshot()
         self._random_after: list[dict[str, Any]] = []
         self._given = 0
+        self.is_recording = True
+        """Whether a step's batches may be wanted again."""
         self._replayed: tuple[str, int] | None = None
         self._skip: tuple[str, int] | None = None
 
@@ -42,6 +44,8 @@ class ReplayableIterator(Generic[T]):
         return self
 
     def __next__(self) -> T:
+        if not self.is_recording:
+            return self._draw()
         if self._given == len(self._drawn):
             batch = self._draw()
             self._drawn.append(batch)

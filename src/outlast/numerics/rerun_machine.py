@@ -170,6 +170,8 @@ class RerunStateMachine:
         if self._state not in TABLE:
             raise OutlastError(f"the ranks were to leave with exit code {self.decision.exit_code}; no step follows")
         self._iterators = as_iterators(batches)
+        for iterator in self._iterators:
+            iterator.is_recording = self._validates or self._compares
         self._iteration = iteration
         self._num_runs = 0
         self._is_open, self._has_batches = True, True

@@ -6,8 +6,9 @@ among them: the optimizer has not stepped.
 Gradients are put back without copies: one that was ``None`` becomes ``None``, one that was there and was changed
 becomes zero, as ``zero_grad()`` leaves it. So what is accumulated into a gradient must be accumulated within one run.
 
-A buffer is copied only where that is needed: which ones a run changes is learned in the first runs, by torch's version
-counter and by value; a copy is good for as long as the counter stands still.
+A buffer is copied only where that is needed: which ones a run changes is learned in the first runs, and again when the
+module goes from ``eval()`` to ``train()`` or back, by torch's version counter and by value. A copy is good for as long
+as the counter stands still; BatchNorm's statistics change without it (torch 2.13), and are copied always.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["Rewinder"]
 
 log = logging.getLogger(__name__)
 LEARNING_RUNS = 2
-"""First runs in which every buffer is copied and compared."""
+"""Runs in which every buffer is copied and compared."""
 
 
 class Rewinder:
@@ -116,25 +117,33 @@ class _Slot:
 @dataclass(slots=True)
 class _Buffers:
     slots: dict[tuple[int, str], _Slot] = field(default_factory=dict)
+    modules: list[tuple[torch.nn.Module, bool]] = field(default_factory=list)
+    """The modules that are watched, and whether they were in training mode."""
     runs_to_learn: int = LEARNING_RUNS
 
     def add(self, module: torch.nn.Module) -> None:
+        self.modules.append((module, module.training))
         for prefix, inner in module.named_modules():
+            is_silent = isinstance(inner, torch.nn.modules.batchnorm._NormBase)
             owner: dict[str, Any] = inner._buffers
             for name in owner:
                 if (id(owner), name) not in self.slots:
                     label = f"{prefix}.{name}" if prefix else name
-                    self.slots[id(owner), name] = _Slot(owner, name, label)
+                    self.slots[id(owner), name] = _Slot(owner, name, label, silent=is_silent, changes=is_silent)
                     self.runs_to_learn = LEARNING_RUNS
 
     def begin(self) -> None:
+        if any(module.training != was for module, was in self.modules):
+            self.modules = [(module, module.training) for module, _ in self.modules]
+            self.runs_to_learn = LEARNING_RUNS
         sources: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         for slot in self.slots.values():
             tensor = slot.owner.get(slot.name)
-            if slot.copied and not slot.silent and slot.is_unchanged():
+            unchanged = slot.is_unchanged()
+            if slot.copied and unchanged and not (slot.silent or self.runs_to_learn):
                 continue
-            if slot.copied and not slot.changes:
+            if slot.copied and not (slot.changes or unchanged):
                 # It was changed since, by no run that was watched: outside of runs if that was seen before.
                 slot.changed_outside = self.runs_to_learn > 0 or slot.changed_outside
                 slot.changes = not slot.changed_outside

@@ -1,0 +1,109 @@
+"""Two runs of every step: what differs between them is counted, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rerun_training import Training, assert_same
+
+from outlast.config import RerunStateMachineConfig
+from outlast.incidents import EventKind
+from outlast.numerics import RerunStateMachine
+from outlast.numerics.determinism import DeterminismStatistics, describe_differences
+from outlast.runtime.journal import Journal, read_journal
+
+TWICE = RerunStateMachineConfig(rerun_mode="report_determinism_stats")
+
+
+def test_deterministic_training_has_no_differences() -> None:
+    """Dropout, BatchNorm and data from random numbers are no differences: both runs are the same, weights too."""
+    training = Training(TWICE).steps(6)
+    (loss,) = training.machine.report().values()
+    assert (loss.num_compared, loss.num_different, loss.maximum) == (12, 0, 0.0)
+    assert_same(Training().steps(6), training)
+
+
+def test_planted_nondeterministic_operation_is_found() -> None:
+    """An operation that gives something else each time shows up, by the name of what was validated and by how much."""
+    noise = iter(range(1, 1000))
+
+    def disturb(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss * (1 + 1e-4 * next(noise)) if iteration % 2 else loss
+
+    training = Training(TWICE, disturb=disturb).steps(8)
+    report = training.machine.report()
+    assert report.keys() == {"loss"}
+    assert (report["loss"].num_compared, report["loss"].num_different) == (16, 8)
+    assert report["loss"].p50 == 0.0
+    assert report["loss"].maximum == pytest.approx(2e-4, rel=0.01)
+
+
+def test_nothing_is_judged() -> None:
+    """In this mode a NaN that both runs give is no difference, and ends nothing."""
+    machine = RerunStateMachine(TWICE)
+    machine.begin_step(0)
+    runs = 0
+    while machine.should_run():
+        runs += 1
+        machine.validate(math.nan)
+        machine.validate_result(torch.tensor(math.nan), torch.isnan, "other")
+    assert runs == 2
+    assert machine.decision.exit_code is None
+    assert [one.num_different for one in machine.report().values()] == [0, 0]
+
+
+def test_validations_of_one_run_only_are_counted() -> None:
+    """A validation that only one of the runs reached is said to be so."""
+    machine = RerunStateMachine(TWICE)
+    machine.begin_step(0)
+    number = iter([2, 1])
+    while machine.should_run():
+        for call in range(next(number)):
+            machine.validate(1.0, f"value {call}")
+    report = machine.report()
+    assert report["value 1"].num_unreached == 1
+    assert "(1 were reached by one run only)" in describe_differences(report)
+
+
+def test_report_goes_to_the_journal(tmp_path: Path) -> None:
+    """The report is an event, infinite differences included."""
+    journal = Journal(tmp_path, run_id="r", job="j", node="n", proc="rank-0")
+    machine = RerunStateMachine(TWICE, journal=journal)
+    machine.begin_step(0)
+    values = iter([1.0, math.nan])
+    while machine.should_run():
+        machine.validate(next(values))
+    machine.report()
+    journal.close()
+    (event,) = [event for event in read_journal(tmp_path) if event.kind is EventKind.DETERMINISM_REPORT]
+    assert event.data["report"]["loss"]["maximum"] == "inf"
+
+
+@given(st.lists(st.sampled_from([0.0, 0.0, 1e-7, 1e-3, 0.5]), min_size=1, max_size=300))
+def test_percentiles_are_of_all_comparisons(differences: list[float]) -> None:
+    """Each percentile is the smallest difference that its share of all comparisons does not exceed."""
+    statistics = DeterminismStatistics()
+    for difference in differences:
+        statistics.add("loss", difference)
+    one = statistics.report()["loss"]
+    ordered = sorted(differences)
+    for share, value in ((0.5, one.p50), (0.9, one.p90), (0.99, one.p99), (0.999, one.p99_9)):
+        assert value == ordered[math.ceil(share * len(ordered)) - 1]
+    assert one.maximum == ordered[-1]
+    assert one.mean == pytest.approx(sum(ordered) / len(ordered))
+
+
+def test_many_differences_need_little_memory() -> None:
+    """However many there are, percentiles stay close and what is kept stays bounded."""
+    statistics = DeterminismStatistics()
+    for number in range(300_000):
+        statistics.add("loss", (number % 1000 + 1) / 1000)
+    one = statistics.report()["loss"]
+    assert one.num_different == 300_000
+    assert one.p50 == pytest.approx(0.5, abs=0.02)
+    assert one.p99 == pytest.approx(0.99, abs=0.02)

@@ -1,0 +1,278 @@
+"""An invalid result: the step is run again as it was, and no weight knows of the first run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rerun_training import Training, assert_same
+
+from outlast.config import RerunStateMachineConfig
+from outlast.errors import OutlastError
+from outlast.incidents import EventKind
+from outlast.numerics import ReplayableIterator, RerunStateMachine
+from outlast.policy.rerun import Finding
+from outlast.runtime.journal import Journal, read_journal
+
+NUM_STEPS = 8
+
+
+def nan_at(bad: int, *, runs: tuple[int, ...] = (1,)):
+    """Make the loss NaN, gradients included, in these runs of one step."""
+
+    def disturb(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss * math.nan if iteration == bad and run in runs else loss
+
+    return disturb
+
+
+@pytest.mark.parametrize("bad", [0, 1, 5])
+def test_transient_nan_leaves_no_trace(bad: int) -> None:
+    """After a NaN in one run, the first step's included, all that training changes is that of the undisturbed run."""
+    calm = Training().steps(NUM_STEPS)
+    struck = Training(disturb=nan_at(bad)).steps(NUM_STEPS)
+    assert struck.machine.num_found[Finding.TRANSIENT] == 1
+    assert_same(calm, struck)
+
+
+def test_first_step_after_a_load_is_judged_too() -> None:
+    """A NaN in the first step of a process that loaded a checkpoint is run again like any other."""
+    saved = Training().steps(3).save()
+    calm = Training().load(saved).steps(4)
+    struck = Training(disturb=nan_at(3)).load(saved).steps(4)
+    assert struck.machine.num_found[Finding.TRANSIENT] == 1
+    assert_same(calm, struck)
+
+
+def test_machine_does_not_change_training() -> None:
+    """With and without the machine the same weights come out."""
+    assert_same(Training().steps(5), Training(RerunStateMachineConfig(rerun_mode="disabled")).steps(5))
+
+
+def test_reproduced_result_moves_no_weight() -> None:
+    """A NaN that comes again ends the process with 16 and a save of the state before the step, batches included."""
+    calm = Training().steps(5)
+    struck = Training(disturb=nan_at(5, runs=(1, 2))).steps(5)
+    decision = struck.step()
+    assert (decision.exit_code, decision.must_save) == (16, True)
+    diagnosis = decision.diagnosis
+    assert diagnosis is not None
+    assert (diagnosis.finding, diagnosis.rank, diagnosis.iteration) == (Finding.REPRODUCED, 0, 5)
+    assert (diagnosis.node, diagnosis.device) == ("n", "first/cpu-0")
+    assert (diagnosis.call, diagnosis.what, diagnosis.first, diagnosis.second) == (0, "loss", "nan", "nan")
+    assert struck.machine.state_dict()["step"]["iteration"] == 5
+    assert_same(calm, struck)
+    with pytest.raises(OutlastError, match="exit code 16; no step follows"):
+        struck.step()
+
+
+def test_result_that_is_invalid_in_another_way_is_not_trained_on() -> None:
+    """NaN, then infinity: it was not reproduced, but there is no result to train on either."""
+
+    def disturb(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss * (math.nan if run == 1 else math.inf) if iteration == 2 else loss
+
+    training = Training(disturb=disturb).steps(2)
+    decision = training.step()
+    assert (decision.exit_code, decision.must_save) == (16, True)
+    assert decision.diagnosis is not None
+    assert decision.diagnosis.finding is Finding.UNDECIDED
+    assert (decision.diagnosis.first, decision.diagnosis.second) == ("nan", "inf")
+
+
+def test_second_run_may_be_the_first_with_an_invalid_result() -> None:
+    """What only the second run rejects is not trained on."""
+
+    def disturb(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    training = Training(disturb=disturb)
+    machine = training.machine
+    machine.begin_step(0)
+    values = iter([(math.nan, 1.0), (1.0, math.nan)])
+    while machine.should_run():
+        for value in next(values):
+            machine.validate(value)
+    assert machine.decision.exit_code == 16
+    assert machine.decision.diagnosis is not None
+    assert machine.decision.diagnosis.finding is Finding.UNDECIDED
+    assert machine.decision.diagnosis.call == 1
+
+
+def test_validation_that_is_not_reached_again_is_said_to_be_so() -> None:
+    """A second run that takes another way confirms nothing and clears nothing."""
+    machine = Training().machine
+    machine.begin_step(0)
+    num_validations = iter([2, 1])
+    while machine.should_run():
+        for call in range(next(num_validations)):
+            machine.validate(math.nan if call == 1 else 1.0, f"value {call}")
+    assert machine.decision.exit_code == 16
+    diagnosis = machine.decision.diagnosis
+    assert diagnosis is not None
+    assert (diagnosis.finding, diagnosis.call, diagnosis.second) == (Finding.UNREACHED, 1, None)
+    assert "did not reach this validation" in diagnosis.describe()
+
+
+def test_another_name_is_another_validation() -> None:
+    """A value that bears another name in the second run says nothing about the first one."""
+    machine = Training().machine
+    machine.begin_step(0)
+    names = iter(["loss", "norm"])
+    while machine.should_run():
+        name = next(names)
+        machine.validate(math.nan if name == "loss" else 1.0, name)
+    assert machine.decision.diagnosis is not None
+    assert machine.decision.diagnosis.finding is Finding.UNREACHED
+
+
+def test_tolerance_says_what_the_same_is() -> None:
+    """Within the tolerance a rejected result is reproduced, even if it is accepted now; beyond it, it is not."""
+    for tolerance, code in ((0.1, 16), (0.01, None)):
+        machine = Training().machine
+        machine.begin_step(0)
+        values = iter([100.0, 95.0])
+        while machine.should_run():
+            value = next(values)
+            machine.validate(value, "norm", rejects=lambda norm: norm > 99, message="too large", tolerance=tolerance)
+        assert machine.decision.exit_code == code
+
+
+def test_script_may_reject_results_itself() -> None:
+    """A test of the script's own rejects a value, and its words are in the diagnosis."""
+    machine = Training().machine
+    machine.begin_step(0)
+    while machine.should_run():
+        machine.validate(torch.tensor([3.5]), "norm", rejects=lambda norm: norm > 3, message="above 3")
+    assert machine.decision.diagnosis is not None
+    assert (
+        "norm of rank 0 on node n (device first/cpu-0) at iteration 0, validation 0, was 3.5 (above 3), then 3.5"
+        in (machine.decision.diagnosis.describe())
+    )
+
+
+def test_several_numbers_are_refused() -> None:
+    """A tensor with many elements is no result that could be named; the message says what to do."""
+    machine = Training().machine
+    machine.begin_step(0)
+    assert machine.should_run()
+    with pytest.raises(ValueError, match="loss has 3 elements; validate one number, such as its mean"):
+        machine.validate(torch.ones(3))
+
+
+def test_spike_is_run_again_and_then_trained_on() -> None:
+    """A spike that comes again is real: training goes on with it, and says so; one that does not was transient."""
+    config = RerunStateMachineConfig(check_for_spiky_loss=True, spike_warmup=3, spike_window=5)
+    machine = RerunStateMachine(config)
+    values = [[1.0], [2.0], [1.5], [19.9], [300.0, 300.0], [1.0], [4000.0, 1.0], [2000.0]]
+    for iteration, runs in enumerate(values):
+        machine.begin_step(iteration)
+        run = iter(runs)
+        while machine.should_run():
+            machine.validate(next(run))
+        assert next(run, None) is None, f"iteration {iteration} was run too seldom"
+        assert machine.decision.exit_code is None
+    assert machine.num_found[Finding.REPRODUCED] == 1
+    assert machine.num_found[Finding.TRANSIENT] == 1
+
+
+def test_what_was_found_is_in_the_journal(tmp_path: Path) -> None:
+    """A transient fault is an incident at the ladder's lowest rung, with values, device and iteration."""
+    journal = Journal(tmp_path, run_id="r", job="j", node="n", proc="rank-0")
+    Training(disturb=nan_at(2), journal=journal).steps(4)
+    journal.close()
+    (event,) = [event for event in read_journal(tmp_path) if event.kind is EventKind.INCIDENT]
+    assert event.iteration == 2
+    assert event.data["verdict"]["rung"] == 0
+    assert event.data["incident"]["kind"] == "invalid_result"
+    diagnosis = event.data["incident"]["evidence"]["diagnosis"]
+    assert (diagnosis["finding"], diagnosis["first"]) == ("transient", "nan")
+    assert math.isfinite(diagnosis["second"])
+    json.dumps(event.data, allow_nan=False)
+
+
+def test_messages_name_rank_node_device_iteration_and_value(caplog: pytest.LogCaptureFixture) -> None:
+    """The line about a rejected result says where it was, at which iteration, and what it was."""
+    Training(disturb=nan_at(1)).steps(2)
+    assert "rank 0 on node n (device first/cpu-0), iteration 1, validation 0: loss is nan" in caplog.text
+    assert "then 0." in caplog.text or "then 1" in caplog.text
+    assert "a transient fault" in caplog.text
+
+
+def test_data_that_cannot_be_rewound_is_refused() -> None:
+    """An iterator that is not wrapped is a TypeError that says how to wrap it."""
+    machine = Training().machine
+    with pytest.raises(TypeError, match="ReplayableIterator"):
+        machine.begin_step(0, iter([1]))  # type: ignore[arg-type]
+
+
+def test_batch_changed_by_the_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A step that writes into its batch cannot be run again as it was, and the log says so."""
+    machine = Training().machine
+    batches = machine.replayable([{"x": torch.ones(2)}])
+    machine.begin_step(0, batches)
+    while machine.should_run():
+        batch = next(batches)
+        batch["x"].mul_(2)
+        machine.validate(math.nan)
+    assert "changes its batch in place" in caplog.text
+
+
+class Reference:
+    """A loop as it is written for Megatron's machine."""
+
+    def __init__(self, config: RerunStateMachineConfig | None = None) -> None:
+        self.machine = RerunStateMachine(config)
+        self.data = [ReplayableIterator(iter(range(100))), None]
+
+    def step(self, *losses: float, **arguments: object) -> tuple[list[int], tuple[bool, bool, int]]:
+        values, seen = iter(losses), []
+        while self.machine.should_run_forward_backward(self.data):
+            seen.append(next(self.data[0]))
+            loss = torch.tensor(next(values))
+            self.machine.validate_result(loss, torch.isnan, "loss is NaN", **arguments)
+        assert next(values, None) is None
+        return seen, self.machine.should_checkpoint_and_exit()
+
+
+def test_megatrons_calls_do_what_they_do_there() -> None:
+    """Same names, same order: the step is run again with the same batch, then 16 with a save if it is reproduced."""
+    loop = Reference()
+    assert loop.step(1.0) == ([0], (False, False, 0))
+    assert loop.step(math.nan, 2.0) == ([1, 1], (False, False, 0))
+    assert loop.machine.iteration == 1
+    assert loop.step(math.nan, math.nan) == ([2, 2], (True, True, 16))
+
+
+def test_validation_that_is_not_fatal_lets_training_go_on() -> None:
+    """fatal=False: a result that comes again is taken for correct."""
+    loop = Reference()
+    assert loop.step(math.nan, math.nan, fatal=False) == ([0, 0], (False, False, 0))
+    assert loop.machine.num_found[Finding.REPRODUCED] == 1
+
+
+def test_results_of_any_form_can_be_compared() -> None:
+    """With a comparison of the script's own, a result may be anything, and its tolerance counts."""
+    machine = RerunStateMachine()
+    results = iter([torch.tensor([1.0, math.inf]), torch.tensor([1.2, math.inf])])
+    while machine.should_run_forward_backward():
+        machine.validate_result(
+            next(results),
+            lambda result: result.isinf().any(),
+            "infinite",
+            comparison_func=lambda a, b: float((a[0] - b[0]).abs()),
+            tolerance=0.5,
+        )
+    assert machine.should_checkpoint_and_exit() == (True, True, 16)
+    assert machine.decision.diagnosis is not None
+    assert machine.decision.diagnosis.finding is Finding.REPRODUCED
+
+
+def test_disabled_machine_runs_every_step_once() -> None:
+    """Disabled: one run, no judgement, also for what is plainly invalid."""
+    loop = Reference(RerunStateMachineConfig(rerun_mode="disabled"))
+    assert loop.step(math.nan) == ([0], (False, False, 0))
+    assert loop.step(1.0) == ([1], (False, False, 0))

@@ -1,0 +1,167 @@
+"""What a run of a step changes is put back, and what it does not change is left alone."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from outlast.numerics.rewind import Rewinder
+from outlast.runtime.random_numbers import RandomSnapshot
+
+
+class Counting(torch.nn.Module):
+    """Buffers of every kind: changed in place, without a trace, by assignment, from None, never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counted", torch.zeros(3))
+        self.register_buffer("traceless", torch.zeros(3))
+        self.register_buffer("assigned", torch.zeros(3))
+        self.register_buffer("late", None)
+        self.register_buffer("fixed", torch.arange(3.0))
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self) -> None:
+        self.counted += 1
+        self.traceless.data += 1
+        self.assigned = self.assigned + 1
+        self.late = torch.ones(2)
+
+    def values(self) -> list[list[float] | None]:
+        names = ("counted", "traceless", "assigned", "late", "fixed")
+        return [None if (value := getattr(self, name)) is None else value.tolist() for name in names]
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 5])
+def test_buffers_are_put_back(num_before: int) -> None:
+    """However a run changes a buffer, and whichever run it is, going back gives the values of its beginning."""
+    module, rewinder = Counting(), Rewinder()
+    rewinder.watch([module])
+    for _ in range(num_before):
+        module.late = None
+        rewinder.begin()
+        module()
+        rewinder.end_run()
+    module.late = None
+    before = module.values()
+    rewinder.begin()
+    for _ in range(2):
+        module()
+        rewinder.end_run()
+        assert module.values() != before
+        rewinder.rewind()
+        assert module.values() == before
+
+
+@pytest.mark.parametrize("module", [torch.nn.BatchNorm1d(4), torch.nn.Sequential(torch.nn.BatchNorm1d(4))])
+def test_statistics_that_begin_to_change_late_are_put_back(module: torch.nn.Module) -> None:
+    """BatchNorm that stood still for many runs is put back when a run changes it after all."""
+    rewinder = Rewinder()
+    rewinder.watch([module.eval()])
+    for _ in range(6):
+        rewinder.begin()
+        module(torch.randn(8, 4))
+        rewinder.end_run()
+    module.train()
+    for _ in range(6):
+        rewinder.begin()
+        before = [value.clone() for value in module.buffers()]
+        module(torch.randn(8, 4) * float("nan"))
+        rewinder.end_run()
+        rewinder.rewind()
+        assert all(torch.equal(a, b) for a, b in zip(module.buffers(), before, strict=True))
+        module(torch.randn(8, 4))
+
+
+def test_buffer_without_a_trace_is_learned_when_training_begins() -> None:
+    """A buffer that only training mode changes, and that without a trace, is put back once training mode is on."""
+    module, rewinder = Counting().eval(), Rewinder()
+    rewinder.watch([module])
+    for _ in range(6):
+        rewinder.begin()
+        rewinder.end_run()
+    module.train()
+    for _ in range(6):
+        module.late = None
+        rewinder.begin()
+        before = module.values()
+        module()
+        rewinder.end_run()
+        rewinder.rewind()
+        assert module.values() == before
+        module()
+
+
+def test_buffers_changed_between_runs_alone_are_not_put_back() -> None:
+    """What the script changes outside of steps (an average of the weights) keeps the newest values."""
+    module, rewinder = torch.nn.Module(), Rewinder()
+    module.register_buffer("average", torch.zeros(2))
+    rewinder.watch([module])
+    for number in range(6):
+        rewinder.begin()
+        rewinder.end_run()
+        if number == 5:
+            rewinder.rewind()
+        assert module.average.tolist() == [number, number]
+        module.average += 1
+
+
+def test_gradients_are_put_back() -> None:
+    """None becomes None again, a changed gradient zero, and one that the run did not touch keeps its values."""
+    none, zeros, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    zeros.grad, other.grad = torch.zeros(2), torch.full((2,), 7.0)
+    rewinder = Rewinder()
+    rewinder.watch([torch.nn.ParameterList([none, zeros, other])])
+    kept = zeros.grad
+    rewinder.begin()
+    (none * zeros).sum().backward()
+    assert zeros.grad.tolist() == [1.0, 1.0]
+    rewinder.rewind()
+    assert none.grad is None
+    assert zeros.grad is kept
+    assert zeros.grad.tolist() == [0.0, 0.0]
+    assert other.grad.tolist() == [7.0, 7.0]
+
+
+def draw() -> list[float]:
+    """Draw from every generator, an odd number of normally distributed numbers of numpy's among them."""
+    return [random.random(), random.gauss(0, 1), float(np.random.randn()), np.random.rand(), float(torch.rand(1))]
+
+
+def test_random_numbers_come_again() -> None:
+    """After going back every generator gives the same numbers, those kept for a next call included."""
+    rewinder = Rewinder()
+    for _ in range(5):
+        rewinder.begin()
+        drawn = draw()
+        rewinder.rewind()
+        assert draw() == drawn
+
+
+def test_number_that_numpy_keeps_is_not_lost() -> None:
+    """numpy draws normally distributed numbers in pairs and keeps one; a snapshot between the two knows of it."""
+    snapshot = RandomSnapshot()
+    np.random.seed(5)
+    np.random.randn()
+    snapshot.take()
+    kept = np.random.randn()
+    snapshot.take()
+    fresh = np.random.randn()
+    snapshot.restore()
+    assert np.random.randn() == fresh != kept
+
+
+def test_snapshot_of_unused_numbers_is_the_same() -> None:
+    """While numpy's generator is not used, a snapshot costs no copy of it; once it is, the copy is new."""
+    snapshot = RandomSnapshot()
+    np.random.seed(5)
+    snapshot.take()
+    first = snapshot.state["numpy"]
+    snapshot.take()
+    assert snapshot.state["numpy"] is first
+    np.random.rand()
+    snapshot.take()
+    assert snapshot.state["numpy"] is not first

@@ -1,0 +1,92 @@
+"""Diagnoses and replays: what they say, and that they survive JSON."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.policy.rerun import (
+    Diagnosis,
+    Finding,
+    Replay,
+    decode_diagnosis,
+    decode_replay,
+    encode_diagnosis,
+    encode_replay,
+    relative_difference,
+    to_json_number,
+    to_number,
+)
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(FLOATS)
+def test_every_number_survives_json(value: float) -> None:
+    """NaN and infinity, which JSON lacks, come back as they were, and so does every other number."""
+    diagnosis = Diagnosis(finding=Finding.REPRODUCED, rank=1, iteration=5, first=to_json_number(value))
+    back = to_number(decode_diagnosis(encode_diagnosis(diagnosis)).first)
+    assert back is not None
+    assert back == value or (math.isnan(back) and math.isnan(value))
+
+
+def test_replay_survives_the_environment() -> None:
+    """A worker reads the replay that the launcher wrote, and none where it wrote none."""
+    replay = Replay(iteration=5, attempt="j-1-ab.3", device="gpu-1", node="n1", rank=2, call=1, first="nan", tries=1)
+    assert decode_replay(encode_replay(replay)) == replay
+    assert decode_replay(None) is None
+
+
+def test_description_names_everything() -> None:
+    """One line names rank, node, device, iteration, validation, both values, the batch and the verdict."""
+    line = Diagnosis(
+        finding=Finding.PERSISTENT,
+        rank=3,
+        node="n1",
+        device="gpu-7",
+        iteration=120,
+        call=2,
+        what="loss",
+        message="not finite",
+        first="nan",
+        second=2.5,
+        batch="ab12",
+        replayed_on="gpu-9",
+        rejected_ranks=(2, 3),
+    ).describe()
+    assert line == (
+        "loss of rank 3 on node n1 (device gpu-7) at iteration 120, validation 2, was nan (not finite), then 2.5 when "
+        "it was replayed on gpu-9: a persistent fault of that device, since another one gives a valid result; batch "
+        "ab12; invalid on rank 2 too"
+    )
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "difference"),
+    [
+        (1.0, 1.0, 0.0),
+        (math.nan, math.nan, 0.0),
+        (math.inf, math.inf, 0.0),
+        (math.inf, -math.inf, math.inf),
+        (math.nan, 1.0, math.inf),
+        (1.0, math.inf, math.inf),
+        (0.0, -0.0, 0.0),
+        (1.0, -1.0, math.inf),
+        (1.0, 3.0, 1.0),
+        (3.0, 1.0, 1.0),
+        (1e308, 1.5e308, 0.4),
+        (1.7e308, -1.7e308, math.inf),
+    ],
+)
+def test_difference_of_two_results(a: float, b: float, difference: float) -> None:
+    """Equal or both NaN: 0; one of them no number: infinite; else relative to their mean, however large they are."""
+    assert relative_difference(a, b) == pytest.approx(difference, rel=1e-12)
+
+
+@given(FLOATS, FLOATS)
+def test_difference_is_symmetric_and_never_nan(a: float, b: float) -> None:
+    """Which result came first does not matter, and there is always an answer."""
+    assert relative_difference(a, b) == relative_difference(b, a) >= 0
