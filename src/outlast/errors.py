@@ -11,6 +11,7 @@ The whole tree::
     |   +-- Incomplete                       a generation lacks a part
     |   +-- Corrupt                          bytes differ from their digests
     |   +-- Untrusted                        whole, but of another run, rank or topology
+    +-- NotFinite                            a loss or a gradient is NaN or infinite
     +-- UnhealthyDevice                      a device failed its check
     +-- BudgetExhausted                      the ladder has no remedy left; exit code 93
     +-- SparesExhausted                      no node is left to take a slot
@@ -31,6 +32,7 @@ __all__ = [
     "DeadlineExceeded",
     "ExitReason",
     "Incomplete",
+    "NotFinite",
     "OutlastError",
     "PeerLost",
     "RendezvousError",
@@ -113,6 +115,10 @@ class Corrupt(CheckpointError):
 
 class Untrusted(CheckpointError):
     """A copy is whole, but belongs to another run, rank, iteration or topology."""
+
+
+class NotFinite(OutlastError):
+    """A loss or a gradient is NaN or infinite, and training is not to go on with it."""
 
 
 class UnhealthyDevice(OutlastError):

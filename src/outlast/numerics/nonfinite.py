@@ -1,0 +1,299 @@
+"""The light form of a check for NaN and infinity: no step is run again, all ranks do the same, at once.
+
+The quiet step costs one reduction of two integers, on a gloo group of its own whatever training uses. Only when it says
+that some rank saw a bad value is there a second one, with a place for every rank, which tells who.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from outlast.errors import ConfigError, NotFinite, PeerLost
+from outlast.runtime.group import Group
+
+__all__ = ["FiniteCheck", "NonFiniteAction", "NonFiniteDetector"]
+
+log = logging.getLogger(__name__)
+Optimizers: TypeAlias = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+_MAX_TOLD = 8
+"""Ranks that a message names one by one."""
+
+
+class NonFiniteAction(StrEnum):
+    """What is done when a rank sees NaN or infinity."""
+
+    WARN = "warn"
+    """Say so, and train on."""
+    SKIP = "skip"
+    """Leave the step's update out, on all ranks."""
+    RAISE = "raise"
+    """Raise :class:`outlast.errors.NotFinite`, on all ranks."""
+    ROLLBACK = "rollback"
+    """Go back to the last good generation, on all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FiniteCheck:
+    """What a check found and did; the same on all ranks."""
+
+    iteration: int
+    """Number of optimizer steps done before this one."""
+    action: NonFiniteAction | None = None
+    """What was done; ``None`` = everything is finite."""
+    loss_ranks: tuple[int, ...] = ()
+    """Ranks whose loss is NaN or infinite."""
+    gradient_ranks: tuple[int, ...] = ()
+    """Ranks with such a gradient; where gradients are averaged these are all ranks, as soon as one is bad."""
+    num_consecutive: int = 0
+    """Checks in a row that found something, this one included."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all ranks found everything finite."""
+        return self.action is None
+
+    @property
+    def should_step(self) -> bool:
+        """Whether the optimizers are to step."""
+        return self.action in (None, NonFiniteAction.WARN)
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        if self.finite:
+            return f"loss and gradients are finite at iteration {self.iteration}"
+        found = [
+            f"{what} of {_name(ranks)}"
+            for what, ranks in (("loss", self.loss_ranks), ("gradients", self.gradient_ranks))
+            if ranks
+        ]
+        return (
+            f"NaN or infinity at iteration {self.iteration}: {', '.join(found)}; "
+            f"{self.num_consecutive} in a row, action {self.action}"
+        )
+
+
+class NonFiniteDetector:
+    """Look for NaN and infinity in every step's loss and gradients, and have all ranks do the same about it.
+
+    ::
+
+        detector = NonFiniteDetector(action="skip")
+        ...
+        loss.backward()
+        if detector.check(loss, optimizer, iteration=iteration).should_step:
+            optimizer.step()
+
+    With ``skip``, ``raise`` and ``rollback`` the gradients of the optimizers given are dropped (they become ``None``),
+    so that even a step that is done nevertheless moves no weight and no moment.
+
+    Args:
+        action: What to do: ``warn``, ``skip``, ``raise`` or ``rollback``.
+        max_consecutive: Checks in a row that may find something before the last of them raises
+            :class:`~outlast.errors.NotFinite`, whatever the action is; 0 = no limit.
+        check_gradients: Look at the gradients too; one pass over them.
+        on_rollback: Takes training back to the last good generation, on all ranks: loads it, or ends the process so
+            that its launcher does. Called with the check's result once all ranks have agreed. May be bound later.
+        timeout_s: Seconds after which a check fails because a peer does not take part.
+
+    Raises:
+        ConfigError: The action is unknown, or the limit negative.
+    """
+
+    def __init__(
+        self,
+        action: NonFiniteAction | str = NonFiniteAction.WARN,
+        max_consecutive: int = 10,
+        *,
+        check_gradients: bool = False,
+        on_rollback: Callable[[FiniteCheck], None] | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        try:
+            self.action = NonFiniteAction(action)
+        except ValueError:
+            known = ", ".join(repr(known.value) for known in NonFiniteAction)
+            raise ConfigError(f"action {action!r} is unknown; take one of {known}") from None
+        if max_consecutive < 0:
+            raise ConfigError(f"max_consecutive {max_consecutive} is negative; 0 means no limit")
+        self.max_consecutive = max_consecutive
+        self.check_gradients = check_gradients
+        self.num_consecutive = 0
+        self._on_rollback = on_rollback
+        self._timeout_s = timeout_s
+        self._num_checks = 0
+        self._group: Group | None = None
+
+    def bind(self, on_rollback: Callable[[FiniteCheck], None]) -> None:
+        """Say how to go back to the last good generation, unless it was said when the detector was made."""
+        self._on_rollback = self._on_rollback or on_rollback
+
+    def check(
+        self, loss: torch.Tensor | float | None, optimizers: Optimizers = (), *, iteration: int | None = None
+    ) -> FiniteCheck:
+        """Judge a step between its backward pass and its update.
+
+        Args:
+            loss: This rank's loss, of any shape; ``None`` = it is not looked at.
+            optimizers: Those that will step. Without them, no gradient is looked at or dropped: then leave the step out
+                yourself where ``should_step`` is false.
+            iteration: Number of optimizer steps done; the number of earlier checks when not given.
+
+        Returns:
+            What was found and done, the same on all ranks.
+
+        Raises:
+            NotFinite: Something is not finite, and the action is ``raise``, or it was so ``max_consecutive`` times in a
+                row, or the action is ``rollback`` and nobody said how. On all ranks.
+            ConfigError: Gradients are to be checked, and no optimizer is given.
+            PeerLost: A peer is gone, or did not come in time.
+
+        Collective: all ranks of the default group, once a step; the first check opens a group.
+        Blocks: until all ranks have come, up to ``timeout_s``; for one synchronisation with the device.
+        """
+        given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        if self.check_gradients and not given:
+            raise ConfigError("check_gradients needs the optimizers whose gradients are meant; give them to check()")
+        return self._check(loss, given, self.check_gradients, iteration)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Check the optimizer's gradients at each of its steps, before it; nothing else needs to be called.
+
+        A step that is to be left out still runs, without gradients: it moves nothing.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+
+        Collective: all ranks must watch the same optimizers and step them in the same order.
+        """
+
+        def check_before_step(stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self._check(None, [stepping], True, None)
+
+        return optimizer.register_step_pre_hook(check_before_step)
+
+    def close(self) -> None:
+        """Give the group back, however the peers fare. Idempotent."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _check(
+        self,
+        loss: torch.Tensor | float | None,
+        optimizers: list[torch.optim.Optimizer],
+        with_gradients: bool,
+        iteration: int | None,
+    ) -> FiniteCheck:
+        iteration = self._num_checks if iteration is None else iteration
+        self._num_checks += 1
+        bad_loss = loss is not None and not _is_finite(loss)
+        bad_gradient = with_gradients and not _are_finite(_gradients(optimizers))
+        loss_ranks, gradient_ranks = self._agree_ranks(bad_loss, bad_gradient, iteration)
+        if not loss_ranks and not gradient_ranks:
+            self.num_consecutive = 0
+            return FiniteCheck(iteration=iteration)
+        self.num_consecutive += 1
+        found = FiniteCheck(
+            iteration=iteration,
+            action=self.action,
+            loss_ranks=loss_ranks,
+            gradient_ranks=gradient_ranks,
+            num_consecutive=self.num_consecutive,
+        )
+        self._act(found, optimizers)
+        return found
+
+    def _act(self, found: FiniteCheck, optimizers: list[torch.optim.Optimizer]) -> None:
+        if not found.should_step:
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        rank = (found.loss_ranks or found.gradient_ranks)[0]
+        if self.max_consecutive and self.num_consecutive >= self.max_consecutive:
+            text = f"{found.describe()}, which is the limit; look at the data and at the ranks named"
+            raise NotFinite(text, rank=rank, iteration=found.iteration)
+        if self.action is NonFiniteAction.RAISE:
+            text = f"{found.describe()}; look at the data and at the ranks named"
+            raise NotFinite(text, rank=rank, iteration=found.iteration)
+        if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is None:
+            text = f"{found.describe()}, but nobody said how to go back; give on_rollback, or call bind()"
+            raise NotFinite(text, rank=rank, iteration=found.iteration)
+        log.warning("%s", found.describe())
+        if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is not None:
+            self._on_rollback(found)
+
+    def _agree_ranks(
+        self, bad_loss: bool, bad_gradient: bool, iteration: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ranks with a bad loss and those with a bad gradient, by one reduction while there are none."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return (0,) * bad_loss, (0,) * bad_gradient
+        try:
+            if self._group is None:
+                self._group = Group.open(timeout_s=self._timeout_s)
+            flags = torch.tensor([bad_loss, bad_gradient], dtype=torch.int32)
+            self._group.start_max(flags).wait()
+            if not flags.any():
+                return (), ()
+            seen = torch.zeros((2, dist.get_world_size()), dtype=torch.uint8)
+            seen[0, dist.get_rank()], seen[1, dist.get_rank()] = bad_loss, bad_gradient
+            self._group.start_max(seen).wait()
+        except RuntimeError as error:
+            raise PeerLost(
+                f"a peer left or did not come to the check of this step within {self._timeout_s:g} s ({error}); "
+                "its own log or the launcher's report says why",
+                iteration=iteration,
+            ) from error
+        loss_ranks, gradient_ranks = (tuple(row.nonzero().reshape(-1).tolist()) for row in seen)
+        return loss_ranks, gradient_ranks
+
+
+def _is_finite(loss: torch.Tensor | float) -> bool:
+    if isinstance(loss, torch.Tensor):
+        local = loss.detach()
+        return bool(torch.isfinite(local.to_local() if isinstance(local, DTensor) else local).all())
+    return math.isfinite(loss)
+
+
+def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return this rank's part of each gradient, without empty ones."""
+    found = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if isinstance(gradient, DTensor):
+                    gradient = gradient.to_local()
+                if gradient is not None and gradient.is_sparse:
+                    gradient = gradient._values()
+                if gradient is not None and gradient.numel():
+                    found.append(gradient.detach())
+    return found
+
+
+def _are_finite(tensors: list[torch.Tensor]) -> bool:
+    """Return whether no element is NaN or infinite, by the largest magnitude of each tensor, which cannot overflow."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    verdicts: dict[torch.device, list[torch.Tensor]] = {}
+    for (device, _), same in by_kind.items():
+        largest = torch.stack(list(torch._foreach_norm(same, math.inf)))
+        verdicts.setdefault(device, []).append(torch.isfinite(largest).all())
+    return all(bool(torch.stack(one).all()) for one in verdicts.values())
+
+
+def _name(ranks: tuple[int, ...]) -> str:
+    told = ", ".join(map(str, ranks[:_MAX_TOLD])) + (
+        f" and {len(ranks) - _MAX_TOLD} others" if len(ranks) > _MAX_TOLD else ""
+    )
+    return f"rank{'s' if len(ranks) > 1 else ''} {told}"

@@ -1,0 +1,194 @@
+"""NaN on one rank is answered by all ranks alike, and no weight moves that was not to move."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from gloo_ranks import run_ranks
+
+from outlast.errors import ConfigError, NotFinite
+from outlast.numerics import FiniteCheck, NonFiniteAction, NonFiniteDetector
+
+Model = tuple[torch.nn.Module, torch.optim.Optimizer]
+
+
+@pytest.fixture
+def model() -> Model:
+    """A model that has stepped once and has gradients for the next step."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optim = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(2):
+        module(torch.ones(1, 3)).sum().backward()
+        if not optim.state:
+            optim.step()
+    return module, optim
+
+
+def _bits(model: Model) -> list[bytes]:
+    module, optim = model
+    tensors = [*module.parameters(), *(t for state in optim.state.values() for t in state.values())]
+    return [tensor.detach().numpy().tobytes() for tensor in tensors]
+
+
+def test_finite_values_are_left_alone(model: Model) -> None:
+    """A finite loss with finite gradients steps, and its gradients stay."""
+    found = NonFiniteDetector("skip", check_gradients=True).check(torch.tensor(1.5), model[1], iteration=4)
+    assert found == FiniteCheck(iteration=4)
+    assert found.finite
+    assert found.should_step
+    assert all(parameter.grad is not None for parameter in model[0].parameters())
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, torch.tensor([1.0, math.nan]).bfloat16()])
+def test_skip_moves_nothing(model: Model, loss: torch.Tensor | float) -> None:
+    """After a skip the weights and moments are bit-identical, even where the step is done all the same."""
+    before = _bits(model)
+    found = NonFiniteDetector("skip").check(loss, [model[1]], iteration=9)
+    assert (found.action, found.should_step, found.loss_ranks) == (NonFiniteAction.SKIP, False, (0,))
+    assert all(parameter.grad is None for parameter in model[0].parameters())
+    model[1].step()
+    assert _bits(model) == before
+
+
+def test_warn_trains_on(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning names the iteration and the rank, and the step is done with its gradients."""
+    with caplog.at_level(logging.WARNING, logger="outlast"):
+        found = NonFiniteDetector().check(math.nan, model[1], iteration=9)
+    assert found.should_step
+    assert not found.finite
+    assert all(parameter.grad is not None for parameter in model[0].parameters())
+    assert [record.getMessage() for record in caplog.records] == [
+        "NaN or infinity at iteration 9: loss of rank 0; 1 in a row, action warn"
+    ]
+
+
+def test_raise_raises_before_the_step(model: Model) -> None:
+    """The error carries rank and iteration, and a script that catches it and steps moves nothing."""
+    before = _bits(model)
+    with pytest.raises(NotFinite, match="iteration 9: loss of rank 0") as caught:
+        NonFiniteDetector("raise").check(math.nan, model[1], iteration=9)
+    assert (caught.value.rank, caught.value.iteration) == (0, 9)
+    model[1].step()
+    assert _bits(model) == before
+
+
+def test_rollback_calls_who_goes_back(model: Model) -> None:
+    """The callback gets what was found, once a bad step, and the bad gradients are gone by then."""
+    calls = []
+
+    def roll_back(found: FiniteCheck) -> None:
+        assert all(parameter.grad is None for parameter in model[0].parameters())
+        calls.append(found)
+
+    detector = NonFiniteDetector("rollback", on_rollback=roll_back)
+    assert detector.check(1.0, model[1]).finite
+    found = detector.check(math.nan, model[1])
+    assert not found.should_step
+    assert calls == [found]
+    assert found.iteration == 1
+
+
+def test_rollback_to_nowhere_says_so(model: Model) -> None:
+    """Without a callback the step is refused with an error that says what is missing; a bound one is used."""
+    detector = NonFiniteDetector("rollback")
+    with pytest.raises(NotFinite, match="give on_rollback"):
+        detector.check(math.nan, model[1], iteration=3)
+    calls = []
+    detector.bind(calls.append)
+    detector.bind(lambda found: pytest.fail("the first one bound is it"))
+    detector.check(math.nan, model[1], iteration=3)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_one_bad_element_of_a_gradient_is_found(dtype: torch.dtype, bad: float) -> None:
+    """A single NaN or infinity among the gradients is found, whatever the loss is."""
+    parameters = [torch.nn.Parameter(torch.ones(size, dtype=dtype)) for size in (3, 0, 70, 1)]
+    optim = torch.optim.SGD([*parameters, torch.nn.Parameter(torch.ones(2))])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    detector = NonFiniteDetector("skip", check_gradients=True)
+    assert detector.check(1.0, optim).finite
+    assert parameters[2].grad is not None
+    parameters[2].grad[69] = bad
+    found = detector.check(1.0, optim)
+    assert (found.loss_ranks, found.gradient_ranks) == ((), (0,))
+
+
+def test_large_gradients_are_finite() -> None:
+    """The largest finite gradients of a narrow type are no alarm: nothing is added up."""
+    parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.float16))
+    parameter.grad = torch.full_like(parameter, 65504.0)
+    assert NonFiniteDetector("raise", check_gradients=True).check(None, torch.optim.SGD([parameter])).finite
+
+
+def test_sparse_gradients_are_looked_at() -> None:
+    """The values of a sparse gradient count."""
+    table = torch.nn.Embedding(10, 2, sparse=True)
+    optim = torch.optim.SparseAdam(table.parameters())
+    table(torch.tensor([1, 3])).sum().backward()
+    detector = NonFiniteDetector("skip", check_gradients=True)
+    assert detector.check(None, optim).finite
+    table.weight.grad._values()[1, 1] = math.nan
+    assert not detector.check(None, optim).finite
+
+
+def test_contradictory_settings_are_refused(model: Model) -> None:
+    """An unknown action, a negative limit, and gradients of nothing are refused at once."""
+    with pytest.raises(ConfigError, match="'warn', 'skip', 'raise', 'rollback'"):
+        NonFiniteDetector("ignore")
+    with pytest.raises(ConfigError, match="max_consecutive -1"):
+        NonFiniteDetector(max_consecutive=-1)
+    with pytest.raises(ConfigError, match="needs the optimizers"):
+        NonFiniteDetector(check_gradients=True).check(1.0)
+
+
+def test_no_limit_is_no_limit() -> None:
+    """With 0 any number of bad steps in a row is borne; a finite one in between starts the count anew."""
+    detector = NonFiniteDetector("warn", max_consecutive=0)
+    assert [detector.check(math.nan).num_consecutive for _ in range(20)] == list(range(1, 21))
+    detector.check(1.0)
+    assert detector.check(math.nan).num_consecutive == 1
+
+
+def test_many_ranks_are_told_in_a_line() -> None:
+    """A message names the first ranks, and counts the others."""
+    found = FiniteCheck(iteration=5, action=NonFiniteAction.WARN, loss_ranks=(3,), gradient_ranks=tuple(range(100)))
+    assert "loss of rank 3, gradients of ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 others" in found.describe()
+
+
+@pytest.mark.process
+def test_all_ranks_do_the_same_when_one_sees_nan() -> None:
+    """A NaN of rank 1's loss warns, skips, raises or rolls back on both ranks at that step, and names rank 1."""
+    told = [scenes["actions"] for scenes in run_ranks("nonfinite_ranks", ["actions"], 2)]
+    for scenes in told:
+        for action in ("warn", "skip", "rollback"):
+            steps = scenes[action]["steps"]
+            assert [step["action"] for step in steps[:3]] == [None, None, action]
+            assert (steps[2]["iteration"], steps[2]["loss_ranks"]) == (2, [1])
+            assert steps[2]["gradient_ranks"] == [0, 1], "averaged gradients are bad everywhere"
+            assert steps[2]["moved"] is (action == "warn")
+            assert steps[2]["gradients"] is (action == "warn")
+            assert [step["moved"] for step in steps[:2]] == [True, True]
+        assert scenes["skip"]["steps"][3]["moved"]
+        ((text, rank, iteration),) = scenes["raise"]["errors"]
+        assert "loss of rank 1" in text
+        assert (rank, iteration) == (1, 2)
+        assert scenes["rolled_back_at"] == [2]
+    assert told[0]["skip"]["weights"] == told[1]["skip"]["weights"]
+
+
+@pytest.mark.process
+def test_scenes_of_two_ranks() -> None:
+    """The limit raises on both ranks; a watched optimizer skips on both; a bad shard is found by all."""
+    for scenes in run_ranks("nonfinite_ranks", ["limit", "watched", "sharded"], 2):
+        assert scenes["limit"]["bad"] == [True, True, False, True, True]
+        text, rank, iteration = scenes["limit"]["error"]
+        assert "iteration 105: loss of rank 1; 3 in a row" in text
+        assert (rank, iteration) == (1, 105)
+        assert scenes["watched"]["moved"] == [True, True, False, True]
+        assert (scenes["sharded"]["loss_ranks"], scenes["sharded"]["gradient_ranks"]) == ([], [1])

@@ -1,0 +1,125 @@
+"""A digest changes with every bit and with the order of the bytes, on the host and on an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from outlast.numerics.tensor_digest import BLOCK_WORDS, PIECE_BLOCKS, digest_tensors, weigh
+
+WAYS: dict[str, Callable[[torch.Tensor], int]] = {
+    "host": lambda tensor: digest_tensors([tensor])[0],
+    "accelerator": lambda tensor: int(weigh(tensor)),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64]
+DTYPES += [torch.float8_e4m3fn]
+
+
+@pytest.fixture(params=sorted(WAYS))
+def digest(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], int]:
+    """The way on the host, and the one of accelerators, which runs on the CPU too."""
+    return WAYS[request.param]
+
+
+def _random(num_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    highest = 2 if dtype == torch.bool else 256
+    return torch.randint(0, highest, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def _flip(tensor: torch.Tensor, bit: int) -> None:
+    tensor.view(torch.uint8)[bit // 8] ^= 1 << (bit % 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_flipped_bit_is_noticed(digest: Callable[[torch.Tensor], int], dtype: torch.dtype) -> None:
+    """Any one bit of any element type changes the digest, and flipping it back restores it."""
+    tensor = _random(48, dtype)
+    before = digest(tensor)
+    seen = {before}
+    for bit in range(8 * 48):
+        _flip(tensor, bit)
+        seen.add(digest(tensor))
+        _flip(tensor, bit)
+    assert len(seen) == 1 + 8 * 48
+    assert digest(tensor) == before
+
+
+@pytest.mark.parametrize("bit", [0, 7, 23, 30, 31])
+def test_equal_flips_in_two_places_do_not_cancel(digest: Callable[[torch.Tensor], int], bit: int) -> None:
+    """The same bit flipped in two words is noticed: sign bits, neighbours, and the same place of two blocks."""
+    tensor = _random(4 * (2 * BLOCK_WORDS + 5))
+    before = digest(tensor)
+    for first, second in ((0, 1), (1, 3), (7, BLOCK_WORDS + 7), (BLOCK_WORDS - 1, BLOCK_WORDS), (0, 2 * BLOCK_WORDS)):
+        for word in (first, second):
+            _flip(tensor, 32 * word + bit)
+        assert digest(tensor) != before, (first, second)
+        for word in (first, second):
+            _flip(tensor, 32 * word + bit)
+    assert digest(tensor) == before
+
+
+def test_swapped_words_are_noticed(digest: Callable[[torch.Tensor], int]) -> None:
+    """Two words in each other's place change the digest, even if they differ in their highest bits alone."""
+    for first, second in ((0, 1), (2, 4), (5, BLOCK_WORDS + 5), (0, BLOCK_WORDS)):
+        words = torch.zeros(2 * BLOCK_WORDS, dtype=torch.int32)
+        words[first] = -(2**31)
+        before = digest(words)
+        words[first], words[second] = 0, -(2**31)
+        assert digest(words) != before, (first, second)
+
+
+def test_form_in_memory_does_not_matter(digest: Callable[[torch.Tensor], int]) -> None:
+    """The same elements in the same order have the same digest, whatever their strides and where they begin."""
+    tensor = _random(6 * 10 * 2, torch.bfloat16).view(6, 10)
+    expected = digest(tensor)
+    assert digest(tensor.t().contiguous().t()) == expected
+    assert digest(torch.nn.Parameter(tensor)) == expected
+    room = torch.zeros(61, dtype=torch.bfloat16)
+    room[1:] = tensor.reshape(-1)
+    assert digest(room[1:]) == expected
+    wide = torch.zeros(6, 20, dtype=torch.bfloat16)
+    wide[:, ::2] = tensor
+    assert digest(wide[:, ::2]) == expected
+    assert digest(tensor.t()) != expected
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 2, 3, 4, 5, 4 * BLOCK_WORDS - 1, 4 * BLOCK_WORDS, 4 * BLOCK_WORDS + 3])
+def test_any_number_of_bytes(digest: Callable[[torch.Tensor], int], num_bytes: int) -> None:
+    """Empty tensors and odd numbers of bytes have a digest, in which the last byte counts."""
+    tensor = _random(num_bytes)
+    before = digest(tensor)
+    if num_bytes:
+        _flip(tensor, 8 * num_bytes - 1)
+        assert digest(tensor) != before
+
+
+def test_scalars_and_conjugates(digest: Callable[[torch.Tensor], int]) -> None:
+    """Tensors without dimensions, and views that are computed when they are read, are digested by their elements."""
+    assert digest(torch.tensor(1.5)) == digest(torch.tensor([1.5])) != digest(torch.tensor(2.5))
+    number = torch.tensor([1 + 2j])
+    assert digest(number.conj()) == digest(torch.tensor([1 - 2j]))
+
+
+def test_a_piece_begins_where_the_last_ended() -> None:
+    """The sum over a tensor of several pieces is that of its words with their weights, wrapped at 64 bits."""
+    num_words = BLOCK_WORDS * PIECE_BLOCKS + BLOCK_WORDS + 3
+    words = torch.zeros(num_words, dtype=torch.int32)
+    single = []
+    for place in (0, BLOCK_WORDS, BLOCK_WORDS * PIECE_BLOCKS, num_words - 1):
+        words.zero_()
+        words[place] = 1
+        single.append(int(weigh(words)))
+    assert len(set(single)) == 4
+    assert all(weight % 2 == 1 for weight in single)
+    for place in (0, BLOCK_WORDS, BLOCK_WORDS * PIECE_BLOCKS, num_words - 1):
+        words[place] = 3
+    assert (int(weigh(words)) - 3 * sum(single)) % 2**64 == 0
+
+
+def test_digests_come_in_the_order_of_the_tensors() -> None:
+    """Many tensors at once have the digests that they have alone."""
+    tensors = [_random(size) for size in (5, 0, 64, 7)]
+    assert digest_tensors(tensors) == [digest_tensors([tensor])[0] for tensor in tensors]
