@@ -280,8 +280,8 @@ class NodeAgent:
 
     def _on_started(self, news: Started) -> None:
         cycle = self._cycle
-        if cycle is None or news.key not in cycle.workers:
-            return
+        if cycle is None or cycle.over or news.key not in cycle.workers:
+            return  # it started while its cycle was being ended: it is killed with the rest
         worker = cycle.workers[news.key]
         worker.pid = news.pid
         cycle.board.assign(worker.local_rank, pid=news.pid, global_rank=worker.global_rank, cycle=cycle.number)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
+from outlast.policy.rerun import Finding
 
 __all__ = ["OWN_VERDICTS", "Candidate", "Slot", "fill_slots", "root_cause", "shrink"]
 
@@ -78,7 +79,9 @@ _GRAVITY = {
     IncidentKind.WORKER_FAILED: 5,
 }
 _OWN_VERDICT = 2
-"""Its gravity: a worker that left with a verdict of its own was not driven out by its peers, but they may by it."""
+"""A worker that left with a verdict of its own was not driven out by its peers; they may have been by it."""
+_FOUND_OUT = -1
+"""What a replay found out is not lost, also where a node is lost at the same time: its slot is empty anyway."""
 
 
 def root_cause(incidents: Sequence[Incident]) -> Incident | None:
@@ -98,8 +101,13 @@ def root_cause(incidents: Sequence[Incident]) -> Incident | None:
 
 def _gravity(incident: Incident) -> int:
     if incident.kind == IncidentKind.WORKER_FAILED and incident.exit_code in OWN_VERDICTS:
-        return _OWN_VERDICT
+        return _FOUND_OUT if _finding(incident) in (Finding.PERSISTENT, Finding.CORRECT) else _OWN_VERDICT
     return _GRAVITY[incident.kind]
+
+
+def _finding(incident: Incident) -> object:
+    diagnosis = incident.evidence.get("diagnosis")
+    return diagnosis.get("finding") if isinstance(diagnosis, dict) else None
 
 
 def _distance(incident: Incident) -> int:

@@ -1,0 +1,198 @@
+"""Exit codes 16 and 17 with a diagnosis, on real processes: another device decides where there is one, the tries on
+the same one are counted, and every end says what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind
+from outlast.testing import Cluster
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(100)]
+
+SCRIPT = """
+import os, pathlib, sys, time
+from outlast import env
+from outlast.monitor import RankMonitor
+from outlast.policy.recovery_point import Tier
+from outlast.policy.rerun import Diagnosis, Finding, decode_replay, encode_diagnosis, decode_diagnosis
+from outlast.runtime.board import LoadedCopy
+from outlast.runtime.device import device_name
+from outlast.runtime.diagnoses import write_diagnosis
+
+place, what, folder = env.read_worker(), sys.argv[1], pathlib.Path(sys.argv[2])
+device = device_name(place.device or place.node, place.local_rank)
+replay, monitor = decode_replay(place.replay), RankMonitor()
+monitor.report_progress()
+monitor.set_iteration(7)
+print("cycle", place.cycle, "rank", place.global_rank, "on", device, "replays", place.replay or "nothing", flush=True)
+
+
+def when_there(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+    return path
+
+
+def leave(code, finding, **facts):
+    '''Leave as all ranks do, with the one diagnosis that rank 1 makes.'''
+    told = folder / f"cycle-{place.cycle}.json"
+    if place.global_rank == 1:
+        facts = {"node": place.node, "device": device, "what": "loss", "first": "nan", "batch": "5f3a", **facts}
+        text = encode_diagnosis(Diagnosis(finding=finding, rank=1, iteration=7, **facts))
+        (folder / "half").write_bytes(text)
+        (folder / "half").rename(told)
+    found = decode_diagnosis(when_there(told).read_bytes())
+    write_diagnosis(place.run_dir, place.job, place.cycle, place.global_rank, found)
+    monitor.set_leaving(code)
+    raise SystemExit(code)
+
+
+when_there(folder / "go")
+if what == "near copy":
+    if not place.untrusted:
+        monitor.set_restored(LoadedCopy(generation=5, attempt="job-0-aa.1", tier=Tier.REPLICA, suspect_window=20))
+        leave(16, Finding.REPRODUCED)
+elif replay is not None:
+    before = {"node": replay.node, "device": replay.device, "tries": replay.tries, "replayed_on": device}
+    if what == "never decided" or (place.global_rank == 1 and replay.device == device):
+        leave(16, Finding.REPRODUCED, **{**before, "tries": replay.tries + 1}, second="nan")
+    elif what == "persistent":
+        leave(17, Finding.PERSISTENT, **before, second=2.5)
+    else:
+        leave(17, Finding.CORRECT, **before, second="nan")
+elif what != "persistent" or place.cycle == 0:
+    leave(16, Finding.REPRODUCED)
+monitor.finish()
+"""
+
+
+class Nodes(Cluster):
+    """Nodes whose ranks find an invalid result once all of them have joined."""
+
+    def __init__(self, folder: Path, what: str, *, num_nodes: int = 1, num_spares: int = 0, nproc: int = 2) -> None:
+        self.folder, self._num_joined = folder, num_nodes + num_spares
+        script = folder / "train.py"
+        script.write_text(SCRIPT)
+        super().__init__(
+            script,
+            what,
+            str(folder),
+            run_dir=folder / "run",
+            num_nodes=num_nodes,
+            num_spares=num_spares,
+            nproc_per_node=nproc,
+            devices={f"node-{number}": f"board-{number}" for number in range(self._num_joined)},
+            options=["--ft-max_no_progress_cycles=9", "--max-restarts=9"],
+        )
+
+    def __enter__(self) -> Nodes:
+        super().__enter__()
+        return self
+
+    def run(self) -> list[int]:
+        """Let the ranks go once every node is there; return the agents' exit codes."""
+        joined: set[str] = set()
+        self.wait_for(lambda event: self._joins(event.data, event.kind, joined), timeout_s=60)
+        (self.folder / "go").touch()
+        return self.wait(timeout_s=90)
+
+    def _joins(self, data: dict[str, Any], kind: EventKind, joined: set[str]) -> bool:
+        if kind == EventKind.NODE_JOINED:
+            joined.add(data["name"])
+        return len(joined) == self._num_joined
+
+    def verdicts(self) -> list[dict[str, Any]]:
+        """Return what the coordinator wrote about each cycle's end: verdict and incident."""
+        return [event.data for event in self.events() if event.kind == EventKind.VERDICT]
+
+    def runners(self) -> list[str]:
+        """Return which node ran each cycle of a world of one node."""
+        return [event.node for event in self.events() if event.kind == EventKind.CYCLE_STARTED]
+
+    def output(self) -> str:
+        """Return what all nodes have printed."""
+        return "\n".join(agent.output() for agent in self.agents)
+
+
+def test_persistent_fault_of_one_device_costs_its_node_the_slot(tmp_path: Path) -> None:
+    """Reproduced on one node, then replayed on the spare with another result: the first node is held back for the
+    replay, then quarantined, and the run completes on the spare without any replay left."""
+    with Nodes(tmp_path, "persistent", num_spares=1) as nodes:
+        assert nodes.run() == [0, 0], nodes.tails()
+        first, spare, last = nodes.runners()
+        assert first != spare == last
+        replayed, found, finished = nodes.verdicts()
+        assert replayed["verdict"]["hold_back"] == [first]
+        assert "quarantine" not in replayed["verdict"]
+        incident = replayed["incident"]
+        assert (incident["rank"], incident["node"], incident["exit_code"], incident["iteration"]) == (1, first, 16, 7)
+        assert found["verdict"]["quarantine"] == [first]
+        device = f"board-{first[-1]}/cpu-1"
+        for fact in ("rank 1", f"node {first}", f"device {device}", "iteration 7", "persistent fault of that device"):
+            assert fact in found["verdict"]["reason"]
+        assert finished["verdict"]["exit_code"] == 0
+        replay = json.loads(nodes.output().split("cycle 1 rank 1 on ")[1].split(" replays ")[1].splitlines()[0])
+        assert replay == {"iteration": 7, "device": device, "node": first, "rank": 1, "what": "loss", "first": "nan"}
+        assert "cycle 2 rank 1" in nodes.output()
+        assert nodes.output().count("replays nothing") == 4
+
+
+def test_a_correct_result_stops_the_run_with_its_diagnosis(tmp_path: Path) -> None:
+    """Equal on the spare: every agent ends with 17 after the replay, no cycle follows, and the last line names what
+    was found, the batch, rank, node, device and iteration."""
+    with Nodes(tmp_path, "correct", num_spares=1) as nodes:
+        assert nodes.run() == [ExitReason.FAILED_VALIDATION] * 2, nodes.tails()
+        assert len(nodes.runners()) == 2
+        assert len(nodes.verdicts()) == 2
+        assert "quarantine" not in nodes.verdicts()[1]["verdict"]
+        for agent in nodes.agents:
+            over = next(line for line in agent.output().splitlines() if "job over after" in line)
+            for fact in ("exit code 17", "rank 1", "board-", "iteration 7", "batch 5f3a", "the data or the model"):
+                assert fact in over
+        assert json.loads((tmp_path / "run" / "ladder.json").read_text())["replay"] is None
+
+
+def test_without_another_device_two_tries_and_no_more(tmp_path: Path) -> None:
+    """No spare waits: the same device replays twice, told which try it is, then the run stops with 17."""
+    with Nodes(tmp_path, "never decided") as nodes:
+        assert nodes.run() == [ExitReason.FAILED_VALIDATION], nodes.tails()
+        replays = [data["verdict"].get("replay") for data in nodes.verdicts()]
+        assert [replay and replay.get("tries", 0) for replay in replays] == [0, 1, None]
+        assert len(nodes.runners()) == 3
+        assert nodes.verdicts()[-1]["verdict"]["exit_code"] == ExitReason.FAILED_VALIDATION
+
+
+def test_soon_after_a_near_load_the_copy_is_distrusted_first(tmp_path: Path) -> None:
+    """Two iterations after a replica was loaded, with a spare waiting: no replay, the second cycle is told not to load
+    that copy, on the same node, and finishes."""
+    with Nodes(tmp_path, "near copy", num_spares=1) as nodes:
+        assert nodes.run() == [0, 0], nodes.tails()
+        assert len(nodes.runners()) == 2
+        assert len(set(nodes.runners())) == 1
+        verdict = nodes.verdicts()[0]["verdict"]
+        assert "replay" not in verdict
+        assert "generation 5 (replica tier" in verdict["reason"]
+        assert json.loads((tmp_path / "run" / "ladder.json").read_text())["distrusted"][0]["attempt"] == "job-0-aa.1"
+
+
+def test_the_cause_is_the_rank_that_saw_it(tmp_path: Path) -> None:
+    """Two nodes whose ranks all leave with 16 at once: the incident is rank 1's, of its node, whoever was seen to die
+    first; that node alone is held back."""
+    with Nodes(tmp_path, "persistent", num_nodes=2, num_spares=1, nproc=1) as nodes:
+        assert nodes.run() == [0, 0, 0], nodes.tails()
+        started = [event for event in nodes.events() if event.kind == EventKind.CYCLE_STARTED]
+        seer = next(event.node for event in started if event.cycle == 0 and event.data["ranks"] == [1])
+        replayed, found, _ = nodes.verdicts()
+        assert (replayed["incident"]["rank"], replayed["incident"]["node"]) == (1, seer)
+        assert replayed["verdict"]["hold_back"] == [seer]
+        assert found["verdict"]["quarantine"] == [seer]
+        other = {event.node for event in started if event.data["ranks"] == [0]}
+        assert len(other) == 1
