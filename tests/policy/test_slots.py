@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,6 +74,25 @@ def test_a_verdict_of_its_own_is_no_effect() -> None:
         Incident(kind=IncidentKind.WORKER_FAILED, rank=rank, exit_code=code) for rank, code in ((3, 1), (1, 17))
     )
     assert root_cause([peer, judge]) == judge
+
+
+def _left(rank: int, finding: str, *, code: int = 16) -> Incident:
+    evidence = {"diagnosis": {"rank": 1, "finding": finding}}
+    return Incident(kind=IncidentKind.WORKER_FAILED, rank=rank, exit_code=code, evidence=evidence)
+
+
+def test_the_rank_that_saw_an_invalid_result_is_the_cause_of_all_leaving() -> None:
+    """Of ranks that leave with one diagnosis the cause is the one that it names; a rank that died by it comes after."""
+    died = Incident(kind=IncidentKind.WORKER_DIED, rank=0, exit_code=-6)
+    incidents = [died, _left(3, "reproduced"), _left(1, "reproduced")]
+    assert root_cause(incidents) == incidents[2]
+
+
+@pytest.mark.parametrize(("finding", "is_cause"), [("persistent", True), ("correct", True), ("reproduced", False)])
+def test_what_was_found_out_comes_before_a_lost_node(finding: str, is_cause: bool) -> None:
+    """A verdict that a replay came to is not lost because a node is; a mere question can be asked again."""
+    lost, left = Incident(kind=IncidentKind.NODE_LOST), _left(1, finding, code=17)
+    assert root_cause([lost, left]) == (left if is_cause else lost)
 
 
 def test_first_of_equals_is_the_cause() -> None:
