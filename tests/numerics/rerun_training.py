@@ -13,7 +13,7 @@ import torch
 from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
 from outlast.numerics import RerunStateMachine
-from outlast.numerics.rerun_machine import Decision
+from outlast.numerics.decision import Decision
 from outlast.policy.rerun import Replay
 from outlast.runtime.random_numbers import capture_random, restore_random
 

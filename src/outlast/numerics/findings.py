@@ -9,8 +9,9 @@ import msgspec
 
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
-from outlast.numerics.validations import Rejected
-from outlast.policy.rerun import Diagnosis, Finding
+from outlast.numerics.step_facts import StepFacts
+from outlast.numerics.validations import Judged, Rejected
+from outlast.policy.rerun import Diagnosis, Finding, Replay
 from outlast.runtime.device import device_name
 from outlast.runtime.diagnoses import write_diagnosis
 
@@ -50,6 +51,53 @@ class Findings:
             rejected.value,
             rejected.message,
             "; all ranks run the step again" if is_first_run else "",
+        )
+
+    def diagnose(
+        self,
+        judged: Judged,
+        finding: Finding,
+        *,
+        iteration: int,
+        batch: str,
+        num_tries: int,
+        max_tries: int,
+        replay: Replay | None,
+        facts: StepFacts | None,
+    ) -> Diagnosis:
+        """Return what is known of an invalid result of this rank.
+
+        Args:
+            judged: The result.
+            finding: What was found of it.
+            iteration: Number of optimizer steps done before the step.
+            batch: Fingerprint of the step's batches.
+            num_tries: Replays on the same device that were done.
+            max_tries: How many there may be.
+            replay: What the step replays, if it is a replay.
+            facts: What was saved of the replayed step.
+        """
+        node, device = self._place.node, self.device
+        if replay is not None and replay.rank == self._place.global_rank:
+            node, device = replay.node, replay.device
+        elif replay is not None and facts is not None:
+            node, device = facts.node, facts.device
+        return Diagnosis(
+            finding=finding,
+            rank=self._place.global_rank,
+            node=node,
+            device=device,
+            iteration=iteration,
+            call=judged.rejected.call,
+            what=judged.rejected.what,
+            message=judged.rejected.message,
+            first=judged.rejected.value,
+            second=judged.second,
+            batch=batch,
+            tries=num_tries,
+            max_tries=max_tries,
+            replayed_on="" if replay is None else self.device,
+            rejected_ranks=(self._place.global_rank,),
         )
 
     def settle_here(self, diagnosis: Diagnosis) -> None:

@@ -31,14 +31,14 @@ from outlast.errors import OutlastError
 from outlast.incidents import EventKind
 from outlast.numerics.ballot import Agree, Ballot, agree_alone, agree_on_culprit
 from outlast.numerics.batches import Batches, ReplayableIterator, as_iterators
+from outlast.numerics.decision import Decision
 from outlast.numerics.determinism import DeterminismStatistics, Differences, describe_differences
 from outlast.numerics.findings import Findings
-from outlast.numerics.injector import ErrorInjector
-from outlast.numerics.judging import NumberRules
+from outlast.numerics.judge import StepJudge
 from outlast.numerics.plain import fingerprint
 from outlast.numerics.rewind import Rewinder
 from outlast.numerics.step_facts import StepFacts, expected_of
-from outlast.numerics.validations import Compare, Judged, Validations, as_number
+from outlast.numerics.validations import Compare, Judged
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 from outlast.policy.rerun_table import TABLE, Action, Outcome, RunState, advance, replay_state
 from outlast.runtime.random_numbers import restore_random
@@ -46,31 +46,9 @@ from outlast.runtime.random_numbers import restore_random
 if TYPE_CHECKING:
     from outlast.runtime.journal import Journal
 
-__all__ = ["Decision", "RerunStateMachine"]
+__all__ = ["RerunStateMachine"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What all ranks do after the runs of a step."""
-
-    action: Action = Action.GO_ON
-    """The same on all ranks."""
-    diagnosis: Diagnosis | None = None
-    """When the process is to end, that of the rank that decided, the same on all ranks; else this rank's, if it had an
-    invalid result."""
-
-    @property
-    def must_save(self) -> bool:
-        """Whether the state, the machine's included, is to be saved for a diagnosis before the process ends."""
-        return self.action is Action.SAVE_AND_LEAVE
-
-    @property
-    def exit_code(self) -> int | None:
-        """The process's exit code; ``None`` = training goes on."""
-        code = self.action.exit_code
-        return None if code is None else int(code)
 
 
 class RerunStateMachine:
@@ -115,10 +93,12 @@ class RerunStateMachine:
         self._agree: Agree = agree or agree_alone
         self._rewinder = Rewinder()
         self._rewinder.watch(modules)
-        self._validations = Validations()
-        self._rules = NumberRules(self.config)
-        self._injector = ErrorInjector(self.config, f"{self._place.job}-{self._place.cycle}-{self._place.global_rank}")
         self._findings = Findings(self._place, journal)
+        self._judge = StepJudge(
+            self.config,
+            f"{self._place.job}-{self._place.cycle}-{self._place.global_rank}",
+            say_rejected=lambda one, first: self._findings.say_rejected(one, self._iteration, is_first_run=first),
+        )
         self._statistics = DeterminismStatistics()
         self._wrapped: list[tuple[Any, ReplayableIterator[Any]]] = []
         self._iterators: tuple[ReplayableIterator[Any], ...] = ()
@@ -126,7 +106,6 @@ class RerunStateMachine:
         self._state = RunState.FIRST_RUN
         self._is_open = False
         self._num_runs = 0
-        self._pending: list[tuple[torch.Tensor, Callable[[float], None]]] = []
         self._replay: Replay | None = None
         self._facts: StepFacts | None = None
         self._has_batches = True
@@ -143,6 +122,8 @@ class RerunStateMachine:
 
     def watch(self, *modules: torch.nn.Module) -> None:
         """Put back gradients and buffers of these modules too; one that is known already changes nothing."""
+        if self._is_open:
+            raise OutlastError("watch() within a step; call it between steps")
         self._rewinder.watch(modules)
 
     def replayable(self, batches: Any) -> ReplayableIterator[Any]:
@@ -178,8 +159,7 @@ class RerunStateMachine:
         if self._replay is not None:
             self._begin_replayed_step(self._replay)
         else:
-            self._injector.begin_step()
-            self._validations.begin_step(self._state, keep_all=self._compares)
+            self._judge.begin_step(self._state, iteration)
 
     def should_run(self) -> bool:
         """Return whether the step is to be run (again); when not, :attr:`decision` says what follows.
@@ -196,7 +176,6 @@ class RerunStateMachine:
         if self._num_runs == 1:
             if self._validates or self._compares:
                 self._rewinder.begin()
-            self._rules.begin_run()
             return True
         if self._validates:
             return self._end_judged_run()
@@ -230,24 +209,7 @@ class RerunStateMachine:
         """
         if not self._is_open or not (self._validates or self._compares):
             return
-        call = self._validations.next_call()
-
-        def judge(number: float) -> None:
-            if self._injector.strikes(self._state, self._iteration, call):
-                number = float("nan")
-            why, fatal = (None, True) if self._compares else self._rules.reject(what, number)
-            if rejects is not None and self._validates and (why is None or not fatal) and rejects(number):
-                why, fatal = message, True
-            self._take(call, what, number, why, fatal=fatal, tolerance=tolerance)
-
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"{what} has {value.numel()} elements; validate one number, such as its mean")
-            if value.device.type != "cpu":
-                self._pending.append((value.detach(), judge))
-                return
-            value = value.detach()
-        judge(float(value))
+        self._judge.take_number(value, what, rejects=rejects, message=message, tolerance=tolerance)
 
     def validate_result(
         self,
@@ -273,13 +235,14 @@ class RerunStateMachine:
         """
         if not self._is_open or not (self._validates or self._compares):
             return
-        call = self._validations.next_call()
-        if self._injector.strikes(self._state, self._iteration, call):
-            result = torch.full_like(result, float("nan")) if isinstance(result, torch.Tensor) else float("nan")
-        if comparison_func is None and as_number(result) is None:
-            raise ValueError(f"a {type(result).__name__} is not one number; give comparison_func")
-        why = message if self._validates and bool(rejection_func(result)) else None
-        self._take(call, message, result, why, fatal=fatal, tolerance=tolerance, compare=comparison_func)
+        self._judge.take_result(
+            result,
+            rejection_func,
+            message,
+            comparison_func=comparison_func,
+            tolerance=tolerance,
+            fatal=fatal,
+        )
 
     def should_run_forward_backward(self, data_iterator: Batches = None) -> bool:
         """Return whether the step is to be run (again); the first call after the end of a step begins the next.
@@ -334,7 +297,7 @@ class RerunStateMachine:
         """Return what the next process goes on from; ``step`` is ``None`` unless a diagnostic save is due."""
         return {
             "iteration": self._iteration,
-            "spikes": self._rules.state_dict(),
+            "spikes": self._judge.rules.state_dict(),
             "found": {str(finding): number for finding, number in self._findings.counts.items()},
             "step": self._facts.stored if self.decision.must_save and self._facts is not None else None,
         }
@@ -342,7 +305,7 @@ class RerunStateMachine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
         self._iteration = int(state["iteration"])
-        self._rules.load_state_dict(state["spikes"])
+        self._judge.rules.load_state_dict(state["spikes"])
         for finding in Finding:
             self._findings.counts[finding] = int(state["found"].get(str(finding), 0))
         self._facts = StepFacts(state["step"]) if state["step"] is not None else None
@@ -356,34 +319,10 @@ class RerunStateMachine:
             self._ballot.close()
             self._ballot = None
 
-    def _take(
-        self,
-        call: int,
-        what: str,
-        result: Any,
-        why: str | None,
-        *,
-        fatal: bool,
-        tolerance: float,
-        compare: Compare | None = None,
-    ) -> None:
-        is_first = self._state is RunState.FIRST_RUN
-        rejected = self._validations.take(call, what, result, why, fatal=fatal, tolerance=tolerance, compare=compare)
-        if rejected is not None:
-            self._findings.say_rejected(rejected, self._iteration, is_first_run=is_first)
-
-    def _read_pending(self) -> None:
-        """Judge what is on a device, with one wait for all of it."""
-        pending, self._pending = self._pending, []
-        if pending:
-            numbers = torch.stack([value.reshape(()).to(torch.float64) for value, _ in pending]).tolist()
-            for (_, judge), number in zip(pending, numbers, strict=True):
-                judge(number)
-
     def _end_judged_run(self) -> bool:
-        self._read_pending()
+        self._judge.end_run()
         self._rewinder.end_run()
-        judged = self._validations.judge(same_batch=self._has_batches)
+        judged = self._judge.judged(same_batch=self._has_batches)
         mine = Outcome.VALID if judged is None else judged.outcome
         outcome = Outcome(self._agree([mine])[0])
         transition = advance(self._state, outcome)
@@ -391,7 +330,7 @@ class RerunStateMachine:
             if judged is None:
                 log.info("iteration %d: another rank rejected a result; the step is run again", self._iteration)
             self._run_again()
-            self._validations.begin_second_run()
+            self._judge.begin_second_run()
             self._state = transition.state
             return True
         if transition.action is Action.GO_ON:
@@ -420,15 +359,15 @@ class RerunStateMachine:
         return False
 
     def _end_compared_run(self) -> bool:
-        self._read_pending()
+        self._judge.end_run()
         self._rewinder.end_run()
         if self._num_runs == 2:
             self._run_again()
-            self._validations.begin_second_run()
+            self._judge.begin_second_run()
             return True
-        for what, difference in self._validations.differences:
+        for what, difference in self._judge.validations.differences:
             self._statistics.add(what, difference)
-        for what in self._validations.unmatched():
+        for what in self._judge.validations.unmatched():
             self._statistics.add_unreached(what)
         self._end_step(Decision())
         return False
@@ -439,10 +378,9 @@ class RerunStateMachine:
         self._rewinder.rewind()
         for iterator in self._iterators:
             iterator.rewind()
-        self._rules.begin_run()
 
     def _end_step(self, decision: Decision) -> None:
-        self._rules.commit()
+        self._judge.rules.commit()
         for iterator in self._iterators:
             iterator.end_step()
         self._is_open = False
@@ -466,8 +404,8 @@ class RerunStateMachine:
             log.warning(
                 "the step is replayed with the batches that come now, not its own %s", f"({why})" if why else ""
             )
-        self._injector.begin_step(facts.struck if facts is not None else ())
-        self._validations.begin_step(self._state, expected)
+        struck = facts.struck if facts is not None else ()
+        self._judge.begin_step(self._state, self._iteration, expected=expected, struck=struck)
         if facts is not None:
             restore_random(facts.random)
 
@@ -478,8 +416,8 @@ class RerunStateMachine:
             iteration=self._iteration,
             node=self._place.node,
             device=self._findings.device,
-            rejected=self._validations.all_rejected(),
-            struck=sorted(self._injector.struck),
+            rejected=self._judge.validations.all_rejected(),
+            struck=sorted(self._judge.injector.struck),
             iterators=self._iterators,
             random=self._rewinder.random.state,
         )
@@ -487,30 +425,16 @@ class RerunStateMachine:
             log.warning("the batches are not saved: of %s nothing can be stored safely", ", ".join(facts.problems))
 
     def _diagnose(self, judged: Judged, finding: Finding) -> Diagnosis:
-        replay, facts = self._replay, self._facts
-        node, device = self._place.node, self._findings.device
-        if replay is not None:
-            if replay.rank == self._place.global_rank:
-                node, device = replay.node, replay.device
-            elif facts is not None:
-                node, device = facts.node, facts.device
         is_here = self._state is not RunState.REPLAY_ELSEWHERE
-        return Diagnosis(
-            finding=finding,
-            rank=self._place.global_rank,
-            node=node,
-            device=device,
+        return self._findings.diagnose(
+            judged,
+            finding,
             iteration=self._iteration,
-            call=judged.rejected.call,
-            what=judged.rejected.what,
-            message=judged.rejected.message,
-            first=judged.rejected.value,
-            second=judged.second,
             batch=fingerprint([iterator.drawn for iterator in self._iterators]) if self._iterators else "",
-            tries=0 if replay is None else replay.tries + is_here,
             max_tries=self.config.max_same_device_reruns,
-            replayed_on="" if replay is None else self._findings.device,
-            rejected_ranks=(self._place.global_rank,),
+            replay=self._replay,
+            facts=self._facts,
+            num_tries=0 if self._replay is None else self._replay.tries + is_here,
         )
 
 
