@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.launch import messages as m
+from outlast.launch.crew import Crew
 from outlast.launch.member import Member
 from outlast.launch.node_agent import NodeAgent
 from outlast.launch.options import RunOptions
@@ -59,7 +60,7 @@ class Agent(SimpleElasticAgent):
         mailbox: Mailbox[object],
     ) -> None:
         super().__init__(spec)
-        self._node_agent = NodeAgent(
+        self._crew = Crew(
             self._worker_group,
             options=options,
             command=command,
@@ -67,9 +68,9 @@ class Agent(SimpleElasticAgent):
             logs_specs=logs_specs,
             workers=workers,
             writer=writer,
-            member=member,
-            mailbox=mailbox,
+            node=member.node,
         )
+        self._node_agent = NodeAgent(options, self._crew, member, mailbox)
 
     @property
     def stop(self) -> m.Stop:
@@ -90,7 +91,7 @@ class Agent(SimpleElasticAgent):
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         self._node_agent.run()
-        failures = self._node_agent.failures
+        failures = self._crew.failures
         state = WorkerState.FAILED if failures and self.stop.exit_code else WorkerState.SUCCEEDED
         ranks = [worker.global_rank for worker in self._worker_group.workers]
         returned = {} if state == WorkerState.FAILED else dict.fromkeys(ranks)
