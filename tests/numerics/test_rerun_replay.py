@@ -153,6 +153,32 @@ def test_replay_needs_no_more_than_what_the_launcher_says() -> None:
     assert machine.decision.diagnosis.finding is Finding.CORRECT
 
 
+@pytest.mark.parametrize(("value", "code"), [(math.nan, 17), (1.0, 0)])
+def test_megatrons_loop_replays_what_it_loaded(value: float, code: int) -> None:
+    """A loop that loads a diagnostic save replays its step first, once: still the same is the end, valid goes on."""
+    machine, _ = _machine_after_a_reproduced_nan()
+    follow = RerunStateMachine()
+    follow.load_state_dict(machine.state_dict())
+    data = ReplayableIterator([torch.tensor([float(n)]) for n in range(6, 20)])
+    seen = []
+    while follow.should_run_forward_backward(data):
+        for _ in range(2):
+            seen.append(float(next(data)))
+            follow.validate(value)
+    assert (seen, follow.iteration) == ([4.0, 5.0], 2)
+    assert follow.should_checkpoint_and_exit() == (False, code != 0, code)
+    if code == 0:
+        while follow.should_run_forward_backward(data):
+            follow.validate(1.0)
+        assert follow.iteration == 3
+
+
+def test_nothing_is_replayed_without_a_save() -> None:
+    """To ask for a replay with nothing loaded is an error that says what to do."""
+    with pytest.raises(OutlastError, match="load the state of a diagnostic save first"):
+        RerunStateMachine().begin_replay()
+
+
 def test_another_step_is_not_taken_for_the_replay() -> None:
     """A step of another iteration than the save's is refused, with what to do."""
     machine = RerunStateMachine()

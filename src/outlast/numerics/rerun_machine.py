@@ -247,7 +247,8 @@ class RerunStateMachine:
     def should_run_forward_backward(self, data_iterator: Batches = None) -> bool:
         """Return whether the step is to be run (again); the first call after the end of a step begins the next.
 
-        Iterations are counted from 0, or from the one that was loaded.
+        Iterations are counted from 0, or from the one that was loaded. If that was a diagnostic save, its step is
+        replayed first.
 
         Args:
             data_iterator: The iterators that the step draws from: :class:`ReplayableIterator`, several, or none.
@@ -256,6 +257,8 @@ class RerunStateMachine:
         Blocks: as :meth:`should_run` does.
         """
         if not self._is_open:
+            if self._validates and self._facts is not None and self._replay is None and not self.decision.must_save:
+                self.begin_replay()
             self.begin_step(self._iteration + 1 if self._replay is None else self._replay.iteration, data_iterator)
         return self.should_run()
 
@@ -264,8 +267,14 @@ class RerunStateMachine:
         code = self.decision.exit_code
         return self.decision.must_save, code is not None, code or 0
 
-    def begin_replay(self, replay: Replay) -> None:
+    def begin_replay(self, replay: Replay | None = None) -> None:
         """Make the next step a replay of the one whose diagnostic save was loaded, with the batches saved there.
+
+        Args:
+            replay: What the launcher asks for; ``None`` = what the save says, as the last try on the same device.
+
+        Raises:
+            OutlastError: There is neither.
 
         Collective: all ranks, after :meth:`load_state_dict`.
         Blocks: until all ranks have come.
@@ -273,6 +282,10 @@ class RerunStateMachine:
         if not self._validates:
             log.warning("nothing is replayed: rerun_mode is %r", self.config.rerun_mode)
             return
+        if replay is None:
+            if self._facts is None:
+                raise OutlastError("there is nothing to replay; load the state of a diagnostic save first")
+            replay = self._facts.as_replay(tries=self.config.max_same_device_reruns)
         is_here = self._place.global_rank == replay.rank and self._findings.device == replay.device
         (same_device,) = self._agree([int(is_here)])
         self._state = replay_state(
@@ -295,8 +308,9 @@ class RerunStateMachine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next process goes on from; ``step`` is ``None`` unless a diagnostic save is due."""
+        is_done = not (self._is_open or self.decision.must_save)
         return {
-            "iteration": self._iteration,
+            "next_iteration": self._iteration + is_done,
             "spikes": self._judge.rules.state_dict(),
             "found": {str(finding): number for finding, number in self._findings.counts.items()},
             "step": self._facts.stored if self.decision.must_save and self._facts is not None else None,
@@ -304,7 +318,7 @@ class RerunStateMachine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
-        self._iteration = int(state["iteration"])
+        self._iteration = int(state["next_iteration"]) - 1
         self._judge.rules.load_state_dict(state["spikes"])
         for finding in Finding:
             self._findings.counts[finding] = int(state["found"].get(str(finding), 0))
@@ -351,7 +365,7 @@ class RerunStateMachine:
             world_size=self._place.world_size,
         )
         if transition.action is Action.SAVE_AND_LEAVE:
-            self._keep_facts()
+            self._keep_facts(diagnosis)
         self._state = transition.state
         self._findings.leave(diagnosis)
         self._is_open = False
@@ -401,19 +415,17 @@ class RerunStateMachine:
         self._has_batches = facts is not None and facts.replay(self._iterators, local_rank)
         if not self._has_batches:
             why = ", ".join(facts.problems) if facts is not None and facts.problems else "they are not known"
-            log.warning(
-                "the step is replayed with the batches that come now, not its own %s", f"({why})" if why else ""
-            )
+            log.warning("the step is replayed with the batches that come now, not with its own (%s)", why)
         struck = facts.struck if facts is not None else ()
         self._judge.begin_step(self._state, self._iteration, expected=expected, struck=struck)
         if facts is not None:
             restore_random(facts.random)
 
-    def _keep_facts(self) -> None:
+    def _keep_facts(self, diagnosis: Diagnosis) -> None:
         """Put back what the step changed, and keep what its replay needs, for the save that follows."""
         self._rewinder.rewind()
         self._facts = facts = StepFacts.gather(
-            iteration=self._iteration,
+            diagnosis=diagnosis,
             node=self._place.node,
             device=self._findings.device,
             rejected=self._judge.validations.all_rejected(),

@@ -10,7 +10,7 @@ import msgspec
 from outlast.numerics import plain
 from outlast.numerics.batches import ReplayableIterator
 from outlast.numerics.validations import Rejected
-from outlast.policy.rerun import Replay, to_number
+from outlast.policy.rerun import Diagnosis, Replay, decode_diagnosis, encode_diagnosis, to_number
 
 __all__ = ["StepFacts", "expected_of"]
 
@@ -29,7 +29,7 @@ class StepFacts:
     def gather(
         cls,
         *,
-        iteration: int,
+        diagnosis: Diagnosis,
         node: str,
         device: str,
         rejected: Mapping[int, tuple[Rejected, Any]],
@@ -46,7 +46,8 @@ class StepFacts:
             batches.append([form for form, _ in forms])
         return cls(
             {
-                "iteration": iteration,
+                "iteration": diagnosis.iteration,
+                "diagnosis": encode_diagnosis(diagnosis),
                 "node": node,
                 "device": device,
                 "rejected": [[msgspec.to_builtins(one), plain.store(result)[0]] for one, result in rejected.values()],
@@ -87,6 +88,24 @@ class StepFacts:
     def problems(self) -> list[str]:
         """What of the batches could not be stored; nothing was stored of them then."""
         return list(self.stored["problems"])
+
+    def as_replay(self, *, tries: int) -> Replay:
+        """Return what is to be replayed, as far as the save knows.
+
+        Args:
+            tries: Replays on the same device that were done.
+        """
+        known = decode_diagnosis(self.stored["diagnosis"])
+        return Replay(
+            iteration=known.iteration,
+            device=known.device,
+            node=known.node,
+            rank=known.rank,
+            call=known.call,
+            what=known.what,
+            first=known.first,
+            tries=tries,
+        )
 
     def replay(self, iterators: Sequence[ReplayableIterator[Any]], local_rank: int) -> bool:
         """Let a step's iterators give the batches of this one; return whether they will.

@@ -138,7 +138,7 @@ class Validations:
         if (compare or _difference)(self._before[call][1], result) <= tolerance:
             outcome = Outcome.REPRODUCED if is_fatal else Outcome.TOLERATED
         elif rejected is not None:
-            outcome = Outcome.CHANGED if fatal else Outcome.TOLERATED
+            outcome = Outcome.CHANGED if is_fatal else Outcome.TOLERATED
         else:
             outcome = Outcome.CLEARED
         self._judged[call] = Judged(outcome=outcome, rejected=first, second=to_json_number(as_number(result)))
