@@ -46,7 +46,7 @@ class Dcp:
         return {"dcp_save": seconds}
 
     def save_in_thread(self) -> Found:
-        """``dcp.async_save`` as it is: stages into fresh memory, writes in a thread."""
+        """``dcp.async_save`` as it is: stages into memory that it allocates, writes in a thread."""
         with self._place() as folder:
             begin_ns = clock.now_ns()
             written: Any
