@@ -45,6 +45,20 @@ def test_a_bar_is_kept_up_to_its_limit() -> None:
     assert not Bar(name="x", value=float("nan"), unit="s", bar=1.0).ok
 
 
+def test_a_floor_is_kept_from_its_value_on() -> None:
+    """Where more is better, a value at the limit or above keeps the bar, and the table says so."""
+    rate = Bar(name="digest_gb_s", value=8.0, unit="GB/s", bar=8.0, is_floor=True)
+    assert rate.ok
+    assert Bar(name="x", value=9.0, unit="GB/s", bar=8.0, is_floor=True).ok
+    assert not Bar(name="x", value=7.9, unit="GB/s", bar=8.0, is_floor=True).ok
+    assert not Bar(name="x", value=None, unit="GB/s", bar=8.0, is_floor=True).ok
+    assert not Bar(name="x", value=float("nan"), unit="GB/s", bar=8.0, is_floor=True).ok
+    console = Console(width=120, file=io.StringIO())
+    console.print(BenchResult(bench="b", bars=(rate,), machine={}).render())
+    assert isinstance(console.file, io.StringIO)
+    assert ">= 8 GB/s" in console.file.getvalue()
+
+
 def test_one_missed_bar_misses_the_whole() -> None:
     """The benchmark is good only when every bar is kept."""
     assert BenchResult(bench="b", bars=(KEPT,), machine={}).ok

@@ -62,7 +62,9 @@ class Bar:
     unit: str
     """Unit of ``value`` and ``bar``; ``x``: a ratio (ours / the peer's, or as the name says)."""
     bar: float
-    """Highest value that is good."""
+    """Highest value that is good; with ``is_floor`` the lowest."""
+    is_floor: bool = False
+    """Whether more is better, as for rates."""
     peer: str | None = None
     """What was measured beside it, in the same run; its unit in parentheses where ``unit`` is ``x``."""
     peer_value: float | None = None
@@ -71,7 +73,9 @@ class Bar:
     @property
     def ok(self) -> bool:
         """Whether the bar is kept; never without a value."""
-        return self.value is not None and self.value <= self.bar
+        if self.value is None:
+            return False
+        return self.value >= self.bar if self.is_floor else self.value <= self.bar
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the JSON form."""
@@ -119,7 +123,7 @@ class BenchResult:
             table.add_row(
                 bar.name,
                 _show(bar.value, bar.unit),
-                f"<= {_show(bar.bar, bar.unit)}",
+                f"{'>=' if bar.is_floor else '<='} {_show(bar.bar, bar.unit)}",
                 "[green]kept[/]" if bar.ok else "[bold red]missed[/]",
                 escape(bar.peer or "-"),
                 _show(bar.peer_value, "" if bar.unit == _UNITS_OF_RATIOS else bar.unit),

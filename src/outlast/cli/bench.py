@@ -11,7 +11,7 @@ from outlast.errors import ExitReason, OutlastError
 
 __all__ = ["bench"]
 
-_REPEATS = {"heartbeat": 5, "restart": 5, "rendezvous": 5, "save": 7, "load": 7, "replica": 7}
+_REPEATS = {"heartbeat": 5, "restart": 5, "rendezvous": 5, "save": 7, "load": 7, "replica": 7, "numerics": 5}
 """The benchmarks, and the rounds that count unless others are asked for."""
 _SIZED = ("save", "load", "replica")
 """Those that move a state."""
@@ -28,6 +28,7 @@ Benchmarks:
   save         what a save costs training, and when it is durable, beside torch.distributed.checkpoint and others
   load         from files or memory to live tensors, every byte verified, beside the same
   replica      a shard fetched from another node's writer, every byte verified, beside gloo's send and recv
+  numerics     digests of replicas, beside torch.hash_tensor; what judging a step costs when nothing is wrong
 
 \b
 Examples:

@@ -1,0 +1,149 @@
+"""The ranks in which ``outlast bench numerics`` measures what judging a step costs when nothing is wrong.
+
+Two ranks train a small model under ``DistributedDataParallel`` over gloo. Steps take turns: one as it is, one in which
+the re-run state machine keeps what a second run would need, judges the loss, and has the ranks agree, and one with a
+bare all-reduce of one integer over gloo. Rank 0 prints one line of JSON a round: the median of each, in milliseconds,
+and what the others cost more than the first, in percent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.nn.parallel import DistributedDataParallel
+
+from outlast import clock
+from outlast.bench.measuring import plain_environment, timed
+from outlast.config import RerunStateMachineConfig
+from outlast.env import WorkerEnv
+from outlast.numerics import RerunStateMachine
+from outlast.runtime.group import Group
+
+STEP_MS = 10.0
+NUM_TURNS = 120
+"""Steps of each kind in a round."""
+WIDTH = 256
+_WORLD_SIZE = 2
+_TIMEOUT_S = 60.0
+_MAX_BATCH = 1 << 16
+
+
+class Training:
+    """A model whose step takes about :data:`STEP_MS` on all ranks."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)]
+        self.model = DistributedDataParallel(torch.nn.Sequential(*layers))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.batch = torch.randn(64, WIDTH)
+        for _ in range(10):
+            rate = self.batch.shape[0] / (1e3 * min(timed(self.step)[0] for _ in range(5)))
+            size = torch.tensor([min(_MAX_BATCH, max(8, int(rate * STEP_MS)))])
+            dist.broadcast(size, src=0)
+            self.batch = torch.randn(int(size), WIDTH)
+
+    def forward_backward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return the loss; gradients are averaged meanwhile."""
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    def step(self) -> None:
+        """Do a step as it is."""
+        self.forward_backward(self.batch)
+        self.optimizer.step()
+
+
+def measure_rounds(num_rounds: int) -> Iterator[dict[str, float]]:
+    """Yield what each round gave.
+
+    Collective: both ranks.
+    """
+    training = Training()
+    place = WorkerEnv(global_rank=dist.get_rank(), world_size=_WORLD_SIZE)
+    config = RerunStateMachineConfig(rerun_mode="validate_results", check_for_spiky_loss=True)
+    machine = RerunStateMachine(config, modules=[training.model], place=place, timeout_s=_TIMEOUT_S)
+    batches = machine.replayable(itertools.repeat(training.batch))
+    iteration = 0
+
+    def judged_step() -> None:
+        nonlocal iteration
+        machine.begin_step(iteration, batches)
+        while machine.should_run():
+            machine.validate(training.forward_backward(next(batches)))
+        training.optimizer.step()
+        iteration += 1
+
+    group = Group.open(timeout_s=_TIMEOUT_S)
+    number = torch.zeros(1, dtype=torch.int64)
+
+    def reduced_step() -> None:
+        training.forward_backward(training.batch)
+        group.start_max(number).wait()
+        training.optimizer.step()
+
+    steps = {"plain": training.step, "judged": judged_step, "reduced": reduced_step}
+    for _ in range(num_rounds):
+        found_s = _in_turns(steps)
+        medians = {name: statistics.median(seconds) for name, seconds in found_s.items()}
+        found = {f"{name}_ms": median * 1e3 for name, median in medians.items()}
+        for name in ("judged", "reduced"):
+            more_s = statistics.median(a - b for a, b in zip(found_s[name], found_s["plain"], strict=True))
+            found[f"{name}_pct"] = 100 * more_s / medians["plain"]
+        yield found
+    group.close()
+    machine.close()
+
+
+def _in_turns(steps: Mapping[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Return the seconds of each step of each kind; each turn begins with another kind."""
+    found_s: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for turn in range(NUM_TURNS):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            begin_ns = clock.now_ns()
+            steps[name]()
+            found_s[name].append((clock.now_ns() - begin_ns) / 1e9)
+    return found_s
+
+
+def main() -> None:
+    """Measure; arguments: the number of rounds, and, for the second rank, the port of the first one's store."""
+    torch.set_num_threads(1)
+    num_rounds, port = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    rank = 1 if port else 0
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    store = TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False, timeout=timeout)
+    other = None
+    if rank == 0:
+        command = [sys.executable, "-m", "outlast.bench.quiet_step_worker", str(num_rounds), str(store.port)]
+        other = subprocess.Popen(command, env=plain_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=_WORLD_SIZE, timeout=timeout)
+        for found in measure_rounds(num_rounds):
+            if rank == 0:
+                print(json.dumps(found), flush=True)
+        dist.barrier()
+        dist.destroy_process_group()
+        if other is not None:
+            other.wait(_TIMEOUT_S)
+    finally:
+        if other is not None:
+            other.kill()
+            other.wait()
+
+
+if __name__ == "__main__":
+    main()
