@@ -30,7 +30,9 @@ device = device_name(place.device or place.node, place.local_rank)
 replay, monitor = decode_replay(place.replay), RankMonitor()
 monitor.report_progress()
 monitor.set_iteration(7)
-print("cycle", place.cycle, "rank", place.global_rank, "on", device, "replays", place.replay or "nothing", flush=True)
+# One write: the output of both ranks goes to one file.
+sys.stdout.write(f"cycle {place.cycle} rank {place.global_rank} on {device} replays {place.replay or 'nothing'}\\n")
+sys.stdout.flush()
 
 
 def when_there(path):

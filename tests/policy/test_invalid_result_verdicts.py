@@ -172,6 +172,15 @@ def test_a_replay_outlives_a_preempted_job() -> None:
     assert begin_job(state).replay is None
 
 
+def test_a_replay_that_may_have_ended_the_job_is_dropped() -> None:
+    """The whole job was gone without a word while it replayed: the next one trains as usual, and the try counts."""
+    state, _ = climb(end(16, diagnosis(), num_spares=1))
+    state = begin_job(state)
+    assert (state.replay, state.held_back) == (None, ())
+    _, (verdict,) = climb(end(16, diagnosis(), num_spares=1), state=state)
+    assert verdict.rung == Rung.RESTART_WORKERS, "another device was asked already"
+
+
 def test_a_stop_leaves_no_replay_behind() -> None:
     """With no budget left the replay is not granted: 17 with the diagnosis, and the next job trains as usual."""
     state, verdict = decide(LadderState(), end(16, diagnosis(), num_spares=1), Limits(max_restarts=0))

@@ -2,8 +2,7 @@
 
 Everything comes in through one ``select``: the zygote's socket (starts and deaths), and a mailbox into which the
 link's threads, the watchdog and the signal handlers put their news. Nothing is polled, and nothing that can block on
-the network runs in this thread.
-Its states are those of :class:`outlast.launch.agent_state.State`.
+the network runs in this thread. Its states are those of :class:`outlast.launch.agent_state.State`.
 """
 
 from __future__ import annotations

@@ -148,9 +148,13 @@ def begin_job(state: LadderState) -> LadderState:
     counting from job to job, unless the ladder itself had ended the run for good (exit codes 17 and 93): nothing of
     ours re-queues such a run, so whoever starts it again has looked at it, and gets all budgets afresh.
 
-    A replay that was to come when a job had to leave goes on in the next one, wherever its ranks are then: its workers
-    see whether they are on another device. What was tried so far for an invalid result still counts.
+    A replay that was to come when a job was told to leave goes on in the next one, wherever its ranks are then: its
+    workers see whether they are on another device. Where the job just ended, the replay may have ended it, and is
+    dropped. What was tried so far for an invalid result still counts.
     """
+    was_told_to_leave = bool(state.history) and state.history[-1].rung == Rung.REQUEUE_JOB
+    if not was_told_to_leave:
+        state = msgspec.structs.replace(state, replay=None)
     cases = tuple(case for case in state.cases if case.iteration is not None)  # none can be told from another job's
     state = msgspec.structs.replace(
         state, restarts_without_progress=0, node_faults={}, quarantined=(), held_back=(), blamed=(), cases=cases
