@@ -138,6 +138,18 @@ def test_after_the_tries_the_global_generation_is_distrusted_then_the_run_stops(
     assert verdicts[-1].exit_code == ExitReason.FAILED_VALIDATION
 
 
+@pytest.mark.parametrize("finding", [Finding.REPRODUCED, Finding.UNDECIDED, Finding.UNREACHED])
+def test_a_last_replay_that_could_not_tell_leads_to_the_older_generation(finding: Finding) -> None:
+    """A replay leaves with 17 and no verdict: what the cycle had loaded that saw the result first is distrusted, not
+    the diagnostic save; where it is beyond the suspect window the run stops."""
+    last = end(17, diagnosis(finding, tries=2, replayed_on="a/cpu-1"), load=load(127, "local"))
+    for generation, rung in ((120, Rung.RESTART_WORKERS), (100, Rung.STOP)):
+        state, verdicts = climb(end(16, diagnosis(), load=load(generation, "global")), last)
+        assert [verdict.rung for verdict in verdicts] == [Rung.RESTART_WORKERS, rung]
+        assert [one.generation for one in state.distrusted] == [120] * (generation == 120)
+        assert state.node_faults == {}
+
+
 def test_progress_beyond_a_result_forgets_it() -> None:
     """A replay that found a valid result goes on training; what it commits beyond closes the case, and nobody is held
     back for it any more. The same step invalid again later is a new case."""

@@ -12,7 +12,8 @@ Exit code 16 asks to have the result run again before it is judged. In this orde
 Exit code 17 brings a verdict. A *correct* result stops the run at once: what trained it would do so again. A device's
 *persistent* fault takes its node out, where the world can do without it; else the node gets one more chance for as long
 as there is no progress. Where ranks outvoted one whose replica differed, without a replay, a second such verdict soon
-after a load points at the copy that was loaded. Without a verdict the copy is distrusted, or the run stops.
+after a load points at the copy that was loaded. A code that brings no verdict, or comes from a replay that could not
+tell, leads to steps 1, 4 and 5.
 
 Each remedy is tried once, or as often as said, for the same result: the ladder remembers in its cases what was tried.
 """
@@ -71,8 +72,11 @@ def answer(state: LadderState, end: CycleEnd, limits: Limits) -> Answer:
         return Answer(what=what, action="stopping: training would come to the same result again", stops=True)
     if diagnosis is not None and diagnosis.finding == Finding.PERSISTENT:
         return _blame(state, end, diagnosis, what)
-    faulty = "" if diagnosis is not None else end.incident.node
-    return _judge_copy(what, _judge(state, end.load, _iteration(end)), faulty_node=faulty)
+    if diagnosis is None:
+        return _judge_copy(what, _judge(state, end.load, _iteration(end)), faulty_node=end.incident.node)
+    # A last try, or one on another device, that could not tell: what is left is the copy that was trained on.
+    case = find_case(state.cases, end.incident, diagnosis, end.load, is_replay=_is_replay(state, diagnosis))
+    return _judge_copy(what, _judge(state, case.load, diagnosis.iteration))
 
 
 def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits, what: str) -> Answer:
