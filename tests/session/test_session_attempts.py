@@ -1,0 +1,97 @@
+"""A session runs a step with an invalid result again before any weight moves, and what it keeps is as if nothing had
+happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from attempted import SCRIPT
+from ranks import Ranks
+
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.runtime.journal import read_journal
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+
+
+def train(folder: Path, world_size: int = 1, **options: Any) -> tuple[list[int], Any]:
+    """Run the script in ``folder``; return the exit codes and the result, or the outputs if there is none."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    with Ranks(script, str(folder), json.dumps(options), world_size=world_size) as ranks:
+        codes, outputs = ranks.end(60)
+    return codes, json.loads(result.read_text()) if result.exists() else outputs
+
+
+def invalid_results(folder: Path) -> list[Incident]:
+    """Return the incidents of invalid results in the run's journal."""
+    incidents = [
+        msgspec.convert(event.data["incident"], Incident)
+        for event in read_journal(folder / "run")
+        if event.kind == EventKind.INCIDENT
+    ]
+    return [incident for incident in incidents if incident.kind == IncidentKind.INVALID_RESULT]
+
+
+def nan_at(iteration: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "nan", "target": "activation", "iteration": iteration, "rank": 0, **more}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_transient_nan_changes_no_bit(tmp_path: Path, world_size: int) -> None:
+    """At the first step of a process, in the middle, and at the first step after a restore: the same batch and random
+    numbers again, and weights, moments, batch statistics and losses are those of the undisturbed run."""
+    codes, calm = train(tmp_path / "calm", world_size)
+    assert codes == [0] * world_size, calm
+    plan = [nan_at(0), nan_at(5), nan_at(8)]
+    codes, first = train(tmp_path / "hit", world_size, plan=plan, total=8)
+    assert codes == [0] * world_size, first
+    assert [entry for entry in first["seen"] if entry[0] in (0, 5)] == [[0, 0, 1], [0, 1, 1], [5, 0, 6], [5, 1, 6]]
+    codes, second = train(tmp_path / "hit", world_size, plan=plan)
+    assert codes == [0] * world_size, second
+    assert second["seen"][:2] == [[8, 0, 9], [8, 1, 9]]
+    assert second["digest"] == calm["digest"]
+    found = [incident.evidence["diagnosis"] for incident in invalid_results(tmp_path / "hit")]
+    assert [(one["iteration"], one["finding"], one["rank"]) for one in found] == [
+        (iteration, "transient", 0) for iteration in (0, 5, 8)
+    ]
+
+
+def test_a_reproducible_result_is_saved_for_diagnosis_and_ends_the_process(tmp_path: Path) -> None:
+    """The same bad batch gives the same NaN: all ranks leave with 16, no generation and no tracker is touched, and what
+    lies in suspect/ holds the state of before the step."""
+    codes, output = train(tmp_path / "run", 2, bad_batch=6)
+    assert codes == [ExitReason.RESUME_TO_DISAMBIGUATE] * 2, output
+    store = tmp_path / "run" / "global"
+    assert sorted(path.name for path in store.glob("step-*")) == ["step-4"]
+    assert (store / "latest").read_text().strip() == "step-4"
+    assert [path.name for path in (store / "suspect").glob("step-*")] == ["step-5"]
+    (incident,) = invalid_results(tmp_path / "run")
+    diagnosis = incident.evidence["diagnosis"]
+    assert (diagnosis["finding"], diagnosis["iteration"], diagnosis["rank"]) == ("reproduced", 5, 0)
+    assert (diagnosis["first"], diagnosis["second"]) == ("nan", "nan")
+    assert diagnosis["batch"]
+
+
+def test_replicas_that_differ_are_not_saved(tmp_path: Path) -> None:
+    """A bit flips in one of three replicas' weights: at the next save all ranks leave with 17 instead, and the journal
+    names the rank; without a majority they leave with 16."""
+    flip = {"kind": "bit_flip", "target": "weight", "iteration": 5, "rank": 1, "bit": 3}
+    codes, output = train(tmp_path / "three", 3, plan=[flip], digest=100)
+    assert codes == [ExitReason.FAILED_VALIDATION] * 3, output
+    assert sorted(path.name for path in (tmp_path / "three" / "global").glob("step-*")) == ["step-4"]
+    (incident,) = invalid_results(tmp_path / "three")
+    assert (incident.rank, incident.evidence["diagnosis"]["finding"]) == (1, "persistent")
+    codes, output = train(tmp_path / "two", 2, plan=[flip], digest=1)
+    assert codes == [ExitReason.RESUME_TO_DISAMBIGUATE] * 2, output
+    (incident,) = invalid_results(tmp_path / "two")
+    assert incident.iteration == 6
+    assert incident.evidence["diagnosis"]["finding"] == "undecided"
