@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from outlast.chaos.armed import ArmedFaults
     from outlast.config import RerunStateMachineConfig
     from outlast.numerics.batches import ReplayableIterator
-    from outlast.numerics.rerun_machine import Decision, RerunStateMachine
+    from outlast.numerics.decision import Decision
+    from outlast.numerics.rerun_machine import RerunStateMachine
 
 __all__ = ["OWN_STATE", "Attempt", "Attempts"]
 
