@@ -162,8 +162,8 @@ class EventKind(StrEnum):
     DETERMINISM_REPORT = "determinism_report"
     """Worker: ``report``: for each validated value how often, and by how much, two runs of a step differed."""
     FAULT_SIMULATED = "fault_simulated"
-    """Whoever causes it: ``fault``, ``target``. Of a fault plan also ``fault_id``, ``device``, and for a number that was
-    changed ``tensor``, ``element``, ``bit``, ``before``, ``after``."""
+    """Whoever causes it: ``fault``, ``target``. Of a fault plan also ``fault_id``, ``device``, and for a changed number
+    ``tensor``, ``element``, ``bit``, ``before``, ``after``."""
     NOTICE = "notice"
     """Worker or agent: told to leave; ``signal``."""
     SESSION_ENDED = "session_ended"

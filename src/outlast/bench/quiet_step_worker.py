@@ -90,7 +90,7 @@ def measure_rounds(num_rounds: int) -> Iterator[dict[str, float]]:
 
     def reduced_step() -> None:
         training.forward_backward(training.batch)
-        group.start_max(number).wait()
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group.process_group)
         training.optimizer.step()
 
     steps = {"plain": training.step, "judged": judged_step, "reduced": reduced_step}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 
@@ -13,6 +14,7 @@ from outlast.errors import CheckpointError
 
 __all__ = ["ArenaPool"]
 
+log = logging.getLogger(__name__)
 ASK_TIMEOUT_S = 30.0
 
 
@@ -59,20 +61,16 @@ class ArenaPool:
     def prepare(self, num_bytes: int) -> None:
         """Have free arenas of that size touched in the background, so that the first save finds warm pages.
 
-        Blocks: for a word with the writer. Thread: the training thread.
+        Blocks: never. Thread: the training thread.
         """
-        arenas = []
-        with self._changed:
-            try:
-                while (arena := self._ask(num_bytes, False)) is not None:
-                    arenas.append(arena)
-            except CheckpointError:
-                pass  # the save that needs it says so
-        for arena in arenas:
-            self.give_back(arena)
-        if arenas:
-            self._toucher = threading.Thread(target=self._touch, args=(arenas,), name="outlast-touch", daemon=True)
-            self._toucher.start()
+        if self._toucher is not None and self._toucher.is_alive():
+            return  # it is at it
+        try:
+            self._writer.start()  # here, since a process of its own dies with the thread that starts it
+        except CheckpointError:
+            return  # the save that needs it says so
+        self._toucher = threading.Thread(target=self._prepare, args=(num_bytes,), name="outlast-touch", daemon=True)
+        self._toucher.start()
 
     def stop(self) -> None:
         """Touch nothing more."""
@@ -108,6 +106,16 @@ class ArenaPool:
         for inode in idle[:-1]:
             self._known.pop(inode).close()
 
-    def _touch(self, arenas: list[Arena]) -> None:
+    def _prepare(self, num_bytes: int) -> None:
+        """Take all free arenas, give them back, and touch them. Thread: the toucher's."""
+        arenas = []
+        with self._changed:
+            try:
+                while (arena := self._ask(num_bytes, False)) is not None:
+                    arenas.append(arena)
+            except CheckpointError as error:
+                log.debug("no memory is prepared for saves: %s", error)  # the save that needs it says so
+        for arena in arenas:
+            self.give_back(arena)
         for arena in arenas:
             arena.touch(self._stop)

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import msgspec
-import torch
 
-from outlast.errors import OutlastError, PeerLost
+from outlast.errors import OutlastError
 from outlast.policy.rerun import Diagnosis, decode_diagnosis, encode_diagnosis
-from outlast.runtime.group import Group
+from outlast.runtime.dissemination import Dissemination
 
 __all__ = ["Agree", "Ballot", "agree_alone", "agree_on_culprit"]
 
@@ -25,7 +24,7 @@ def agree_alone(values: Sequence[int]) -> list[int]:
 
 
 class Ballot:
-    """Agree through a gloo group of its own.
+    """Agree through connections of its own.
 
     Args:
         timeout_s: Seconds after which it fails because a peer did not take part.
@@ -39,8 +38,7 @@ class Ballot:
     """
 
     def __init__(self, *, timeout_s: float = 1800.0) -> None:
-        self._timeout_s = timeout_s
-        self._group = Group.open(timeout_s=timeout_s)
+        self._ranks = Dissemination.open(timeout_s=timeout_s)
 
     def __call__(self, values: Sequence[int]) -> list[int]:
         """Return the largest of all ranks' numbers, one by one.
@@ -49,22 +47,15 @@ class Ballot:
             PeerLost: A peer is gone, or did not come in time.
 
         Collective: all ranks, with as many numbers.
-        Blocks: until all ranks have come; up to the group's timeout.
+        Blocks: until all ranks have come; up to the timeout.
         """
-        numbers = torch.tensor(values, dtype=torch.int64)
-        try:
-            self._group.start_max(numbers).wait()
-        except RuntimeError as error:
-            raise PeerLost(
-                f"a peer left or did not end this run of the step within {self._timeout_s:g} s ({error}); "
-                "its own log or the launcher's report says why"
-            ) from error
-        agreed: list[int] = numbers.tolist()
-        return agreed
+        self._ranks.start(values)
+        return self._ranks.finish()
 
     def close(self) -> None:
-        """Give the group back. Blocks: never; peers that wait in it fail."""
-        self._group.close()
+        """Leave. Blocks: never; peers that wait for this rank fail."""
+        self._ranks.cut()
+        self._ranks.close()
 
 
 _FIRST = 1 << 62

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from outlast.errors import ConfigError, NotFinite, PeerLost
-from outlast.runtime.group import Group
+from outlast.errors import ConfigError, NotFinite
+from outlast.runtime.dissemination import Dissemination
 
 __all__ = ["FiniteCheck", "NonFiniteAction", "NonFiniteDetector"]
 
@@ -131,7 +131,7 @@ class NonFiniteDetector:
         self._on_rollback = on_rollback
         self._timeout_s = timeout_s
         self._num_checks = 0
-        self._group: Group | None = None
+        self._ranks: Dissemination | None = None
 
     def bind(self, on_rollback: Callable[[FiniteCheck], None]) -> None:
         """Say how to go back to the last good generation, unless it was said when the detector was made."""
@@ -182,10 +182,11 @@ class NonFiniteDetector:
         return optimizer.register_step_pre_hook(check_before_step)
 
     def close(self) -> None:
-        """Give the group back, however the peers fare. Idempotent."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        """Leave, however the peers fare: those that wait for this rank fail. Idempotent."""
+        if self._ranks is not None:
+            self._ranks.cut()
+            self._ranks.close()
+            self._ranks = None
 
     def _check(
         self,
@@ -237,23 +238,19 @@ class NonFiniteDetector:
         """Return the ranks with a bad loss and those with a bad gradient, by one reduction while there are none."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return (0,) * bad_loss, (0,) * bad_gradient
-        try:
-            if self._group is None:
-                self._group = Group.open(timeout_s=self._timeout_s)
-            flags = torch.tensor([bad_loss, bad_gradient], dtype=torch.int32)
-            self._group.start_max(flags).wait()
-            if not flags.any():
-                return (), ()
-            seen = torch.zeros((2, dist.get_world_size()), dtype=torch.uint8)
-            seen[0, dist.get_rank()], seen[1, dist.get_rank()] = bad_loss, bad_gradient
-            self._group.start_max(seen).wait()
-        except RuntimeError as error:
-            raise PeerLost(
-                f"a peer left or did not come to the check of this step within {self._timeout_s:g} s ({error}); "
-                "its own log or the launcher's report says why",
-                iteration=iteration,
-            ) from error
-        loss_ranks, gradient_ranks = (tuple(row.nonzero().reshape(-1).tolist()) for row in seen)
+        if self._ranks is None:
+            self._ranks = Dissemination.open(timeout_s=self._timeout_s)
+        self._ranks.start([bad_loss, bad_gradient])
+        if not any(self._ranks.finish()):
+            return (), ()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        seen = [0] * 2 * world_size
+        seen[rank], seen[world_size + rank] = bad_loss, bad_gradient
+        self._ranks.start(seen)
+        flags = self._ranks.finish()
+        loss_ranks, gradient_ranks = (
+            tuple(one for one, flag in enumerate(row) if flag) for row in (flags[:world_size], flags[world_size:])
+        )
         return loss_ranks, gradient_ranks
 
 

@@ -69,18 +69,6 @@ class Group:
             ) from error
         return cls(group, _opened_since(before))
 
-    def start_max(self, values: torch.Tensor) -> torch.distributed.Work:
-        """Start to replace ``values`` by the largest of all ranks; read them after the returned work's
-        ``wait()``.
-
-        Collective: all ranks of the group.
-        Blocks: never.
-        """
-        import torch.distributed as dist
-
-        work: dist.Work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
-        return work
-
     def cut(self) -> None:
         """Shut down the group's connections: whatever waits on them, here or at a peer, fails at once.
 

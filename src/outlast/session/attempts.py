@@ -202,6 +202,8 @@ class Attempts:
 
     def _agree(self, values: Sequence[int]) -> list[int]:
         """Agree with all ranks on the largest of each value; once a step, on what the session wishes too."""
+        if self._consensus.pending:  # the session does not know yet that this step has attempts
+            self._agreed = self._consensus.finish()
         if self._agreed is not None:
             return self._consensus.agree(values)
         wishes = self._wishes()
