@@ -22,6 +22,7 @@ PUBLIC = [
     "outlast.config",
     "outlast.errors",
     "outlast.monitor",
+    "outlast.numerics",
     "outlast.testing",
 ]
 COMMITTED = Path(__file__).with_name("surface.txt")
