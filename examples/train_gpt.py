@@ -6,11 +6,9 @@ Runs unchanged, on CPUs or GPUs, with one or many ranks::
     torchrun --nproc-per-node 4 examples/train_gpt.py --checkpoint-dir /tmp/gpt
     python examples/train_gpt.py --checkpoint-dir /tmp/gpt
 
-Started again with the same folder, it goes on from the newest generation, and however often it was killed and
-restarted in between, the result is bit-identical to that of an undisturbed run with as many ranks.
-With ``--local-dir``, a folder of each node, most generations stay on the nodes, each shard on two of them::
-
-    outlast run --nnodes 2 ... examples/train_gpt.py --checkpoint-dir s3://bucket/gpt --local-dir /mnt/nvme/gpt
+Started again with the same folder, it goes on from the newest generation. However often it was killed and restarted in
+between, and whatever NaNs and flipped bits befell it, the result is bit-identical to that of an undisturbed run with as
+many ranks. ``--config outlast.toml`` says more than a folder: two tiers, comparing replicas, a plan of faults.
 """
 
 import argparse
@@ -92,35 +90,20 @@ def digest(value: object) -> str:
     return sha.hexdigest()
 
 
-def where_to_save(args: argparse.Namespace) -> outlast.CheckpointConfig | None:
-    """Return the settings that the options ask for; ``None`` = save nothing."""
-    if args.checkpoint_dir and args.local_dir:
-        return outlast.CheckpointConfig(
-            directory=args.checkpoint_dir,
-            local_directory=args.local_dir,
-            save_interval=args.global_save_interval or 2 * args.save_interval,
-            non_persistent_save_interval=args.save_interval,
-        )
-    if args.checkpoint_dir or args.local_dir:
-        return outlast.CheckpointConfig(
-            directory=args.checkpoint_dir, local_directory=args.local_dir, save_interval=args.save_interval
-        )
-    return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--save-interval", type=int, default=20, help="iterations between two generations")
     parser.add_argument("--checkpoint-dir", help="where generations are saved, and loaded from: a path or a URL")
-    parser.add_argument("--local-dir", help="folder on each node for generations of its own, and copies of others'")
-    parser.add_argument("--global-save-interval", type=int, help="with both: those that go to --checkpoint-dir too")
-    parser.add_argument("--config", help="outlast's settings, a .toml, .yaml or .json file, instead of all above")
+    parser.add_argument("--save-interval", type=int, default=20, help="iterations between two generations")
+    parser.add_argument("--config", help="instead of these two: outlast's settings, a .toml, .yaml or .json file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="write digests of the result to this JSON file")
     args = parser.parse_args()
 
-    run = outlast.init(args.config or outlast.Config(checkpoint=where_to_save(args)))
+    saves = None
+    if args.checkpoint_dir:
+        saves = outlast.CheckpointConfig(directory=args.checkpoint_dir, save_interval=args.save_interval)
+    run = outlast.init(args.config or outlast.Config(checkpoint=saves))
     # One thread per rank: sums are split, and so rounded, by the number of threads, which differs between launchers.
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -137,10 +120,12 @@ def main() -> None:
     state = {"model": ddp, "optim": optim, "sched": sched, "losses": []}
 
     for iteration in run.steps(state, total=args.iterations):
-        batch = draw_batch(text, args.seed, iteration, run.global_rank).to(run.device)
-        loss = nn.functional.cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        optim.zero_grad()
-        loss.backward()
+        for attempt in run.attempts():
+            batch = draw_batch(text, args.seed, iteration, run.global_rank).to(run.device)
+            loss = nn.functional.cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            optim.zero_grad()
+            loss.backward()
+            attempt.validate(loss)
         optim.step()
         sched.step()
         state["losses"].append(loss.item())

@@ -1,7 +1,4 @@
-"""The account: what each incident was, how it was noticed, and what it cost. Pure: events in, rows out.
-
-All nodes of the demo are one machine, so that the monotonic times of all events may be compared.
-"""
+"""The account: what each incident was, how it was noticed, and what it cost. Pure: events in, rows out."""
 
 from __future__ import annotations
 
@@ -11,7 +8,9 @@ from dataclasses import dataclass
 import msgspec
 
 from outlast.demo.sources import Sources, find_sources, newest_global
-from outlast.incidents import Event, EventKind, Incident, IncidentKind, Verdict
+from outlast.demo.strikes import Strike, find_strikes, kind_of
+from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.policy.rerun import Diagnosis, JsonNumber
 
 __all__ = ["Account", "account_for", "count_cycles", "unnoticed"]
 
@@ -22,14 +21,14 @@ class Account:
 
     kind: IncidentKind
     cycle: int
-    """The cycle that it ended."""
+    """The cycle that it befell; it also ended it, unless the step was run again in place."""
     node: str
     rank: int | None
     """Global rank; ``None`` when a whole node was lost."""
     fault: str | None
     """What the demo did; ``None`` for an incident that it did not cause."""
     iteration: int | None
-    """The last iteration that any rank had done."""
+    """The last iteration that any rank had done then."""
     detected_after_s: float | None
     """Seconds from the strike to the first event that names this kind of incident; ``None`` = not struck by us."""
     evidence: str
@@ -43,9 +42,19 @@ class Account:
     recovered_after_s: float | None
     """Seconds from the strike (or, without one, the verdict) until every rank had done an iteration again."""
     redone_iterations: int | None
-    """Iterations that were done twice."""
+    """Finished iterations that were done again."""
+    restarts: int = 1
+    """1, or 0 where the step was run again in place."""
     victims: tuple[int, ...] = ()
-    """The ranks that it befell: one, or those of the node."""
+    """The ranks that it befell: one, or those of the node that is lost or quarantined."""
+    quarantined: tuple[str, ...] = ()
+    """Nodes that get no slot any more because of it."""
+    finding: str | None = None
+    """What was found of an invalid result, such as ``transient``."""
+    named: str | None = None
+    """What the invalid result was: ``loss``, or the tensor in which replicas differ."""
+    struck: str | None = None
+    """The tensor that the demo changed, or the module whose output it changed."""
     sources: Sources | None = None
     """Where the next cycle's ranks came back from; ``None`` = it never went on."""
     copies_spoiled: int | None = None
@@ -54,31 +63,31 @@ class Account:
     """The newest generation in the global tier when it struck; ``None`` = there was none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decision:
+    """An incident that something was done about, and what caused it, if the demo did."""
+
+    event: Event
+    incident: Incident
+    verdict: Verdict
+    strike: Strike | None
+
+
 def account_for(events: Sequence[Event]) -> tuple[Account, ...]:
-    """Return a row for each incident on which a cycle ended, in their order."""
-    strikes = {e.cycle: e for e in events if e.kind == EventKind.FAULT_SIMULATED and e.proc == "demo"}
-    rows = []
-    for event in _by_time(events, EventKind.VERDICT):
-        if "incident" not in event.data or event.cycle is None:
-            continue
-        incident = msgspec.convert(event.data["incident"], Incident)
-        verdict = msgspec.convert(event.data["verdict"], Verdict)
-        strike = strikes.get(event.cycle)
-        if strike is not None and not _names(incident, strike):
-            strike = None
-        rows.append(_row(event, incident, verdict, strike, events))
-    return tuple(rows)
+    """Return a row for each incident that something was done about, in their order."""
+    return tuple(_row(decision, events) for decision in _decisions(events))
 
 
 def unnoticed(events: Sequence[Event]) -> tuple[str, ...]:
-    """Return the faults of the demo that no verdict names, each in one line."""
-    rows = account_for(events)
+    """Return the faults that no verdict names, each in one line."""
+    decisions = _decisions(events)
     lines = []
-    for strike in _by_time(events, EventKind.FAULT_SIMULATED):
-        if strike.proc == "demo" and not any(row.cycle == strike.cycle and row.fault is not None for row in rows):
-            taken_for = next((row.verdict for row in rows if row.cycle == strike.cycle), "nothing")
-            told = f"{strike.data['fault']}, {strike.data['target']}, in cycle {strike.cycle}"
-            lines.append(f"{told}, was not noticed as {strike.data['expected']} but taken for: {taken_for}")
+    for strike in find_strikes(events):
+        if not any(decision.strike == strike for decision in decisions):
+            others = (one for one in decisions if one.event.cycle == strike.cycle and one.strike is None)
+            taken_for = next((one.verdict.reason for one in others), "nothing")
+            told = f"{strike.fault}, {strike.target}, in cycle {strike.cycle}"
+            lines.append(f"{told}, was not noticed as {strike.expected} but taken for: {taken_for}")
     return tuple(lines)
 
 
@@ -87,64 +96,90 @@ def count_cycles(events: Iterable[Event]) -> int:
     return len({event.cycle for event in events if event.kind == EventKind.CYCLE_STARTED})
 
 
-def _row(
-    decided: Event, incident: Incident, verdict: Verdict, strike: Event | None, events: Sequence[Event]
-) -> Account:
-    assert decided.cycle is not None
-    noticed = _noticed(decided, incident, strike, events)
-    reached = _reached(decided.cycle, strike, events)
-    next_cycle, recovered_ns = _recovery(decided.cycle, events)
-    restored = None if next_cycle is None else _restored(next_cycle, events)
-    since_ns = decided.mono_ns if strike is None else strike.mono_ns
+def _decisions(events: Sequence[Event]) -> list[_Decision]:
+    found: list[_Decision] = []
+    left = find_strikes(events)
+    for event in _by_time(events, EventKind.VERDICT, EventKind.INCIDENT):
+        if event.cycle is None or not {"verdict", "incident"} <= event.data.keys():
+            continue
+        incident = msgspec.convert(event.data["incident"], Incident)
+        verdict = msgspec.convert(event.data["verdict"], Verdict)
+        strike = next((one for one in left if one.caused(incident, verdict, event)), None)
+        if strike is not None:
+            left.remove(strike)
+        found.append(_Decision(event=event, incident=incident, verdict=verdict, strike=strike))
+    return found
+
+
+def _row(decision: _Decision, events: Sequence[Event]) -> Account:
+    event, incident, verdict, strike = decision.event, decision.incident, decision.verdict, decision.strike
+    assert event.cycle is not None
+    since_ns = event.mono_ns if strike is None else strike.at_ns
+    reached: int | None
+    restored: int | None
+    next_cycle: int | None
+    recovered_ns: int | None
+    if verdict.rung == Rung.RERUN_STEP:  # it is decided once the second run has shown a valid result
+        reached = restored = incident.iteration
+        next_cycle, recovered_ns = None, event.mono_ns
+    else:
+        reached = _reached(event.cycle, strike, events)
+        next_cycle, recovered_ns = _recovery(event.cycle, events)
+        restored = None if next_cycle is None else _restored(next_cycle, events)
+    diagnosis = _diagnosis(incident)
     return Account(
-        kind=incident.kind,
-        cycle=decided.cycle,
+        kind=kind_of(incident),
+        cycle=event.cycle,
         node=incident.node,
         rank=incident.rank,
-        fault=None if strike is None else strike.data["fault"],
+        fault=None if strike is None else strike.fault,
         iteration=reached,
-        detected_after_s=None if strike is None else _seconds(noticed.mono_ns - strike.mono_ns),
-        evidence=_evidence(incident),
+        detected_after_s=None if strike is None else _seconds(_noticed(decision, events).mono_ns - strike.at_ns),
+        evidence=_evidence(incident, diagnosis),
         action=verdict.rung.name.lower(),
         verdict=verdict.reason,
         restored_iteration=restored,
         recovered_after_s=None if recovered_ns is None else _seconds(recovered_ns - since_ns),
         redone_iterations=None if restored is None or reached is None else max(0, reached - restored),
-        victims=_victims(incident, decided.cycle, events),
+        restarts=int(verdict.rung != Rung.RERUN_STEP),
+        victims=_victims(incident, verdict, event.cycle, events),
+        quarantined=verdict.quarantine,
+        finding=None if diagnosis is None else diagnosis.finding,
+        named=None if diagnosis is None else diagnosis.what,
+        struck=None if strike is None else strike.tensor,
         sources=None if next_cycle is None else find_sources(next_cycle, events),
-        copies_spoiled=None if strike is None else strike.data.get("copies_spoiled"),
+        copies_spoiled=None if strike is None else strike.copies_spoiled,
         newest_global=newest_global(events, before_ns=since_ns),
     )
 
 
-def _victims(incident: Incident, cycle: int, events: Sequence[Event]) -> tuple[int, ...]:
-    if incident.rank is not None:
+def _diagnosis(incident: Incident) -> Diagnosis | None:
+    if "diagnosis" not in incident.evidence:
+        return None
+    return msgspec.convert(incident.evidence["diagnosis"], Diagnosis)
+
+
+def _victims(incident: Incident, verdict: Verdict, cycle: int, events: Sequence[Event]) -> tuple[int, ...]:
+    if incident.rank is not None and incident.node not in verdict.quarantine:
         return (incident.rank,)
     started = (event for event in events if event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle)
     return tuple(sorted(rank for event in started if event.node == incident.node for rank in event.data["ranks"]))
 
 
-def _names(incident: Incident, strike: Event) -> bool:
-    """Return whether an incident is the one that a strike must have caused."""
-    if incident.kind != strike.data["expected"]:
-        return False
-    return incident.node == strike.data["node"] if strike.rank is None else incident.rank == strike.rank
-
-
-def _noticed(decided: Event, incident: Incident, strike: Event | None, events: Sequence[Event]) -> Event:
+def _noticed(decision: _Decision, events: Sequence[Event]) -> Event:
     """Return the first event after a strike that names its kind; the verdict itself, when no other does.
 
     The latter is so when the coordinator went down with the node: its heir finds out while it takes over.
     """
-    since_ns = 0 if strike is None else strike.mono_ns
+    decided, since_ns = decision.event, 0 if decision.strike is None else decision.strike.at_ns
     for event in _by_time(events, EventKind.INCIDENT):
-        named = event.data["incident"].get("kind") == incident.kind and event.cycle == decided.cycle
+        named = event.data["incident"].get("kind") == kind_of(decision.incident) and event.cycle == decided.cycle
         if named and since_ns <= event.mono_ns <= decided.mono_ns:
             return event
     return decided
 
 
-def _reached(cycle: int, strike: Event | None, events: Sequence[Event]) -> int | None:
+def _reached(cycle: int, strike: Strike | None, events: Sequence[Event]) -> int | None:
     """Return the last iteration that any rank had done when a cycle ended."""
     seen = [] if strike is None or strike.iteration is None else [strike.iteration]
     for event in events:
@@ -177,7 +212,9 @@ def _restored(cycle: int, events: Sequence[Event]) -> int:
     return min((iteration for iteration in found if iteration is not None), default=0)
 
 
-def _evidence(incident: Incident) -> str:
+def _evidence(incident: Incident, diagnosis: Diagnosis | None) -> str:
+    if diagnosis is not None:
+        return _finding(diagnosis)
     facts = incident.evidence
     parts = []
     if incident.kind == IncidentKind.WORKER_DIED:
@@ -192,8 +229,21 @@ def _evidence(incident: Incident) -> str:
     return ", ".join(parts) or incident.describe()
 
 
-def _by_time(events: Iterable[Event], kind: EventKind) -> list[Event]:
-    return sorted((event for event in events if event.kind == kind), key=lambda event: event.mono_ns)
+def _finding(diagnosis: Diagnosis) -> str:
+    """Return what was found of an invalid result: a value, or that a replica differs."""
+    if diagnosis.first is None:
+        return diagnosis.message
+    again = "" if diagnosis.second is None else f", run again {_number(diagnosis.second)}"
+    why = f" ({diagnosis.message})" if diagnosis.message else ""
+    return f"{diagnosis.what} was {_number(diagnosis.first)}{why}{again}: {diagnosis.finding}"
+
+
+def _number(value: JsonNumber) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _by_time(events: Iterable[Event], *kinds: EventKind) -> list[Event]:
+    return sorted((event for event in events if event.kind in kinds), key=lambda event: event.mono_ns)
 
 
 def _seconds(nanoseconds: int) -> float:

@@ -108,18 +108,26 @@ def _incident_table(incidents: tuple[Account, ...]) -> Table:
     for one in incidents:
         who = f"node {one.node}" if one.rank is None else f"rank {one.rank} on {one.node}"
         at = "" if one.iteration is None else f"\niteration {one.iteration}"
-        deed = _DEEDS.get(one.action, one.action.replace("_", " "))
-        start = "" if one.restored_iteration is None else f", going on from iteration {one.restored_iteration}"
+        struck = "" if one.struck is None else f"\n{one.struck}"
         table.add_row(
-            escape(f"{one.kind}\n{who}{at}\n({one.fault or 'not caused by the demo'})"),
+            escape(f"{one.kind}\n{who}{at}\n({one.fault or 'not caused by the demo'}){struck}"),
             escape(_LONG_PATH.sub(r"\1", one.evidence)),
-            escape(f"{deed}{start}"),
+            escape(_deed(one)),
             _sources(one),
             _duration(one.detected_after_s),
             _duration(one.recovered_after_s),
             "-" if one.redone_iterations is None else str(one.redone_iterations),
         )
     return table
+
+
+def _deed(one: Account) -> str:
+    if not one.restarts:
+        return "step run again in place, 0 restarts"
+    deed = _DEEDS.get(one.action, one.action.replace("_", " "))
+    if one.quarantined:
+        deed = f"{', '.join(one.quarantined)} quarantined, {deed}"
+    return deed if one.restored_iteration is None else f"{deed}, going on from iteration {one.restored_iteration}"
 
 
 def _sources(one: Account) -> str:
@@ -175,10 +183,15 @@ def _incident_fields(one: Account) -> dict[str, Any]:
         "detected_after_s": one.detected_after_s,
         "recovered_after_s": one.recovered_after_s,
         "redone_iterations": one.redone_iterations,
+        "restarts": one.restarts,
         "restored_iteration": one.restored_iteration,
         "evidence": one.evidence,
         "action": one.action,
         "verdict": one.verdict,
+        "finding": one.finding,
+        "named": one.named,
+        "struck": one.struck,
+        "quarantined": list(one.quarantined),
         "victims": list(one.victims),
         "copies_spoiled": one.copies_spoiled,
         **_source_fields(one.sources),

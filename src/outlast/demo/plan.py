@@ -4,24 +4,69 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from enum import StrEnum
 
 from outlast.errors import ConfigError
 from outlast.incidents import IncidentKind
 
-__all__ = ["NUM_FAULTS", "Fault", "Shape", "draw_faults", "least_iterations"]
+__all__ = ["NUM_FAULTS", "Deed", "Fault", "Shape", "draw_faults", "least_iterations"]
 
 _LEAD = 2
-"""Generations before the first fault."""
+"""Generations before the first fault that costs a restart."""
 _GAP = 3
-"""Generations between two faults. A restart goes back by two at most (the newest may not be committed when the fault
+"""Generations between two of them. A restart goes back by two at most (the newest may not be committed when the fault
 strikes), so that at least one newer than what was restored lies before the next, and one in the global tier too."""
 _TAIL = 2
 """Generations after the last fault."""
-_KINDS = (IncidentKind.WORKER_DIED, IncidentKind.WORKER_HUNG, IncidentKind.NODE_LOST)
-NUM_FAULTS = len(_KINDS) + 1
-"""One of each kind, and at the end a lost node whose ranks' copies on other nodes are bad."""
 _GLOBAL_EVERY = 2
 """Of the saves, those that also go to the global tier."""
+
+
+class Deed(StrEnum):
+    """What is done, for people."""
+
+    KILL = "SIGKILL of a rank"
+    STOP = "SIGSTOP of a rank"
+    LOSE = "SIGKILL of a node's agent, disk erased"
+    SPOIL = "SIGKILL of a node's agent, disk erased, copies damaged"
+    """A byte is flipped before in every copy that other nodes hold."""
+    NAN = "NaN in an activation"
+    FLIP = "bit flip in a weight"
+
+    @property
+    def expected(self) -> IncidentKind:
+        """The incident that it should be noticed as."""
+        return _EXPECTED[self]
+
+    @property
+    def loses_node(self) -> bool:
+        """Whether a node is gone after it, rather than a rank struck."""
+        return self in (Deed.LOSE, Deed.SPOIL)
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether it befalls a number, within the training; else the demo does it from outside."""
+        return self in (Deed.NAN, Deed.FLIP)
+
+    @property
+    def needs_spare(self) -> bool:
+        """Whether a node has to wait to take a slot after it."""
+        return self.loses_node or self == Deed.FLIP
+
+
+_EXPECTED = {
+    Deed.KILL: IncidentKind.WORKER_DIED,
+    Deed.STOP: IncidentKind.WORKER_HUNG,
+    Deed.LOSE: IncidentKind.NODE_LOST,
+    Deed.SPOIL: IncidentKind.NODE_LOST,
+    Deed.NAN: IncidentKind.INVALID_RESULT,
+    Deed.FLIP: IncidentKind.INVALID_RESULT,
+}
+_DRAWN = (Deed.KILL, Deed.STOP, Deed.LOSE, Deed.FLIP)
+_LAST = _LEAD + _GAP * len(_DRAWN) + 1
+"""Generations before the last fault, at least: so many that the newest is not in the global tier."""
+NUM_FAULTS = len(_DRAWN) + 2
+"""Four in any order and a lost node whose ranks' copies are bad, which cost a restart each; a NaN, which costs none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,67 +94,56 @@ class Shape:
 class Fault:
     """One fault to cause."""
 
-    kind: IncidentKind
-    """The incident that it should be noticed as."""
+    deed: Deed
     iteration: int
-    """It strikes once this many iterations are done."""
+    """It strikes once this many iterations are done; a numeric one in the step that follows."""
     rank: int | None = None
     """Global rank that it befalls; ``None`` when it is a node."""
     slot: int | None = None
     """Node rank that it befalls; ``None`` when it is a rank."""
-    spoils_copies: bool = False
-    """Whether a byte is flipped before in every copy that other nodes hold."""
-
-    @property
-    def action(self) -> str:
-        """What is done, for people."""
-        deed = {
-            IncidentKind.WORKER_DIED: "SIGKILL of a rank",
-            IncidentKind.WORKER_HUNG: "SIGSTOP of a rank",
-            IncidentKind.NODE_LOST: "SIGKILL of a node's agent, disk erased",
-        }[self.kind]
-        return f"{deed}, copies damaged" if self.spoils_copies else deed
 
 
 def least_iterations(save_interval: int) -> int:
     """Return how many iterations the faults need at least."""
-    return (_LEAD + _GAP * (NUM_FAULTS - 1) + _TAIL) * save_interval
+    return (_LAST + _TAIL) * save_interval
 
 
 def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
-    """Return one fault of each kind, in the order in which they strike, and a lost node with spoiled copies after them.
+    """Return one fault of each kind, in the order in which they strike.
 
     Order, victims and iterations depend on the arguments alone. No fault strikes at the iteration of a save, so that
-    each of them costs something; the last one strikes after a generation that is on the nodes alone, so that all ranks
-    have to go back further than to the newest.
+    each restart costs something. The lost node with spoiled copies is the last, after a generation that is on the nodes
+    alone, so that all ranks have to go back further than to the newest. The NaN comes a generation before one of the
+    others, or two.
 
     Raises:
-        ConfigError: There are too few iterations for four faults.
+        ConfigError: There are too few iterations for the faults.
     """
     least = least_iterations(shape.save_interval)
     if shape.iterations < least:
-        raise ConfigError(f"--iterations={shape.iterations} is too few for four faults; give at least {least}")
+        raise ConfigError(f"--iterations={shape.iterations} is too few for {NUM_FAULTS} faults; give at least {least}")
     numbers = random.Random(seed)
-    kinds = numbers.sample(_KINDS, len(_KINDS))
-    if kinds[-1] == IncidentKind.NODE_LOST:
-        kinds.insert(numbers.randrange(len(kinds) - 1), kinds.pop())  # another spare has time to come before the next
-    kinds.append(IncidentKind.NODE_LOST)
+    deeds = numbers.sample(_DRAWN, len(_DRAWN))
+    if deeds[-1] == Deed.LOSE:
+        deeds.insert(numbers.randrange(len(deeds) - 1), deeds.pop())  # another spare has time to come before the next
+    deeds.append(Deed.SPOIL)
     spare_room = (shape.iterations - least) // shape.save_interval
-    shifts = sorted(numbers.randint(0, spare_room) for _ in kinds)
-    if (_LEAD + _GAP * (NUM_FAULTS - 1) + shifts[-1]) % _GLOBAL_EVERY == 0:
+    shifts = sorted(numbers.randint(0, spare_room) for _ in deeds)
+    if (_LAST + shifts[-1]) % _GLOBAL_EVERY == 0:
         shifts = [min(shift, shifts[-1] - 1) for shift in shifts]
-    faults = []
-    for index, (kind, shift) in enumerate(zip(kinds, shifts, strict=True)):
-        generation = _LEAD + _GAP * index + shift
-        offset = numbers.randint(1, shape.save_interval - 1) if shape.save_interval > 1 else 0
-        is_node = kind == IncidentKind.NODE_LOST
-        faults.append(
-            Fault(
-                kind=kind,
-                iteration=generation * shape.save_interval + offset,
-                rank=None if is_node else numbers.randrange(shape.world_size),
-                slot=numbers.randrange(shape.num_nodes) if is_node else None,
-                spoils_copies=index == NUM_FAULTS - 1,
-            )
-        )
-    return tuple(faults)
+    *earlier, latest = shifts
+    generations = [*(_LEAD + _GAP * index + shift for index, shift in enumerate(earlier)), _LAST + latest]
+    before_nan = numbers.choice(generations) - 1
+    drawn = [*zip(deeds, generations, strict=True), (Deed.NAN, before_nan)]
+    faults = [_draw_fault(numbers, deed, generation, shape) for deed, generation in drawn]
+    return tuple(sorted(faults, key=lambda fault: fault.iteration))
+
+
+def _draw_fault(numbers: random.Random, deed: Deed, generation: int, shape: Shape) -> Fault:
+    offset = numbers.randint(1, shape.save_interval - 1) if shape.save_interval > 1 else 0
+    return Fault(
+        deed=deed,
+        iteration=generation * shape.save_interval + offset,
+        rank=None if deed.loses_node else numbers.randrange(shape.world_size),
+        slot=numbers.randrange(shape.num_nodes) if deed.loses_node else None,
+    )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outlast.demo.plan import Fault
-from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.demo.plan import Deed, Fault
+from outlast.incidents import Event, EventKind, Rung
 
 __all__ = ["RankScene", "Scene", "is_time"]
+
+_MARGIN = 2
+"""Iterations before one in which a number is struck: from there on nothing else strikes until that is settled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +63,33 @@ class Scene:
 
     @property
     def spares(self) -> tuple[str, ...]:
-        """Nodes that have joined and carry no rank in the newest cycle."""
+        """Nodes that have joined, carry no rank in the newest cycle, and may get a slot."""
         cycle = self.cycle
         joined = {event.data["name"] for event in self.events if event.kind == EventKind.NODE_JOINED}
         started = (event for event in self.events if event.kind == EventKind.CYCLE_STARTED)
-        busy = {event.node for event in started if event.cycle == cycle}
-        return tuple(node for node in self.running if node in joined and node not in busy)
+        others = {event.node for event in started if event.cycle == cycle} | self.quarantined
+        return tuple(node for node in self.running if node in joined and node not in others)
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        """Nodes that get no slot any more."""
+        verdicts = (event.data["verdict"] for event in self.events if event.kind == EventKind.VERDICT)
+        return frozenset(node for verdict in verdicts for node in verdict.get("quarantine", ()))
+
+    def has_struck(self, fault: Fault) -> bool:
+        """Return whether a fault is on record as caused."""
+        struck = (event for event in self.events if event.kind == EventKind.FAULT_SIMULATED)
+        return any(event.data["fault"] == fault.deed and event.rank == fault.rank for event in struck)
+
+    def is_judged(self, fault: Fault) -> bool:
+        """Return whether something was done about a fault that befell a number."""
+        for event in self.events:
+            if event.kind in (EventKind.INCIDENT, EventKind.VERDICT) and {"verdict", "incident"} <= event.data.keys():
+                incident, rung = event.data["incident"], event.data["verdict"]["rung"]
+                is_its = "diagnosis" in incident.get("evidence", {}) and incident.get("rank") == fault.rank
+                if is_its and (rung == Rung.RERUN_STEP) == (fault.deed == Deed.NAN):
+                    return True
+        return False
 
     def safe(self, cycle: int, *, num_ranks: int, tier: str | None = None) -> int:
         """Return the newest generation that all ranks saw committed in a cycle; 0 = none.
@@ -107,14 +131,15 @@ class Scene:
         return {event.node: tuple(event.data["ranks"]) for event in started}
 
 
-def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int) -> bool:
-    """Return whether a fault may strike now.
+def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int, numeric: Sequence[Fault] = ()) -> bool:
+    """Return whether a fault may strike from outside now.
 
     Args:
         fault: The fault.
         scene: What the cluster looks like.
         world_size: Number of ranks.
         after_cycle: The cycle that the last fault struck; the next one strikes a later one.
+        numeric: Faults that strike by themselves, in their iterations.
     """
     cycle = scene.cycle
     if cycle <= after_cycle:
@@ -124,9 +149,12 @@ def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int) ->
     here = [one for one in scene.ranks if one.cycle == cycle]
     if len(here) < world_size or any(one.iteration < fault.iteration for one in here):
         return False
-    if fault.kind == IncidentKind.NODE_LOST and not scene.spares:
-        return False  # nobody could take its place
-    tier = "global" if fault.spoils_copies else None
+    coming = [other for other in numeric if not scene.is_judged(other)]
+    if any(scene.iteration >= other.iteration - _MARGIN for other in coming):
+        return False  # a restart now would wipe out what it did, or is about to do
+    if fault.deed.needs_spare and len(scene.spares) <= sum(other.deed.needs_spare for other in coming):
+        return False  # nobody could take its place, or that of one who comes for sure
+    tier = "global" if fault.deed == Deed.SPOIL else None
     return scene.safe(cycle, num_ranks=world_size, tier=tier) > scene.restored(cycle)
 
 

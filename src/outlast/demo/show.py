@@ -25,6 +25,8 @@ from outlast.incidents import Event
 
 __all__ = ["perform"]
 
+_NUM_SPARES = 2
+"""Two wait from the start: a bit flip takes a node whenever its iteration comes, a lost node may have taken one."""
 _POLL_S = 0.03
 _STARTING_S = 120.0
 _PER_ITERATION_S = 1.5
@@ -75,13 +77,21 @@ def _run_both(
     started_s = clock.now_s()
     problems: list[str] = []
     size = f"{shape.num_nodes} nodes x {shape.nproc_per_node} ranks"
-    first = Stage(script, folder=folder / "undisturbed", shape=shape, seed=0)
+    first = Stage(script, folder=folder / "undisturbed", shape=shape)
     _play(first, f"Undisturbed: {size}", (), view, problems, on_failure)
-    num_lost = sum(fault.slot is not None for fault in faults)
-    second = Stage(script, folder=folder / "with-faults", shape=shape, seed=0, num_spares=1, num_reserves=num_lost - 1)
+    num_heirs = sum(fault.deed.needs_spare for fault in faults)
+    second = Stage(
+        script,
+        folder=folder / "with-faults",
+        shape=shape,
+        faults=faults,
+        seed=seed,
+        num_spares=_NUM_SPARES,
+        num_reserves=num_heirs - _NUM_SPARES,
+    )
     events: list[Event] = []
     if not problems:
-        events = _play(second, f"With faults: {size} + 1 spare node", faults, view, problems, on_failure)
+        events = _play(second, f"With faults: {size} + {_NUM_SPARES} spare nodes", faults, view, problems, on_failure)
         problems += [*unnoticed(events), *unkept(account_for(events))]
     undisturbed, struck = _read_result(first.result_path), _read_result(second.result_path)
     if undisturbed and struck and (unequal := differences(undisturbed, struck)):
@@ -107,12 +117,11 @@ def _play(
 ) -> list[Event]:
     """Run one stage to its end; return its journal, and add to ``problems`` what went wrong."""
     num_before = len(problems)
-    stage.folder.mkdir(parents=True)
     with stage:
         with view.act(title):
             try:
                 left = _follow(stage, faults, view)
-                problems += [f"{fault.action} at iteration {fault.iteration}: it never came to that" for fault in left]
+                problems += [f"{fault.deed} at iteration {fault.iteration}: it never came to that" for fault in left]
                 problems += stage.problems()
             except OutlastError as error:
                 problems.append(str(error))
@@ -129,18 +138,20 @@ def _follow(stage: Stage, faults: tuple[Fault, ...], view: View) -> list[Fault]:
     Raises:
         DeadlineExceeded: It took too long.
     """
-    pending, struck_cycle = list(faults), -1
+    pending, struck_cycle = [fault for fault in faults if not fault.deed.is_numeric], -1
+    numeric = [fault for fault in faults if fault.deed.is_numeric]
     limit_s = _STARTING_S + _PER_ITERATION_S * stage.shape.iterations
     deadline_s = clock.now_s() + limit_s
     while True:
         running = stage.running  # asked before the look: nothing is missed
         scene: Scene = stage.look()
-        if pending and is_time(pending[0], scene, world_size=stage.shape.world_size, after_cycle=struck_cycle):
+        world_size = stage.shape.world_size
+        if pending and is_time(pending[0], scene, world_size=world_size, after_cycle=struck_cycle, numeric=numeric):
             stage.strike(pending.pop(0), scene)
             struck_cycle = scene.cycle
         view.show(scene)
         if not running:
-            return pending
+            return [*pending, *(fault for fault in numeric if not scene.has_struck(fault))]
         if clock.now_s() > deadline_s:
             raise DeadlineExceeded(f"the training did not end within {limit_s:.0f} s")
         time.sleep(_POLL_S)

@@ -6,16 +6,17 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from outlast.demo.copies import Spoiler, find_copies
-from outlast.demo.plan import Fault, Shape
+from outlast.demo.plan import Deed, Fault, Shape
 from outlast.demo.scene import RankScene, Scene
+from outlast.demo.settings import write_settings
 from outlast.errors import OutlastError
-from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.incidents import Event, EventKind
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal, read_journal
 from outlast.testing.cluster import Agent, Cluster
@@ -39,7 +40,8 @@ class Stage:
         script: The training script.
         folder: Its own folder: journal, generations, result and output. Each node's disk is a folder in ``local``.
         shape: The world's size and the number of iterations.
-        seed: The training's seed.
+        faults: What befalls the training's numbers; those that strike from outside are not looked at.
+        seed: Draws what the faults leave open; the training's own seed is always the same.
         num_spares: Nodes more than train; which ones wait as spares is decided by who comes first.
         num_reserves: Nodes that come later: one each time that one is lost.
 
@@ -52,7 +54,8 @@ class Stage:
         *,
         folder: Path,
         shape: Shape,
-        seed: int,
+        faults: Sequence[Fault] = (),
+        seed: int = 0,
         num_spares: int = 0,
         num_reserves: int = 0,
     ) -> None:
@@ -62,6 +65,8 @@ class Stage:
         self.killed: list[str] = []
         """Nodes whose agent was killed on purpose."""
         self._local = folder / "local"
+        self._config = folder / "outlast.json"
+        self._faults, self._seed = faults, seed
         self._num_reserves = num_reserves
         self._spoiler = Spoiler()
         self._problems: list[str] = []
@@ -70,12 +75,8 @@ class Stage:
         self._journal: Journal | None = None
         self._cluster = Cluster(
             script,
+            f"--config={self._config}",
             f"--iterations={shape.iterations}",
-            f"--save-interval={shape.save_interval}",
-            f"--global-save-interval={shape.global_save_interval}",
-            f"--checkpoint-dir={folder / 'checkpoints'}",
-            f"--local-dir={self._local}",
-            f"--seed={seed}",
             f"--out={self.result_path}",
             run_dir=folder / "run",
             num_nodes=shape.num_nodes,
@@ -85,6 +86,15 @@ class Stage:
         )
 
     def __enter__(self) -> Stage:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_settings(
+            self._config,
+            self.shape,
+            checkpoints=self.folder / "checkpoints",
+            local=self._local,
+            faults=self._faults,
+            seed=self._seed,
+        )
         self._cluster.__enter__()
         return self
 
@@ -113,14 +123,14 @@ class Stage:
         )
 
     def strike(self, fault: Fault, scene: Scene) -> None:
-        """Cause a fault, and write into the journal that and when it was caused."""
-        if fault.kind == IncidentKind.NODE_LOST:
+        """Cause a fault from outside, and write into the journal that and when it was caused."""
+        if fault.deed.loses_node:
             assert fault.slot is not None
             self._lose(scene.holder(fault.slot), fault, scene)
             return
         victim = next(one for one in scene.ranks if one.rank == fault.rank and one.cycle == scene.cycle)
         self._note(fault, scene, node=victim.node, pid=victim.pid)
-        os.kill(victim.pid, signal.SIGKILL if fault.kind == IncidentKind.WORKER_DIED else signal.SIGSTOP)
+        os.kill(victim.pid, signal.SIGKILL if fault.deed == Deed.KILL else signal.SIGSTOP)
 
     def problems(self) -> list[str]:
         """Return what went wrong with the processes, once all agents ended; empty = nothing.
@@ -152,7 +162,7 @@ class Stage:
     def _lose(self, name: str, fault: Fault, scene: Scene) -> None:
         """Lose a node with all that it holds: its processes, with the memory of its writer, and its disk."""
         survivors = {node: ranks for node, ranks in scene.ranks_by_node().items() if node != name}
-        spoiled = self._spoil(survivors) if fault.spoils_copies else None
+        spoiled = self._spoil(survivors) if fault.deed == Deed.SPOIL else None
         self.killed.append(name)
         self._note(fault, scene, node=name, pid=self._cluster.agent(name).pid, copies_spoiled=spoiled)
         self._cluster.agent(name).kill()
@@ -161,7 +171,7 @@ class Stage:
             shutil.rmtree(self._local / name)
         except (AssertionError, OSError) as error:
             self._problems.append(f"{name} is not wholly gone: {error}")
-        if fault.spoils_copies:
+        if fault.deed == Deed.SPOIL:
             self._spoil(survivors)  # those that came in between
         if self._num_reserves:
             self._num_reserves -= 1
@@ -182,9 +192,9 @@ class Stage:
             cycle=scene.cycle,
             rank=fault.rank,
             iteration=scene.iteration,
-            fault=fault.action,
+            fault=fault.deed,
             target=f"{who} (pid {pid})",
-            expected=fault.kind,
+            expected=fault.deed.expected,
             node=node,
             copies_spoiled=copies_spoiled,
         )

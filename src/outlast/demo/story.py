@@ -21,9 +21,11 @@ def tell(event: Event) -> str | None:
             return f"cycle {event.cycle}: {event.node} runs ranks {min(ranks)}-{max(ranks)} of {data['world_size']}"
         case EventKind.FAULT_SIMULATED:
             spoiled = "" if data.get("copies_spoiled") is None else f", {data['copies_spoiled']} copies damaged"
-            return f"FAULT: {data['fault']}: {data['target']}, at iteration {event.iteration}{spoiled}"
+            target = f"rank {event.rank}, {data['tensor']}" if "tensor" in data else data["target"]
+            return f"FAULT: {data['fault']}: {target}, at iteration {event.iteration}{spoiled}"
         case EventKind.INCIDENT:
-            return f"noticed by {event.node}: {msgspec.convert(data['incident'], Incident).describe()}"
+            decided = f"; decided: {data['verdict']['reason']}" if "verdict" in data else ""
+            return f"noticed by {event.node}: {msgspec.convert(data['incident'], Incident).describe()}{decided}"
         case EventKind.VERDICT:
             verdict = msgspec.convert(data["verdict"], Verdict)
             return f"decided: {verdict.reason}" if verdict.rung != Rung.STOP or verdict.exit_code else None

@@ -163,6 +163,8 @@ class LiveView(View):
                 table.add_row(str(rank), one.node, str(one.pid), str(one.iteration), one.section)
         for node in scene.spares:
             table.add_row("", node, "", "", "waits as a spare", style="dim")
+        for node in sorted(scene.quarantined):
+            table.add_row("", node, "", "", "is quarantined", style="dim")
         return table
 
 

@@ -93,6 +93,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def describe(self) -> str:
         """Return one line for people."""
+        if self.first is None and self.message:  # no value was rejected: replicas were compared
+            is_blamed = self.finding == Finding.PERSISTENT
+            meaning = "a fault of that device, as the others agree" if is_blamed else _MEANING[self.finding]
+            return f"{self.message}: {meaning}"
         where = f"rank {self.rank}"
         if self.node:
             where += f" on node {self.node}"

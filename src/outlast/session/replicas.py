@@ -15,6 +15,7 @@ from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.rerun import Diagnosis, Finding
 from outlast.runtime.diagnoses import write_diagnosis
 from outlast.runtime.journal import Journal
+from outlast.session.state import without_wrappers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -51,7 +52,7 @@ class ReplicaWatch:
         from outlast.numerics.replica_digest import ReplicaDigest
 
         self._place, self._journal = place, journal
-        self._digest = ReplicaDigest(state, group=among, interval=config.interval, place=place)
+        self._digest = ReplicaDigest(without_wrappers(state), group=among, interval=config.interval, place=place)
         self._checked: int | None = None
 
     def verdict(self, iteration: int, *, saves: bool) -> ExitReason | None:

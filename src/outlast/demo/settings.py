@@ -1,0 +1,78 @@
+"""The settings: what the demo writes for the training script, and the plan of the faults that befall its numbers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from outlast import chaos
+from outlast.demo.plan import Deed, Fault, Shape
+
+__all__ = ["fault_plan", "write_settings"]
+
+_DIGEST_INTERVAL = 2
+_MANTISSA_BITS = range(8, 20)
+"""Of a float32: one that rounding does not level out, and that makes no number so large that it would be noticed."""
+_LAYERS = "model.blocks.*"
+
+
+def write_settings(
+    path: Path, shape: Shape, *, checkpoints: Path, local: Path, faults: Sequence[Fault] = (), seed: int = 0
+) -> None:
+    """Write the settings of the training script.
+
+    Args:
+        path: The file, JSON; the plan of faults, if there are any, is put beside it.
+        shape: The world's size and the intervals between saves.
+        checkpoints: Folder of the global tier.
+        local: Folder of all nodes' local folders.
+        faults: What strikes; those that the demo causes from outside are left out.
+        seed: Draws which tensors, elements and bits are struck.
+    """
+    settings: dict[str, Any] = {
+        "checkpoint": {
+            "directory": str(checkpoints),
+            "local_directory": str(local),
+            "save_interval": shape.global_save_interval,
+            "non_persistent_save_interval": shape.save_interval,
+        },
+        "replica_digest": {"interval": _DIGEST_INTERVAL},
+    }
+    plan = fault_plan(faults, seed)
+    if plan.faults:
+        beside = path.with_name("faults.toml")
+        beside.write_text(plan.to_toml())
+        settings["fault_plan"] = str(beside)
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def fault_plan(faults: Sequence[Fault], seed: int) -> chaos.FaultPlan:
+    """Return the faults that befall numbers as a plan that the session of each rank arms."""
+    numbers = random.Random(seed)
+    return chaos.FaultPlan(
+        seed=seed, faults=tuple(_planned(fault, numbers) for fault in faults if fault.deed.is_numeric)
+    )
+
+
+def _planned(fault: Fault, numbers: random.Random) -> chaos.Fault:
+    if fault.deed == Deed.NAN:
+        return chaos.Fault(
+            kind="nan",
+            target="activation",
+            tensor=_LAYERS,
+            rank=fault.rank,
+            iteration=fault.iteration,
+            name=fault.deed,
+        )
+    return chaos.Fault(
+        kind="bit_flip",
+        target="weight",
+        tensor=f"{_LAYERS}.weight",
+        bit=numbers.choice(_MANTISSA_BITS),
+        rank=fault.rank,
+        iteration=fault.iteration,
+        name=fault.deed,
+    )
