@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from outlast.demo.account import account_for, count_cycles, unnoticed
+from outlast.demo.plan import Deed
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
+from outlast.policy.rerun import Diagnosis, Finding
 
 RANKS = (0, 1, 2, 3)
 
@@ -155,6 +157,80 @@ def test_a_lost_nodes_victims_are_the_ranks_it_had() -> None:
     ]
     (row,) = account_for([*ranks, *saved, struck, verdict(11.5, 0, lost, Rung.REPLACE_NODE)])
     assert (row.victims, row.copies_spoiled, row.newest_global) == ((2, 3), 4, 30)
+
+
+def of_plan(at_s: float, cycle: int, deed: Deed, *, rank: int, iteration: int, tensor: str) -> Event:
+    """Return what the session writes as a fault of its plan strikes."""
+    data = {"fault": str(deed), "target": "weight", "tensor": tensor, "element": 5, "fault_id": "0-x"}
+    return event(EventKind.FAULT_SIMULATED, at_s, cycle, f"rank-{rank}", rank=rank, iteration=iteration, **data)
+
+
+def invalid(rank: int, iteration: int, finding: Finding, **more: Any) -> dict[str, Any]:
+    diagnosis = Diagnosis(finding=finding, rank=rank, node="node-0", iteration=iteration, **more)
+    evidence = {"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)}
+    return incident(IncidentKind.INVALID_RESULT, "node-0", rank=rank, iteration=iteration, evidence=evidence)
+
+
+def test_a_transient_nan_is_a_row_without_a_restart() -> None:
+    """Its verdict is in the worker's own event; a rank killed later in the same cycle is another row."""
+    found = invalid(2, 20, Finding.TRANSIENT, what="loss", message="not finite", first="nan", second=2.5)
+    again = {"rung": int(Rung.RERUN_STEP), "reason": "run again"}
+    events = [
+        *started(0, 0),
+        of_plan(5, 0, Deed.NAN, rank=2, iteration=20, tensor="model.a"),
+        event(EventKind.INCIDENT, 5.2, 0, "rank-2", rank=2, iteration=20, incident=found, verdict=again),
+        strike(10, 0, IncidentKind.WORKER_DIED, "node-1", rank=3, iteration=31),
+        event(EventKind.INCIDENT, 10.02, 0, incident=KILLED),
+        verdict(10.05, 0, KILLED),
+    ]
+    nan, killed = account_for(events)
+    assert (nan.kind, nan.fault, nan.rank, nan.iteration) == (IncidentKind.INVALID_RESULT, Deed.NAN, 2, 20)
+    assert (nan.restarts, nan.action, nan.redone_iterations, nan.sources) == (0, "rerun_step", 0, None)
+    assert (nan.finding, nan.named, nan.struck) == ("transient", "loss", "model.a")
+    assert nan.detected_after_s == nan.recovered_after_s == pytest.approx(0.2)
+    assert nan.evidence == "loss was nan (not finite), run again 2.5000: transient"
+    assert (killed.rank, killed.restarts, killed.fault) == (3, 1, "a fault")
+    assert unnoticed(events) == ()
+
+
+def test_a_flipped_bit_is_named_by_the_diagnosis_of_the_worker_that_failed() -> None:
+    """The verdict names a worker that failed with a diagnosis; its node's ranks are the victims."""
+    tensor, told = "model.w", "replicas differ at iteration 22: from the majority rank 1"
+    seen = invalid(1, 22, Finding.PERSISTENT, what=tensor, message=told)
+    failed = {**seen, "kind": str(IncidentKind.WORKER_FAILED), "exit_code": 17}
+    decided = {"rung": int(Rung.REPLACE_NODE), "reason": "because", "quarantine": ["node-0"]}
+    starting = started(0, 0)
+    events = [
+        starting[0],
+        msgspec.structs.replace(starting[1], node="node-1"),
+        of_plan(5, 0, Deed.FLIP, rank=1, iteration=21, tensor=tensor),
+        event(EventKind.INCIDENT, 5.4, 0, "rank-1", rank=1, iteration=22, incident=seen),
+        event(EventKind.VERDICT, 5.6, 0, "coordinator", verdict=decided, incident=failed),
+        *started(5.7, 1),
+        *went_on(6, 1, 20),
+    ]
+    (row,) = account_for(events)
+    assert (row.kind, row.fault, row.rank, row.victims) == (IncidentKind.INVALID_RESULT, Deed.FLIP, 1, (0, 1))
+    assert (row.finding, row.named, row.struck, row.quarantined) == ("persistent", tensor, tensor, ("node-0",))
+    assert row.detected_after_s == pytest.approx(0.4)
+    assert (row.restored_iteration, row.restarts, row.evidence) == (20, 1, told)
+    assert unnoticed(events) == ()
+
+
+def test_a_number_that_was_struck_and_taken_for_something_else_is_told() -> None:
+    """A NaN that came again is none that comes once; a flip that nobody saw is told by its tensor."""
+    seen = invalid(2, 20, Finding.REPRODUCED, what="loss", first="nan", second="nan")
+    events = [
+        of_plan(5, 0, Deed.NAN, rank=2, iteration=20, tensor="model.a"),
+        verdict(5.5, 0, seen),
+        of_plan(9, 1, Deed.FLIP, rank=1, iteration=31, tensor="model.w"),
+    ]
+    nan, flip = unnoticed(events)
+    assert (
+        nan == "NaN in an activation, rank 2, model.a, element 5, in cycle 0, was not noticed as invalid_result but "
+        "taken for: because"
+    )
+    assert flip.startswith("bit flip in a weight, rank 1, model.w, element 5, in cycle 1")
 
 
 def test_a_cycle_that_fails_before_its_first_iteration_is_no_recovery() -> None:

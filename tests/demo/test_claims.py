@@ -6,8 +6,10 @@ from typing import Any
 
 from outlast.demo.account import Account
 from outlast.demo.claims import unkept
+from outlast.demo.plan import Deed
 from outlast.demo.sources import Sources
 from outlast.incidents import IncidentKind
+from outlast.policy.rerun import Finding
 
 
 def row(
@@ -42,6 +44,17 @@ def row(
     return Account(kind=kind, victims=victims, **{**facts, **more})
 
 
+def invalid(deed: Deed, tiers: str | None, **more: Any) -> Account:
+    """Return an invalid result of rank 2; one that cost a restart cost its node, too."""
+    facts: dict[str, Any] = {"fault": str(deed), "restarts": 0, "action": "rerun_step", "finding": Finding.TRANSIENT}
+    if deed == Deed.FLIP:
+        facts |= {"restarts": 1, "action": "replace_node", "finding": Finding.PERSISTENT, "quarantined": ("node-1",)}
+        facts |= {"named": "model.w", "struck": "model.w", "rank": 2}
+    facts |= {"sources": None} if tiers is None else {}
+    victims = (2, 3) if facts["restarts"] and more.get("quarantined") != () else (2,)
+    return row(IncidentKind.INVALID_RESULT, victims, tiers or "", **{**facts, **more})
+
+
 def lost(tiers: str, **more: Any) -> Account:
     return row(IncidentKind.NODE_LOST, (2, 3), tiers, **more)
 
@@ -56,6 +69,23 @@ def test_what_came_from_where_it_should_is_not_told() -> None:
     died = row(IncidentKind.WORKER_DIED, (1,), "mmmm", read={"memory": 100})
     assert unkept([died, row(IncidentKind.WORKER_HUNG, (2,), "mmlm"), lost("mmrr"), spoiled("llgg")]) == ()
     assert unkept([spoiled("gggg", read={"global": 100}, restored_iteration=40)]) == ()
+
+
+def test_invalid_results_that_were_handled_as_they_should_are_not_told() -> None:
+    """A NaN that costs no restart, and a flipped bit whose tensor is named and whose node is out."""
+    assert unkept([invalid(Deed.NAN, None), invalid(Deed.FLIP, "mmrr", read={"replica": 9})]) == ()
+
+
+def test_invalid_results_that_were_taken_for_something_else_are_told() -> None:
+    """A restart for a NaN, another tensor, nobody or another node quarantined, state from the global tier."""
+    (restarted,) = unkept([invalid(Deed.NAN, "mmmm", restarts=1, action="restart_workers")])
+    assert "found transient, and what was done was to restart workers" in restarted
+    (named,) = unkept([invalid(Deed.FLIP, "mmrr", named="model.v")])
+    assert "model.v was named instead of model.w" in named
+    (kept,) = unkept([invalid(Deed.FLIP, "mmmm", quarantined=())])
+    assert "node-1 should be quarantined, and not nobody" in kept
+    (far,) = unkept([invalid(Deed.FLIP, "mmrr", read={"global": 5})])
+    assert "5 bytes were read from the global tier" in far
 
 
 def test_what_the_demo_did_not_cause_or_never_went_on_is_told_elsewhere() -> None:

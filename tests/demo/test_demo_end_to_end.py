@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from outlast.chaos import FaultPlan, verify_fired
 from outlast.demo.example import find_example
 from outlast.demo.plan import least_iterations
 from outlast.incidents import EventKind
@@ -49,10 +50,11 @@ def left_running(folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.process
 @pytest.mark.timeout(150)
-def test_four_faults_change_no_bit(tmp_path: Path) -> None:
-    """Each fault is noticed for what it was and costs iterations; weights, moments and losses are as without any.
+def test_six_faults_change_no_bit(tmp_path: Path) -> None:
+    """Each fault is noticed for what it was; weights, moments and losses are as without any.
 
-    A lost node's ranks come back from the copies on the other node, and nobody reads a byte of the global tier; where
+    A NaN costs one more run of its step and no restart. A flipped bit is found in its tensor, and costs its node. A lost
+    node's ranks come back from the copies on the other node, and nobody reads a byte of the global tier; where
     these copies are damaged, they are rejected, and the global tier has the state.
     """
     temporary, kept = tmp_path / "tmp", tmp_path / "kept"
@@ -63,13 +65,21 @@ def test_four_faults_change_no_bit(tmp_path: Path) -> None:
     (line,) = output.splitlines()
     result = json.loads(line)
     assert result["bit_identical"] is True
-    assert result["cycles"] == 5
-    *first, last = result["incidents"]
-    assert {one["kind"] for one in first} == {"worker_died", "worker_hung", "node_lost"}
+    assert result["cycles"] == 6
+    (nan,) = (one for one in result["incidents"] if not one["restarts"])
+    assert (nan["fault"], nan["kind"], nan["finding"]) == ("NaN in an activation", "invalid_result", "transient")
+    *first, last = (one for one in result["incidents"] if one["restarts"])
+    assert {one["kind"] for one in first} == {"worker_died", "worker_hung", "node_lost", "invalid_result"}
+    (flip,) = (one for one in first if one["kind"] == "invalid_result")
+    assert (flip["fault"], flip["finding"]) == ("bit flip in a weight", "persistent")
+    assert flip["named"] == flip["struck"]
+    assert flip["struck"].startswith("model.blocks.")
+    assert flip["rank"] in flip["victims"]
+    assert flip["quarantined"] == [flip["node"]]
     for one in first:
         assert one["global_bytes_read"] == 0
         assert sum(one["tiers"].values()) == 4
-        replicas = len(one["victims"]) if one["kind"] == "node_lost" else 0
+        replicas = len(one["victims"]) if one["kind"] in ("node_lost", "invalid_result") else 0
         assert one["tiers"].get("replica", 0) == replicas
         assert (one["bytes_read"].get("replica", 0) > 0) == (replicas > 0)
     assert last["kind"] == "node_lost"
@@ -83,7 +93,9 @@ def test_four_faults_change_no_bit(tmp_path: Path) -> None:
         assert 0 <= one["redone_iterations"] <= 15
     assert [one["fault"] for one in result["incidents"] if one["fault"] is None] == []
     events = list(read_journal(kept / "with-faults" / "run"))
-    assert sum(event.kind == EventKind.FAULT_SIMULATED for event in events) == 4
+    assert sum(event.kind == EventKind.FAULT_SIMULATED for event in events) == 6
+    path = kept / "with-faults" / "faults.toml"
+    assert verify_fired(FaultPlan.load(path), kept / "with-faults" / "run") == []
     lost = {event.data["node"] for event in events if event.data.get("expected") == "node_lost"}
     assert len(lost) == 2
     assert lost.isdisjoint(os.listdir(kept / "with-faults" / "local"))
@@ -118,7 +130,7 @@ def test_told_to_end_it_leaves_nothing(tmp_path: Path, number: int, code: int) -
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        (("--iterations=20",), "too few for four faults"),
+        (("--iterations=20",), "too few for 6 faults"),
         (("--keep={full}",), "is not empty"),
         (("--keep={file}",), "cannot be used"),
         (("--sed=1",), "--sed"),

@@ -37,6 +37,32 @@ FROM_REPLICA = Sources(
 LOST = dataclasses.replace(
     HUNG, kind=IncidentKind.NODE_LOST, rank=None, victims=(2, 3), sources=FROM_REPLICA, copies_spoiled=4
 )
+NAN = dataclasses.replace(
+    HUNG,
+    kind=IncidentKind.INVALID_RESULT,
+    fault="NaN in an activation",
+    action="rerun_step",
+    evidence="loss was nan (not finite), run again 2.5000: transient",
+    restored_iteration=34,
+    redone_iterations=0,
+    restarts=0,
+    finding="transient",
+    named="loss",
+    struck="model.blocks.1",
+)
+FLIPPED = dataclasses.replace(
+    NAN,
+    fault="bit flip in a weight",
+    action="replace_node",
+    evidence="replicas differ from the majority",
+    restored_iteration=30,
+    restarts=1,
+    finding="persistent",
+    named="model.w",
+    struck="model.w",
+    quarantined=("node-1",),
+    sources=FROM_REPLICA,
+)
 GOOD = Outcome(seed=0, undisturbed=RESULT, struck=dict(RESULT), incidents=(HUNG,), cycles=2, wall_s=40.0, problems=())
 
 
@@ -79,6 +105,20 @@ def test_where_ranks_came_back_from_is_counted() -> None:
     shown = text(outcome)
     for part in ("memory: 2 ranks, 9.0 MB", "replica: 2 ranks, 8.5 MB", "global: 0 bytes", "1 bad copy rejected"):
         assert part in shown
+
+
+def test_wrong_numbers_are_told_with_what_was_struck_and_done() -> None:
+    """A NaN with no restart, a flipped bit with its tensor and the node that is quarantined."""
+    outcome = dataclasses.replace(GOOD, incidents=(NAN, FLIPPED))
+    nan, flipped = json.loads(outcome.to_json())["incidents"]
+    assert (nan["restarts"], nan["finding"], nan["struck"]) == (0, "transient", "model.blocks.1")
+    assert (flipped["restarts"], flipped["named"], flipped["quarantined"]) == (1, "model.w", ["node-1"])
+    shown = text(outcome)
+    for part in ("NaN in an activation", "rank 2", "step run again in place, 0 restarts", "bit flip in a weight"):
+        assert part in shown
+    assert "node-1 quarantined, a spare took over" in shown
+    assert "iteration 30" in shown
+    assert "replicas differ" in shown
 
 
 def test_the_table_tells_each_incident_and_the_comparison() -> None:

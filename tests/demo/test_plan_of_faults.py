@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.demo.plan import NUM_FAULTS, Shape, draw_faults, least_iterations
+from outlast.demo.plan import NUM_FAULTS, Deed, Fault, Shape, draw_faults, least_iterations
 from outlast.errors import ConfigError
-from outlast.incidents import IncidentKind
 
-KINDS = {IncidentKind.WORKER_DIED, IncidentKind.WORKER_HUNG, IncidentKind.NODE_LOST}
+DRAWN = {Deed.KILL, Deed.STOP, Deed.LOSE, Deed.FLIP}
+
+
+def restarts(seed: int, shape: Shape) -> list[Fault]:
+    """Return the faults that cost a restart."""
+    return [fault for fault in draw_faults(seed, shape) if fault.deed != Deed.NAN]
 
 
 @st.composite
@@ -29,57 +33,73 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @given(st.integers(0, 2**32), shapes())
 def test_each_fault_once_with_a_victim_that_exists(seed: int, shape: Shape) -> None:
-    """One of each kind, on a rank or a node of the world, then a spoiled node; the same seed draws the same."""
+    """One of each kind, on a rank or a node of the world, the spoiled node last; the same seed draws the same."""
     faults = draw_faults(seed, shape)
     assert len(faults) == NUM_FAULTS
-    *first, last = faults
-    assert {fault.kind for fault in first} == KINDS
-    assert len(first) == len(KINDS)
-    assert last.kind == IncidentKind.NODE_LOST
-    assert [fault.spoils_copies for fault in faults] == [False, False, False, True]
+    assert {fault.deed for fault in faults} == set(Deed)
+    assert faults[-1].deed == Deed.SPOIL
+    assert [fault.iteration for fault in faults] == sorted(fault.iteration for fault in faults)
     for fault in faults:
-        if fault.kind == IncidentKind.NODE_LOST:
+        if fault.deed.loses_node:
             assert fault.rank is None
             assert fault.slot in range(shape.num_nodes)
         else:
             assert fault.slot is None
             assert fault.rank in range(shape.world_size)
-        assert fault.action
     assert draw_faults(seed, shape) == faults
 
 
 @given(st.integers(0, 2**32), shapes())
 def test_there_is_something_to_lose_and_something_won_each_time(seed: int, shape: Shape) -> None:
-    """Two generations lie before the first fault, one beyond any restart's before the next, and one after the last.
+    """Two generations lie before the first restart, one beyond any restart's before the next, and one after the last.
 
     Before the last one that is so for generations of the global tier, and the newest of all is not there.
     """
-    interval, faults = shape.save_interval, draw_faults(seed, shape)
+    interval, faults = shape.save_interval, restarts(seed, shape)
     assert faults[0].iteration >= 2 * interval
     for fault, following in pairwise(faults):
         newest_restored = fault.iteration // interval * interval
         assert following.iteration >= newest_restored + 3 * interval
     assert faults[-1].iteration <= shape.iterations - interval
-    if interval > 1:
-        assert all(fault.iteration % interval for fault in faults)
     assert faults[-1].iteration // interval * interval % shape.global_save_interval
     newest_restored = faults[-2].iteration // interval * interval
     newest_global = (faults[-1].iteration - interval) // shape.global_save_interval * shape.global_save_interval
     assert newest_global > newest_restored
 
 
+@given(st.integers(0, 2**32), shapes())
+def test_no_fault_strikes_at_the_iteration_of_a_save(seed: int, shape: Shape) -> None:
+    """So that each restart costs something, and a flipped bit is there before a save that it blocks."""
+    if shape.save_interval > 1:
+        assert all(fault.iteration % shape.save_interval for fault in draw_faults(seed, shape))
+
+
+@given(st.integers(0, 2**32), shapes())
+def test_the_nan_comes_clearly_after_a_restart_and_before_the_next(seed: int, shape: Shape) -> None:
+    """More than a generation's iterations after the fault before it, and in an earlier generation than the next one."""
+    interval = shape.save_interval
+    (nan,) = (fault for fault in draw_faults(seed, shape) if fault.deed == Deed.NAN)
+    assert nan.iteration >= interval
+    for fault in restarts(seed, shape):
+        if fault.iteration < nan.iteration:
+            assert nan.iteration // interval >= fault.iteration // interval + 2
+        else:
+            assert nan.iteration // interval < fault.iteration // interval
+
+
 def test_seeds_draw_other_orders_victims_and_moments() -> None:
-    """Twenty seeds show every order of the three kinds' first place, and many moments."""
-    plans = [draw_faults(seed, Shape()) for seed in range(20)]
-    assert {plan[0].kind for plan in plans} == KINDS
+    """Forty seeds show each kind at the first place, the NaN at five places, and many moments."""
+    plans = [draw_faults(seed, Shape()) for seed in range(40)]
+    assert {restarts(seed, Shape())[0].deed for seed in range(40)} == DRAWN
+    assert {[fault.deed for fault in plan].index(Deed.NAN) for plan in plans} == {0, 1, 2, 3, 4}
     assert len({fault.iteration for plan in plans for fault in plan}) > 20
-    assert {fault.rank for plan in plans for fault in plan} == {None, 0, 1, 2, 3}
+    assert {fault.rank for plan in plans for fault in plan if fault.deed.is_numeric} == {0, 1, 2, 3}
 
 
 @given(st.integers(0, 2**32), shapes())
 def test_another_spare_has_time_to_come_between_two_lost_nodes(seed: int, shape: Shape) -> None:
     """Some other fault strikes in between."""
-    assert draw_faults(seed, shape)[-2].kind != IncidentKind.NODE_LOST
+    assert restarts(seed, shape)[-2].deed != Deed.LOSE
 
 
 def test_too_few_iterations_are_refused() -> None:

@@ -6,13 +6,15 @@ import dataclasses
 
 import pytest
 
-from outlast.demo.plan import Fault
+from outlast.demo.plan import Deed, Fault
 from outlast.demo.scene import RankScene, Scene, is_time
-from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.incidents import Event, EventKind, IncidentKind, Rung
 
-KILL = Fault(kind=IncidentKind.WORKER_DIED, iteration=12, rank=1)
-LOSE = Fault(kind=IncidentKind.NODE_LOST, iteration=12, slot=1)
-SPOIL = dataclasses.replace(LOSE, spoils_copies=True)
+KILL = Fault(deed=Deed.KILL, iteration=12, rank=1)
+LOSE = Fault(deed=Deed.LOSE, iteration=12, slot=1)
+SPOIL = dataclasses.replace(LOSE, deed=Deed.SPOIL)
+NAN = Fault(deed=Deed.NAN, iteration=14, rank=0)
+FLIP = Fault(deed=Deed.FLIP, iteration=14, rank=1)
 NEAR = ("memory", "local", "replica")
 
 
@@ -101,6 +103,54 @@ def test_a_node_is_lost_only_while_a_spare_waits() -> None:
     assert ready.spares == ("c",)
     assert is_time(LOSE, ready, world_size=2, after_cycle=0)
     assert not is_time(LOSE, dataclasses.replace(ready, running=("a", "b")), world_size=2, after_cycle=0)
+
+
+def judged(now: Scene, rank: int, rung: Rung, *, quarantine: tuple[str, ...] = ()) -> Scene:
+    """Return the scene after something was done about a rank's invalid result."""
+    kind = EventKind.INCIDENT if rung == Rung.RERUN_STEP else EventKind.VERDICT
+    incident = {"kind": IncidentKind.INVALID_RESULT, "rank": rank, "evidence": {"diagnosis": {}}}
+    verdict = {"rung": int(rung), "quarantine": list(quarantine)}
+    told = event(kind, "a", 0, rank=rank, incident=incident, verdict=verdict)
+    return dataclasses.replace(now, events=[*now.events, told])
+
+
+@pytest.mark.parametrize(
+    ("fault", "rung", "other"),
+    [(NAN, Rung.RERUN_STEP, Rung.REPLACE_NODE), (FLIP, Rung.REPLACE_NODE, Rung.RERUN_STEP)],
+)
+def test_nothing_strikes_while_a_number_that_was_struck_is_not_judged(fault: Fault, rung: Rung, other: Rung) -> None:
+    """From two iterations before it a restart would wipe out what it does; earlier, and once it is judged, none."""
+    ready = scene(12, 13)
+    assert not is_time(KILL, ready, world_size=2, after_cycle=0, numeric=[fault])
+    late = dataclasses.replace(fault, iteration=16)
+    assert is_time(KILL, ready, world_size=2, after_cycle=0, numeric=[late])
+    assert fault.rank is not None
+    assert is_time(KILL, judged(ready, fault.rank, rung), world_size=2, after_cycle=0, numeric=[fault])
+    assert not is_time(KILL, judged(ready, fault.rank, other), world_size=2, after_cycle=0, numeric=[fault])
+    assert not is_time(KILL, judged(ready, 1 - fault.rank, rung), world_size=2, after_cycle=0, numeric=[fault])
+
+
+def test_a_node_is_not_lost_when_a_flipped_bit_will_need_the_spare() -> None:
+    """It comes whether a spare waits or not; a quarantined node is none."""
+    ready, flip = scene(12, 13), dataclasses.replace(FLIP, iteration=40)
+    assert not is_time(LOSE, ready, world_size=2, after_cycle=0, numeric=[flip])
+    assert is_time(KILL, ready, world_size=2, after_cycle=0, numeric=[flip])
+    more = [*ready.events, event(EventKind.NODE_JOINED, "a", 0, name="d")]
+    two = dataclasses.replace(ready, events=more, running=("a", "b", "c", "d"))
+    assert is_time(LOSE, two, world_size=2, after_cycle=0, numeric=[flip])
+    after = judged(two, 1, Rung.REPLACE_NODE, quarantine=("d",))
+    assert after.quarantined == {"d"}
+    assert after.spares == ("c",)
+    assert is_time(LOSE, after, world_size=2, after_cycle=0, numeric=[flip])
+
+
+def test_what_has_struck_is_on_record() -> None:
+    """A fault of the plan by its name and rank."""
+    struck = event(EventKind.FAULT_SIMULATED, "a", 1, rank=0, fault=str(Deed.NAN))
+    now = dataclasses.replace(scene(12, 13), events=[struck])
+    assert now.has_struck(NAN)
+    assert not now.has_struck(FLIP)
+    assert not now.has_struck(dataclasses.replace(NAN, rank=1))
 
 
 def test_the_scene_knows_who_holds_a_slot_and_what_is_safe() -> None:

@@ -1,1 +1,1 @@
-"""``outlast demo``: one real training, struck four times, and the proof that its result is the same."""
+"""``outlast demo``: one real training, struck six times, and the proof that its result is the same."""

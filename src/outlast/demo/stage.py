@@ -67,7 +67,7 @@ class Stage:
         self._local = folder / "local"
         self._config = folder / "outlast.json"
         self._faults, self._seed = faults, seed
-        self._num_reserves = num_reserves
+        self._num_later, self._num_reserves = max(0, num_spares - 1), num_reserves
         self._spoiler = Spoiler()
         self._problems: list[str] = []
         self._events: list[Event] = []
@@ -80,7 +80,7 @@ class Stage:
             f"--out={self.result_path}",
             run_dir=folder / "run",
             num_nodes=shape.num_nodes,
-            num_spares=num_spares,
+            num_spares=min(num_spares, 1),
             nproc_per_node=shape.nproc_per_node,
             options=TIMEOUTS,
         )
@@ -96,6 +96,10 @@ class Stage:
             seed=self._seed,
         )
         self._cluster.__enter__()
+        # The agents count on one spare only (--nnodes=2:3). Were four nodes announced, each half of a divided network
+        # could be complete: two that lost the control store together with its node would wait for the others.
+        for _ in range(self._num_later):
+            self._cluster.add_node()
         return self
 
     def __exit__(
