@@ -53,9 +53,9 @@ def left_running(folder: Path) -> list[psutil.Process]:
 def test_six_faults_change_no_bit(tmp_path: Path) -> None:
     """Each fault is noticed for what it was; weights, moments and losses are as without any.
 
-    A NaN costs one more run of its step and no restart. A flipped bit is found in its tensor, and costs its node. A lost
-    node's ranks come back from the copies on the other node, and nobody reads a byte of the global tier; where
-    these copies are damaged, they are rejected, and the global tier has the state.
+    A NaN costs one more run of its step and no restart. A flipped bit is found in its tensor, and costs its node. The
+    ranks of a node that is out come back from the copies on the other node, and nobody reads a byte of the global tier;
+    where these copies are damaged, they are rejected, and the global tier has the state.
     """
     temporary, kept = tmp_path / "tmp", tmp_path / "kept"
     temporary.mkdir()

@@ -98,9 +98,9 @@ def render(outcome: Outcome) -> RenderableType:
 
 def _incident_table(incidents: tuple[Account, ...]) -> Table:
     table = Table(title="What happened", title_justify="left", box=box.SIMPLE_HEAD, expand=True)
-    table.add_column("incident", ratio=4)
-    table.add_column("by what it was noticed", ratio=5)
-    table.add_column("what was done", ratio=4)
+    table.add_column("incident", ratio=4, overflow="fold")
+    table.add_column("by what it was noticed", ratio=5, overflow="fold")
+    table.add_column("what was done", ratio=4, overflow="fold")
     table.add_column("state came from", no_wrap=True)
     table.add_column("noticed\nafter", justify="right", no_wrap=True)
     table.add_column("going on\nafter", justify="right", no_wrap=True)
