@@ -153,6 +153,30 @@ def test_replay_needs_no_more_than_what_the_launcher_says() -> None:
     assert machine.decision.diagnosis.finding is Finding.CORRECT
 
 
+@pytest.mark.parametrize(("drawn", "finding"), [(2.0, Finding.PERSISTENT), (3.0, Finding.UNREACHED)])
+def test_without_the_save_the_same_batch_decides(drawn: float, finding: Finding) -> None:
+    """Where training came to the step again from an older generation, its batch is the one that was rejected, and a
+    valid result clears it; with another batch nothing is cleared."""
+    machine = RerunStateMachine()
+    data = ReplayableIterator([torch.tensor([2.0])])
+    machine.begin_step(4, data)
+    while machine.should_run():
+        next(data)
+        machine.validate(math.nan)
+    assert machine.decision.diagnosis is not None
+    follow = RerunStateMachine()
+    follow.begin_replay(
+        replay_of(machine.decision.diagnosis, device="elsewhere", batch=machine.decision.diagnosis.batch)
+    )
+    data = ReplayableIterator([torch.tensor([drawn])])
+    follow.begin_step(4, data)
+    while follow.should_run():
+        next(data)
+        follow.validate(1.0)
+    assert follow.decision.diagnosis is not None
+    assert (follow.decision.exit_code, follow.decision.diagnosis.finding) == (17, finding)
+
+
 @pytest.mark.parametrize(("value", "code"), [(math.nan, 17), (1.0, 0)])
 def test_megatrons_loop_replays_what_it_loaded(value: float, code: int) -> None:
     """A loop that loads a diagnostic save replays its step first, once: still the same is the end, valid goes on."""

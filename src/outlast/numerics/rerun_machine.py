@@ -336,7 +336,7 @@ class RerunStateMachine:
     def _end_judged_run(self) -> bool:
         self._judge.end_run()
         self._rewinder.end_run()
-        judged = self._judge.judged(same_batch=self._has_batches)
+        judged = self._judge.judged(same_batch=self._has_batches or self._drew_the_replayed())
         mine = Outcome.VALID if judged is None else judged.outcome
         outcome = Outcome(self._agree([mine])[0])
         transition = advance(self._state, outcome)
@@ -421,6 +421,13 @@ class RerunStateMachine:
         if facts is not None:
             restore_random(facts.random)
 
+    def _drew_the_replayed(self) -> bool:
+        """Return whether a replay without its saved batches drew the same ones again, as training up to it does."""
+        return self._replay is not None and bool(self._replay.batch) and self._fingerprint() == self._replay.batch
+
+    def _fingerprint(self) -> str:
+        return fingerprint([iterator.drawn for iterator in self._iterators]) if self._iterators else ""
+
     def _keep_facts(self, diagnosis: Diagnosis) -> None:
         """Put back what the step changed, and keep what its replay needs, for the save that follows."""
         self._rewinder.rewind()
@@ -442,7 +449,7 @@ class RerunStateMachine:
             judged,
             finding,
             iteration=self._iteration,
-            batch=fingerprint([iterator.drawn for iterator in self._iterators]) if self._iterators else "",
+            batch=self._fingerprint(),
             max_tries=self.config.max_same_device_reruns,
             replay=self._replay,
             facts=self._facts,

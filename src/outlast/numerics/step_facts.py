@@ -104,6 +104,7 @@ class StepFacts:
             call=known.call,
             what=known.what,
             first=known.first,
+            batch=known.batch,
             tries=tries,
         )
 

@@ -101,6 +101,7 @@ def replay_of(diagnosis: Diagnosis, case: Case) -> Replay:
         call=diagnosis.call,
         what=diagnosis.what,
         first=diagnosis.first,
+        batch=diagnosis.batch,
         tries=max(diagnosis.tries, case.same_device),
     )
 
