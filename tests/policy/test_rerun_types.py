@@ -64,6 +64,15 @@ def test_description_names_everything() -> None:
     )
 
 
+def test_replicas_that_differ_are_described_without_a_value() -> None:
+    """No value was rejected, and nothing was replayed: the comparison speaks for itself."""
+    told = "replicas differ at iteration 24: from the majority rank 1 on node n1 in model.w"
+    blamed = Diagnosis(finding=Finding.PERSISTENT, rank=1, iteration=24, what="model.w", message=told)
+    assert blamed.describe() == f"{told}: a fault of that device, as the others agree"
+    open_question = Diagnosis(finding=Finding.UNDECIDED, rank=1, iteration=24, what="model.w", message=told)
+    assert open_question.describe() == f"{told}: undecided"
+
+
 @pytest.mark.parametrize(
     ("a", "b", "difference"),
     [
