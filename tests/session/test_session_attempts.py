@@ -81,6 +81,19 @@ def test_a_reproducible_result_is_saved_for_diagnosis_and_ends_the_process(tmp_p
     assert diagnosis["batch"]
 
 
+def test_determinism_is_reported_at_the_end(tmp_path: Path) -> None:
+    """Where each step is run twice to see whether it gives the same, the journal says so when training is through, and
+    the result is that of an ordinary run."""
+    codes, calm = train(tmp_path / "calm")
+    assert codes == [0], calm
+    codes, measured = train(tmp_path / "twice", rerun={"rerun_mode": "report_determinism_stats"})
+    assert codes == [0], measured
+    assert measured["digest"] == calm["digest"]
+    (event,) = [e for e in read_journal(tmp_path / "twice" / "run") if e.kind == EventKind.DETERMINISM_REPORT]
+    found = event.data["report"]["loss"]
+    assert (found["num_compared"], found["num_different"]) == (12, 0)
+
+
 def test_replicas_that_differ_are_not_saved(tmp_path: Path) -> None:
     """A bit flips in one of three replicas' weights: at the next save all ranks leave with 17 instead, and the journal
     names the rank; without a majority they leave with 16."""

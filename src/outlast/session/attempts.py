@@ -188,6 +188,11 @@ class Attempts:
         agreed, self._agreed = self._agreed, None
         return agreed
 
+    def finish(self) -> None:
+        """Tell how much two runs of a step differed, where that is what they were run twice for."""
+        if self._is_used and self._machine.config.rerun_mode == "report_determinism_stats":
+            self._machine.report()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the next process goes on from."""
         return {"rerun": self._machine.state_dict()}

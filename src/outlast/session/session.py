@@ -431,6 +431,7 @@ class Session:
         return self._manager is None or self._manager.durable_iteration is not None
 
     def _finish(self, state: Mapping[str, Any]) -> None:
+        self._attempts.finish()
         if self._manager is not None:
             if self._saved_iteration != self._iteration:
                 self._check_replicas(saves=True)
@@ -453,6 +454,7 @@ class Session:
 
     def _leave(self, state: Mapping[str, Any], number: int) -> None:
         """Save if there is where to, and raise SystemExit; ``number`` is the signal that was agreed upon."""
+        self._attempts.finish()
         self._check_replicas(saves=self._manager is not None)
         log.info("stopping after iteration %d, on all ranks", self._iteration)
         code = 128 + number
