@@ -1,0 +1,57 @@
+"""The example of invalid results does what its README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "invalid_results" / "nan.py"
+
+
+def _plant(folder: Path, what: str) -> tuple[int, str]:
+    """Run the example to its end; return its exit code and what it printed."""
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder / what), "--plant", what],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=80,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    return ended.returncode, ended.stdout
+
+
+def _checksum(output: str) -> str:
+    found = re.search(r"^trained 30 iterations, checksum (\S+)$", output, re.MULTILINE)
+    assert found, output
+    return found[1]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_what_is_planted_is_found_and_the_weights_are_what_they_would_be(tmp_path: Path) -> None:
+    """A NaN that passes costs one more run of a step, a broken device its node; both end with the weights of an
+    undisturbed run. A bad batch ends the run with 17 and its fingerprint."""
+    code, calm = _plant(tmp_path, "none")
+    assert code == 0, calm
+    assert "found" not in calm
+    code, transient = _plant(tmp_path, "transient")
+    assert (code, _checksum(transient)) == (0, _checksum(calm)), transient
+    assert ": a transient fault; batch" in transient
+    assert "exit code 0, 1 cycles" in transient
+    code, broken = _plant(tmp_path, "broken-device")
+    assert (code, _checksum(broken)) == (0, _checksum(calm)), broken
+    assert "a persistent fault of that device" in broken
+    assert re.search(r"verdict: .*node node-\d is quarantined", broken), broken
+    assert "exit code 0, 3 cycles" in broken
+    code, bad = _plant(tmp_path, "bad-batch")
+    assert code == 17, bad
+    assert re.search(r"the data or the model is at fault; batch [0-9a-f]{16}", bad), bad
+    assert "exit code 17, 2 cycles" in bad
+    assert "trained" not in bad
