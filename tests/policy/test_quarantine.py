@@ -87,6 +87,28 @@ def test_the_replica_nan_loop_ends_in_two_cycles() -> None:
     point = store.choose()
     assert point is not None
     assert (point.generation, point.attempt) == (100, "job-0-aa.0")
+    assert {copy.tier for copy in point.copies} == {Tier.GLOBAL}
+
+
+def test_older_near_copies_of_the_same_cycle_are_passed_over_too() -> None:
+    """What spoiled one near copy may have spoiled all that its cycle saved nearby, and each would cost a cycle: the next
+    load takes the global tier's, or near copies of a cycle before."""
+    store = Store()
+    store.save(90, "job-0-aa.0", None, NEAR)
+    store.save(100, "job-1-bb.0", "job-0-aa.0", [Tier.GLOBAL])
+    for number, iteration in enumerate((110, 115, 120), 1):
+        store.save(iteration, f"job-1-bb.{number}", "job-0-aa.0", NEAR)
+    first = store.load(2)
+    assert first is not None
+    assert first.generation == 120
+    store.known += (distrust(first, 121),)
+    second = store.choose()
+    assert second is not None
+    assert (second.generation, second.copies[0].tier) == (100, Tier.GLOBAL)
+    store.copies = {copy for copy in store.copies if copy.generation != 100}
+    third = store.choose()
+    assert third is not None
+    assert (third.generation, third.copies[0].tier) == (90, Tier.MEMORY)
 
 
 def test_near_copies_are_distrusted_and_the_global_one_is_tried() -> None:

@@ -103,8 +103,6 @@ if poisoned is not None and place.cycle == 0:
 
     def save_poisoned(manager, saved, iteration, **how):
         weight = model[0].weight.detach()
-        if iteration < poisoned and how.get("tiers") is None:
-            how["tiers"] = ("global",)  # the near tiers have nothing as new
         if iteration != poisoned:
             return save(manager, saved, iteration, **how)
         sound, weight[0, 0] = weight[0, 0].item(), float("nan")

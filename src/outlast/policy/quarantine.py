@@ -2,14 +2,16 @@
 
 Within ``suspect_window`` iterations of a load an invalid result casts doubt on what was loaded:
 
-* Loaded from a near tier (memory, local, replica): the generation's near copies are distrusted, and everything that was
-  saved by a cycle that trained on them. The next load goes down to the global tier, or to an older generation.
+* Loaded from a near tier (memory, local, replica): all near copies that the same cycle had saved are distrusted, and
+  everything that was saved by a cycle that trained on them. The next load goes down to the global tier, or to what an
+  older cycle saved.
 * Loaded from the global tier: the generation is distrusted in every tier, and everything that descends from it. The
   next load takes an older one. A second time, no copy is at fault: stop, with the diagnosis.
 
 All near copies of an attempt are distrusted at once. They were verified against the same digests, so they are the same
-bytes, and a replica that was fetched has become a memory copy by the time of the next load. The global tier's copy is
-another file with digests of its own: it gets its chance.
+bytes, and a replica that was fetched has become a memory copy by the time of the next load. So are those of the other
+generations that its cycle saved nearby: what spoiled one on its way spoils them all, and trying them one by one would
+cost a cycle each. The global tier's copies are other files with digests of their own: they get their chance.
 
 Lineage has two sources. A manifest names the attempt that its processes had loaded; and a cycle that loaded a
 distrusted copy taints whatever it saved, even where a link between was deleted since. A copy from the global tier may
@@ -64,7 +66,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Distrusted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Copies that are not loaded again: a generation's near ones or, with ``tier="global"``, all of them."""
+    """Copies that are not loaded again: near ones of the generation and of all others that its cycle saved or, with
+    ``tier="global"``, all of the generation."""
 
     generation: int
     attempt: str
@@ -140,7 +143,7 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
         why=why,
         tainted=_tainted(load, loads),
     )
-    scope = "it" if is_global else "its copies in memory, local tier and replicas"
+    scope = "it" if is_global else "all that its cycle saved in memory, local tier and replicas"
     return Judgement(
         distrusted=distrusted, reason=f"{distance}, {what} is distrusted: {scope}, and what descends from it"
     )
@@ -190,6 +193,8 @@ def decode_distrusted(text: str | None) -> tuple[Distrusted, ...]:
 def _covers(one: Distrusted, copy: Copy, ancestors: Sequence[str]) -> bool:
     if copy.attempt == one.attempt:
         return one.tier == _GLOBAL or copy.tier != Tier.GLOBAL
+    if one.tier != _GLOBAL and copy.tier != Tier.GLOBAL and _cycle_of(copy.attempt) == (_cycle_of(one.attempt) or None):
+        return True
     if any(_cycle_of(attempt) in one.tainted for attempt in (copy.attempt, *ancestors) if attempt != one.attempt):
         return True
     return (one.tier == _GLOBAL or not one.tainted) and one.attempt in ancestors
