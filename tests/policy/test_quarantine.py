@@ -91,8 +91,8 @@ def test_the_replica_nan_loop_ends_in_two_cycles() -> None:
 
 
 def test_older_near_copies_of_the_same_cycle_are_passed_over_too() -> None:
-    """What spoiled one near copy may have spoiled all that its cycle saved nearby, and each would cost a cycle: the next
-    load takes the global tier's, or near copies of a cycle before."""
+    """What spoiled one near copy may have spoiled all that its cycle saved nearby, and each would cost a cycle. So the
+    next load takes the global tier's, or near copies of a cycle before."""
     store = Store()
     store.save(90, "job-0-aa.0", None, NEAR)
     store.save(100, "job-1-bb.0", "job-0-aa.0", [Tier.GLOBAL])
