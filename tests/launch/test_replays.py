@@ -142,7 +142,8 @@ def test_persistent_fault_of_one_device_costs_its_node_the_slot(tmp_path: Path) 
             assert fact in found["verdict"]["reason"]
         assert finished["verdict"]["exit_code"] == 0
         replay = json.loads(nodes.output().split("cycle 1 rank 1 on ")[1].split(" replays ")[1].splitlines()[0])
-        assert replay == {"iteration": 7, "device": device, "node": first, "rank": 1, "what": "loss", "first": "nan"}
+        seen = {"what": "loss", "first": "nan", "batch": "5f3a"}
+        assert replay == {"iteration": 7, "device": device, "node": first, "rank": 1, **seen}
         assert "cycle 2 rank 1" in nodes.output()
         assert nodes.output().count("replays nothing") == 4
 

@@ -18,6 +18,7 @@ from outlast.policy.quarantine import (
     decode_distrusted,
     encode_distrusted,
     is_distrusted,
+    is_doubtful,
     judge,
     settle,
     tier_of_load,
@@ -87,28 +88,17 @@ def test_the_replica_nan_loop_ends_in_two_cycles() -> None:
     point = store.choose()
     assert point is not None
     assert (point.generation, point.attempt) == (100, "job-0-aa.0")
-    assert {copy.tier for copy in point.copies} == {Tier.GLOBAL}
 
 
-def test_older_near_copies_of_the_same_cycle_are_passed_over_too() -> None:
-    """What spoiled one near copy may have spoiled all that its cycle saved nearby, and each would cost a cycle. So the
-    next load takes the global tier's, or near copies of a cycle before."""
-    store = Store()
-    store.save(90, "job-0-aa.0", None, NEAR)
-    store.save(100, "job-1-bb.0", "job-0-aa.0", [Tier.GLOBAL])
-    for number, iteration in enumerate((110, 115, 120), 1):
-        store.save(iteration, f"job-1-bb.{number}", "job-0-aa.0", NEAR)
-    first = store.load(2)
-    assert first is not None
-    assert first.generation == 120
-    store.known += (distrust(first, 121),)
-    second = store.choose()
-    assert second is not None
-    assert (second.generation, second.copies[0].tier) == (100, Tier.GLOBAL)
-    store.copies = {copy for copy in store.copies if copy.generation != 100}
-    third = store.choose()
-    assert third is not None
-    assert (third.generation, third.copies[0].tier) == (90, Tier.MEMORY)
+def test_other_near_copies_of_the_same_cycle_are_doubtful() -> None:
+    """What spoiled one near copy may have spoiled all that its cycle saved nearby; what it saved to the global tier and
+    what other cycles saved is not doubtful, and a bad copy in the global tier says nothing of others."""
+    one = distrust(load(120, "local", cycle=2, attempt="job-1-bb.3"), 121)
+    assert all(is_doubtful(Copy(110, "job-1-bb.1", tier), [one]) for tier in NEAR)
+    assert not is_distrusted(Copy(110, "job-1-bb.1", Tier.LOCAL), {}, [one])
+    assert not is_doubtful(Copy(110, "job-1-bb.1", Tier.GLOBAL), [one])
+    assert not any(is_doubtful(Copy(110, f"job-{cycle}-cc.1", Tier.LOCAL), [one]) for cycle in (0, 2, 11))
+    assert not is_doubtful(Copy(110, "job-1-bb.1", Tier.LOCAL), [distrust(load(120, "global"), 121)])
 
 
 def test_near_copies_are_distrusted_and_the_global_one_is_tried() -> None:

@@ -17,7 +17,7 @@ from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, reject
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
-from outlast.policy.quarantine import Distrusted, is_distrusted
+from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
 from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_recovery_point
 
 __all__ = ["Loaded", "Rejection", "Restored", "agree_and_prove", "known_generations"]
@@ -91,7 +91,8 @@ def agree_and_prove(
         for copy in sorted(copies):
             error = Untrusted("led to invalid results, or descends from what did")
             rejected.append(reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}"))
-    while (point := choose_recovery_point(table.copies, refused)) is not None:
+    doubtful = [{copy for copy in copies if is_doubtful(copy, distrusted)} for copies in table.copies]
+    while (point := _choose(table, refused, doubtful)) is not None:
         mine = point.copies[peers.rank]
         proven, vote = _prove_and_vote(mine, peers.rank, obtain_copy, usable)
         votes = [msgspec.json.decode(data, type=_Vote) for data in peers.gather(msgspec.json.encode(vote))]
@@ -112,6 +113,12 @@ def agree_and_prove(
     if not table.seen:
         return None
     raise _nothing_left(places, rejected)
+
+
+def _choose(table: Table, refused: dict[int, set[Copy]], doubtful: list[set[Copy]]) -> RecoveryPoint | None:
+    """Choose among the copies that nobody refused; doubtful ones only where the others do not suffice."""
+    sound = {rank: bad | doubtful[rank] for rank, bad in refused.items()}
+    return choose_recovery_point(table.copies, sound) or choose_recovery_point(table.copies, refused)
 
 
 def known_generations(table: Table, distrusted: Sequence[Distrusted], newest: int) -> dict[int, set[Tier]]:

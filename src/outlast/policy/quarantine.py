@@ -2,16 +2,16 @@
 
 Within ``suspect_window`` iterations of a load an invalid result casts doubt on what was loaded:
 
-* Loaded from a near tier (memory, local, replica): all near copies that the same cycle had saved are distrusted, and
-  everything that was saved by a cycle that trained on them. The next load goes down to the global tier, or to what an
-  older cycle saved.
+* Loaded from a near tier (memory, local, replica): the generation's near copies are distrusted, and everything that was
+  saved by a cycle that trained on them. The other near copies of the cycle that had saved it are doubtful. The next
+  load goes down to the global tier or to what an older cycle saved; to doubtful copies only if there is nothing else.
 * Loaded from the global tier: the generation is distrusted in every tier, and everything that descends from it. The
   next load takes an older one. A second time, no copy is at fault: stop, with the diagnosis.
 
 All near copies of an attempt are distrusted at once. They were verified against the same digests, so they are the same
-bytes, and a replica that was fetched has become a memory copy by the time of the next load. So are those of the other
-generations that its cycle saved nearby: what spoiled one on its way spoils them all, and trying them one by one would
-cost a cycle each. The global tier's copies are other files with digests of their own: they get their chance.
+bytes, and a replica that was fetched has become a memory copy by the time of the next load. What spoiled one on its way
+may have spoiled all that its cycle saved nearby, and trying them one by one would cost a cycle each. The global tier's
+copies are other files with digests of their own: they get their chance.
 
 Lineage has two sources. A manifest names the attempt that its processes had loaded; and a cycle that loaded a
 distrusted copy taints whatever it saved, even where a link between was deleted since. A copy from the global tier may
@@ -40,6 +40,7 @@ __all__ = [
     "decode_distrusted",
     "encode_distrusted",
     "is_distrusted",
+    "is_doubtful",
     "judge",
     "settle",
     "tier_of_load",
@@ -66,8 +67,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Distrusted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Copies that are not loaded again: near ones of the generation and of all others that its cycle saved or, with
-    ``tier="global"``, all of the generation."""
+    """Copies that are not loaded again: a generation's near ones or, with ``tier="global"``, all of them."""
 
     generation: int
     attempt: str
@@ -143,7 +143,7 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
         why=why,
         tainted=_tainted(load, loads),
     )
-    scope = "it" if is_global else "all that its cycle saved in memory, local tier and replicas"
+    scope = "it" if is_global else "its copies in memory, local tier and replicas"
     return Judgement(
         distrusted=distrusted, reason=f"{distance}, {what} is distrusted: {scope}, and what descends from it"
     )
@@ -176,6 +176,17 @@ def is_distrusted(copy: Copy, lineage: Mapping[str, str | None], distrusted: Ite
     return any(_covers(one, copy, ancestors) for one in distrusted)
 
 
+def is_doubtful(copy: Copy, distrusted: Iterable[Distrusted]) -> bool:
+    """Return whether a near copy was saved by a cycle of which another near copy led to invalid results.
+
+    Args:
+        copy: Some rank's copy of a generation.
+        distrusted: What is distrusted.
+    """
+    bad = {_cycle_of(one.attempt) for one in distrusted if one.tier != _GLOBAL}
+    return copy.tier != Tier.GLOBAL and _cycle_of(copy.attempt) in bad
+
+
 def encode_distrusted(distrusted: Sequence[Distrusted]) -> str:
     """Return a list as the text that workers are given."""
     return msgspec.json.encode(distrusted).decode()
@@ -193,8 +204,6 @@ def decode_distrusted(text: str | None) -> tuple[Distrusted, ...]:
 def _covers(one: Distrusted, copy: Copy, ancestors: Sequence[str]) -> bool:
     if copy.attempt == one.attempt:
         return one.tier == _GLOBAL or copy.tier != Tier.GLOBAL
-    if one.tier != _GLOBAL and copy.tier != Tier.GLOBAL and _cycle_of(copy.attempt) == (_cycle_of(one.attempt) or None):
-        return True
     if any(_cycle_of(attempt) in one.tainted for attempt in (copy.attempt, *ancestors) if attempt != one.attempt):
         return True
     return (one.tier == _GLOBAL or not one.tainted) and one.attempt in ancestors
