@@ -153,6 +153,9 @@ class EventKind(StrEnum):
     RESTORED = "restored"
     """Worker: ``generation``, ``tier``, ``rejected`` (list of texts), ``load_s``; the envelope has
     ``iteration``."""
+    RESTARTED_IN_PROCESS = "restarted_in_process"
+    """Worker: all ranks run the wrapped function again: ``restart_iteration``, ``faults`` (``rank``, ``kind``,
+    ``summary``), ``active_world_size``, ``replaced`` (the active ranks that reserves took over), ``duration_s``."""
     PROGRESS = "progress"
     """Worker: written for the first finished iteration of a cycle, then at most every few seconds."""
     SAVE_SCHEDULED = "save_scheduled"
@@ -182,7 +185,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     job: str
     node: str
     proc: str
-    """``agent``, ``coordinator``, ``monitor``, ``rank-<global rank>``, ``demo``."""
+    """``agent``, ``coordinator``, ``monitor``, ``rank-<global rank>``, ``inprocess-<initial rank>``, ``demo``."""
     cycle: int | None = None
     rank: int | None = None
     iteration: int | None = None

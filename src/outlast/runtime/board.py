@@ -27,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from outlast.errors import OutlastError
+from outlast.policy.in_process import InProcessState
 from outlast.policy.recovery_point import Tier
 from outlast.runtime import board_page as layout
 from outlast.runtime.board_page import MAX_DEPTH, MAX_NAMES, OTHER, LoadedCopy, RankPage
@@ -89,6 +90,16 @@ class RankState:
     initial_heartbeat_s: float = 0.0
     """Seconds from the attachment to the first heartbeat; 0 = none yet."""
     longest_heartbeat_gap_s: float = 0.0
+    in_process: InProcessState = InProcessState.OFF
+    """How the worker stands with restarts inside its process."""
+    in_process_call: int = 0
+    """Which of the process's calls of a wrapped function that is about, from 0."""
+    in_process_iteration: int = 0
+    """The restart iteration that the worker is in, or goes to."""
+    in_process_since_ns: int = 0
+    """When one of these changed last."""
+    in_process_patience_s: float = 0.0
+    """Seconds that a restart inside the process may take; 0 = it was never armed."""
     torn: bool = False
     """The writer stopped in the middle of an update; sections may not fit together."""
 
@@ -213,6 +224,14 @@ class Board:
         if not words[layout.ATTACHED]:
             words[layout.RANK], words[layout.CYCLE], words[layout.PID] = global_rank, cycle, pid
 
+    def words_of(self, local_rank: int) -> memoryview:
+        """Return the words of a rank's page, for :class:`outlast.runtime.in_process_mark.InProcessMark`.
+
+        Raises:
+            OutlastError: The board has no such rank.
+        """
+        return self._page(local_rank)
+
     def request_stop(self, local_rank: int) -> None:
         """Set the reply word that the worker's ``stop_requested()`` reads."""
         self._page(local_rank)[layout.STOP] = 1
@@ -310,8 +329,17 @@ def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState
         counts=MappingProxyType(counts),
         initial_heartbeat_s=(first_beat - attached) / 1e9 if first_beat > attached else 0.0,
         longest_heartbeat_gap_s=words[layout.LONGEST_GAP] / 1e9,
+        in_process=_decode_in_process(words[layout.IN_PROCESS]),
+        in_process_call=words[layout.IN_PROCESS_CALL],
+        in_process_iteration=words[layout.IN_PROCESS_ITERATION],
+        in_process_since_ns=words[layout.IN_PROCESS_SINCE],
+        in_process_patience_s=words[layout.IN_PROCESS_PATIENCE] / 1e9,
         torn=torn,
     )
+
+
+def _decode_in_process(word: int) -> InProcessState:
+    return InProcessState(word) if 0 <= word < len(InProcessState) else InProcessState.OFF
 
 
 def _decode_loaded(words: tuple[int, ...]) -> LoadedCopy | None:

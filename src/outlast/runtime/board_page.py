@@ -28,7 +28,7 @@ OTHER = "(other)"
 PAGE_BYTES = 4096
 
 MAGIC = int.from_bytes(b"OUTLBRD1", "little")
-VERSION = 2
+VERSION = 3
 # Words of the header page.
 H_MAGIC, H_VERSION, H_RANKS, H_TOKEN = range(4)
 # Words of a rank's page.
@@ -47,8 +47,12 @@ LOAD_GENERATION = NAMES + SLOT_WORDS * (MAX_NAMES + 1)
 LOAD_TIER, LOAD_WINDOW, LOAD_ATTEMPT = range(LOAD_GENERATION + 1, LOAD_GENERATION + 4)
 ATTEMPT_WORDS = 32
 MAX_ATTEMPT_BYTES = 8 * ATTEMPT_WORDS - 1
+# How the worker stands with restarts inside its process; written by :mod:`outlast.runtime.in_process_mark`. These words
+# belong to the process, and outlive each attachment of it.
+IN_PROCESS = LOAD_ATTEMPT + ATTEMPT_WORDS
+IN_PROCESS_ITERATION, IN_PROCESS_CALL, IN_PROCESS_SINCE, IN_PROCESS_PATIENCE = range(IN_PROCESS + 1, IN_PROCESS + 5)
 PAGE_WORDS = PAGE_BYTES // 8
-assert LOAD_ATTEMPT + ATTEMPT_WORDS <= PAGE_WORDS
+assert IN_PROCESS_PATIENCE < PAGE_WORDS
 HOT = struct.Struct(f"={HOT_WORDS}q")
 PAGE = struct.Struct(f"={PAGE_WORDS}q")
 NAME = struct.Struct(f"={NAME_WORDS}q")
@@ -109,7 +113,7 @@ class RankPage:
             warmup: Section name to the number of first durations that do not count as its longest.
         """
         words, stop = self._words, self._words[STOP]
-        for at in range(PAGE_WORDS):
+        for at in range(IN_PROCESS):
             if at != STOP:  # a notice may have come before the worker was ready
                 words[at] = 0
         self._reset()

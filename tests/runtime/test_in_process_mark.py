@@ -1,0 +1,89 @@
+"""What a process that can restart within says on its page of the heartbeat board."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from outlast.incidents import IncidentKind
+from outlast.policy.in_process import InProcessState
+from outlast.runtime.board import Board
+from outlast.runtime.in_process_mark import Change, InProcessFault, InProcessMark, address
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    board = Board.create_anonymous(num_ranks=2)
+    yield board
+    board.close()
+
+
+@pytest.fixture
+def mark(board: Board) -> Iterator[InProcessMark]:
+    mark = InProcessMark.open(board.path, 1)
+    yield mark
+    mark.close()
+
+
+def test_the_agent_reads_state_iteration_and_patience(board: Board, mark: InProcessMark) -> None:
+    """What the process says is on its page, with the time, and on nobody else's."""
+    mark.arm(2, patience_s=124.0)
+    mark.activate(0)
+    before = board.read(1).in_process_since_ns
+    mark.restart(1)
+    state = board.read(1)
+    assert state.in_process == InProcessState.RESTARTING
+    assert (state.in_process_call, state.in_process_iteration, state.in_process_patience_s) == (2, 1, 124.0)
+    assert state.in_process_since_ns >= before > 0
+    assert board.read(0).in_process == InProcessState.OFF
+
+
+def test_the_last_state_is_kept_to_the_end(board: Board, mark: InProcessMark) -> None:
+    """Completing, finishing, leaving and giving up keep the restart iteration."""
+    mark.arm(0, patience_s=1.0)
+    mark.wait(3)
+    for say, expected in (
+        (mark.complete, InProcessState.COMPLETED),
+        (mark.finish, InProcessState.RETURNED),
+        (mark.leave, InProcessState.LEFT),
+        (mark.give_up, InProcessState.GAVE_UP),
+    ):
+        say()
+        assert (board.read(1).in_process, board.read(1).in_process_iteration) == (expected, 3)
+
+
+def test_attaching_to_the_page_keeps_the_mark(board: Board, mark: InProcessMark) -> None:
+    """A monitor made in the wrapped function clears the page of all but the mark, which was there before it."""
+    mark.arm(0, patience_s=9.0)
+    mark.activate(4)
+    page = board.rank(1)
+    page.attach(pid=7, global_rank=5, cycle=0)
+    state = board.read(1)
+    assert state.attached
+    assert state.in_process == InProcessState.ACTIVE
+    assert (state.in_process_iteration, state.in_process_patience_s) == (4, 9.0)
+
+
+def test_the_agent_is_told_with_the_faults(board: Board, mark: InProcessMark) -> None:
+    """A listening agent gets each change at once, with the faults behind it, cut to a bounded size."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        agent.bind(address(board.token))
+        agent.settimeout(5.0)
+        mark.arm(0, patience_s=1.0)
+        agent.recv(1 << 16)
+        mark.activate(1, [InProcessFault(rank=3, kind=IncidentKind.WORKER_DIED, summary="x" * 9999)] * 20)
+        change = msgspec.msgpack.decode(agent.recv(1 << 16), type=Change)
+    assert (change.local_rank, change.iteration, change.state) == (1, 1, InProcessState.ACTIVE)
+    assert len(change.faults) == 8
+    assert change.faults[0].rank == 3
+    assert len(change.faults[0].summary) == 500
+
+
+def test_a_mark_works_without_a_listener(board: Board, mark: InProcessMark) -> None:
+    """An agent that is gone, or too busy to listen, stops nobody."""
+    mark.arm(0, patience_s=1.0)
+    mark.activate(0)
+    assert board.read(1).in_process == InProcessState.ACTIVE
