@@ -15,7 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from outlast.chaos import Fault, FaultKind, FaultTarget
-from outlast.config import CheckpointConfig, Config, FaultToleranceConfig, RerunStateMachineConfig
+from outlast.config import (
+    CheckpointConfig,
+    Config,
+    FaultToleranceConfig,
+    InProcessRestartConfig,
+    RerunStateMachineConfig,
+)
 from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, IncidentKind, Rung
@@ -79,6 +85,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "config": lambda: settings_table(Config),
     "checkpoint": lambda: settings_table(CheckpointConfig),
     "fault-tolerance": lambda: settings_table(FaultToleranceConfig, flag="--ft-"),
+    "in-process-restart": lambda: settings_table(InProcessRestartConfig),
     "rerun-state-machine": lambda: settings_table(RerunStateMachineConfig),
     "exit-codes": lambda: words_table(ExitReason, "reason", value="code"),
     "incidents": lambda: words_table(IncidentKind, "kind", value="word"),

@@ -9,7 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.config import CheckpointConfig, Config, FaultToleranceConfig, RerunStateMachineConfig
+    from outlast.config import (
+        CheckpointConfig,
+        Config,
+        FaultToleranceConfig,
+        InProcessRestartConfig,
+        RerunStateMachineConfig,
+    )
     from outlast.errors import ExitReason, OutlastError
     from outlast.session import Session, init
 
@@ -20,6 +26,7 @@ _HOMES = {
     "Config": "outlast.config",
     "ExitReason": "outlast.errors",
     "FaultToleranceConfig": "outlast.config",
+    "InProcessRestartConfig": "outlast.config",
     "OutlastError": "outlast.errors",
     "RerunStateMachineConfig": "outlast.config",
     "Session": "outlast.session",
@@ -31,6 +38,7 @@ __all__ = [
     "Config",
     "ExitReason",
     "FaultToleranceConfig",
+    "InProcessRestartConfig",
     "OutlastError",
     "RerunStateMachineConfig",
     "Session",

@@ -13,6 +13,8 @@ The whole tree::
     |   +-- Untrusted                        whole, but of another run, rank or topology
     +-- NotFinite                            a loss or a gradient is NaN or infinite
     +-- UnhealthyDevice                      a device failed its check
+    +-- UnhealthyRank                        a rank must not take part any longer
+    +-- RestartAbort                         the ranks cannot be restarted in process
     +-- BudgetExhausted                      the ladder has no remedy left; exit code 93
     +-- SparesExhausted                      no node is left to take a slot
 
@@ -22,6 +24,7 @@ next.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 __all__ = [
@@ -36,8 +39,10 @@ __all__ = [
     "OutlastError",
     "PeerLost",
     "RendezvousError",
+    "RestartAbort",
     "SparesExhausted",
     "UnhealthyDevice",
+    "UnhealthyRank",
     "Untrusted",
 ]
 
@@ -123,6 +128,36 @@ class NotFinite(OutlastError):
 
 class UnhealthyDevice(OutlastError):
     """A device failed its health check."""
+
+
+class UnhealthyRank(OutlastError):
+    """A rank must not take part any longer; raised by a health check, it leaves for good and the others go on."""
+
+
+class RestartAbort(OutlastError):
+    """The ranks cannot be restarted in process; raised on every one of them.
+
+    A plug-in that raises it ends the restarts for all ranks.
+
+    Args:
+        message: What is wrong and what to do next, in one line.
+        counts: What was done until then, by name: ``restarts``, ``faults``, ``living``, and the like.
+        rank: Global rank concerned, when known.
+        node: Node name concerned, when known.
+        iteration: Number of the restart, when known; 0 = the function's first call.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        counts: Mapping[str, int] | None = None,
+        rank: int | None = None,
+        node: str | None = None,
+        iteration: int | None = None,
+    ) -> None:
+        super().__init__(message, rank=rank, node=node, iteration=iteration)
+        self.counts = dict(counts or {})
 
 
 class BudgetExhausted(OutlastError):

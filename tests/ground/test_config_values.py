@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from outlast.config import CheckpointConfig, Config, FaultToleranceConfig, RerunStateMachineConfig
+from outlast.config import (
+    CheckpointConfig,
+    Config,
+    FaultToleranceConfig,
+    InProcessRestartConfig,
+    RerunStateMachineConfig,
+)
 from outlast.config.base import describe_fields, from_mapping
 from outlast.errors import ConfigError
 
@@ -63,6 +69,38 @@ BAD = [
         {"check_for_nan_in_loss": False, "error_injection_rate": 5},
         "check_for_nan_in_loss is off",
     ),
+    (InProcessRestartConfig, {"soft_timeout": 90.0}, "soft_timeout=90.0 must be smaller than hard_timeout=90.0"),
+    (InProcessRestartConfig, {"hard_timeout": 120.0}, "hard_timeout=120.0 must be smaller than barrier_timeout=120.0"),
+    (InProcessRestartConfig, {"heartbeat_interval": 60.0}, "heartbeat_interval=60.0 must be smaller than heartbeat_t"),
+    (InProcessRestartConfig, {"heartbeat_timeout": 121.0}, "heartbeat_timeout=121.0 must be smaller than barrier_ti"),
+    (
+        InProcessRestartConfig,
+        {"monitor_process_interval": 60.0, "soft_timeout": 61.0},
+        "monitor_process_interval=60.0 must be smaller than heartbeat_timeout=60.0",
+    ),
+    (
+        InProcessRestartConfig,
+        {"monitor_process_interval": 2.0, "soft_timeout": 2.0},
+        "monitor_process_interval=2.0 must be smaller than soft_timeout=2.0",
+    ),
+    (
+        InProcessRestartConfig,
+        {"monitor_thread_interval": 2.0, "soft_timeout": 2.0},
+        "monitor_thread_interval=2.0 must be smaller than soft_timeout=2.0",
+    ),
+    (
+        InProcessRestartConfig,
+        {"progress_watchdog_interval": 2.0, "soft_timeout": 2.0},
+        "progress_watchdog_interval=2.0 must be smaller than soft_timeout=2.0",
+    ),
+    (InProcessRestartConfig, {"completion_timeout": 0.0}, "completion_timeout=0.0 must be above 0 seconds"),
+    (InProcessRestartConfig, {"last_call_wait": -1.0}, "last_call_wait=-1.0 must not be negative"),
+    (InProcessRestartConfig, {"soft_timeout": math.nan}, "must be finite"),
+    (InProcessRestartConfig, {"granularity": "rack"}, "granularity='rack' must be node or rank"),
+    (InProcessRestartConfig, {"active_world_size": 0}, "active_world_size=0 must be at least 1"),
+    (InProcessRestartConfig, {"max_iterations": -1}, "max_iterations=-1"),
+    (InProcessRestartConfig, {"max_rank_faults": 0}, "max_rank_faults=0"),
+    (InProcessRestartConfig, {"monitor_process_logdir": ""}, "monitor_process_logdir must not be empty"),
     (Config, {"seed": -1}, "seed=-1"),
     (Config, {"fault_tolerance": FaultToleranceConfig(enable_ft_package=True)}, "no checkpoint.directory"),
 ]
@@ -78,7 +116,9 @@ def test_bad_value_is_refused_when_made(cls: type, values: dict[str, Any], messa
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("cls", [Config, CheckpointConfig, FaultToleranceConfig, RerunStateMachineConfig])
+@pytest.mark.parametrize(
+    "cls", [Config, CheckpointConfig, FaultToleranceConfig, InProcessRestartConfig, RerunStateMachineConfig]
+)
 def test_every_field_is_documented(cls: type) -> None:
     """Each setting has a text under it, from which help and docs are made."""
     for field in describe_fields(cls):
@@ -104,3 +144,16 @@ def test_settings_cannot_change_after_their_check() -> None:
     config = FaultToleranceConfig()
     with pytest.raises(AttributeError):
         config.safety_factor = 0.0  # type: ignore[misc]
+
+
+def test_short_timeouts_need_no_other_setting() -> None:
+    """With a soft timeout of two seconds and a hard one of four, all other defaults still hold."""
+    config = InProcessRestartConfig(soft_timeout=2.0, hard_timeout=4.0)
+    assert (config.heartbeat_timeout, config.barrier_timeout, config.monitor_thread_interval) == (60.0, 120.0, 1.0)
+
+
+def test_enabled_settings_make_the_session_take_part() -> None:
+    """in_process_restart.enabled says in_process, so that either one suffices in a file."""
+    assert Config(in_process_restart=InProcessRestartConfig(enabled=True)).in_process
+    assert not Config(in_process_restart=InProcessRestartConfig()).in_process
+    assert Config(in_process=True).in_process_restart is None

@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 from outlast.config.base import require
 from outlast.config.checkpoint import CheckpointConfig
 from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.config.replica_digest import ReplicaDigestConfig
 from outlast.config.rerun_state_machine import RerunStateMachineConfig
 
-__all__ = ["CheckpointConfig", "Config", "FaultToleranceConfig", "ReplicaDigestConfig", "RerunStateMachineConfig"]
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "FaultToleranceConfig",
+    "InProcessRestartConfig",
+    "ReplicaDigestConfig",
+    "RerunStateMachineConfig",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,13 @@ class Config:
     replica_digest: ReplicaDigestConfig | None = None
     """How often the replicas of a data-parallel group are compared; none = never."""
 
+    in_process: bool = False
+    """The session is made within a function that ``outlast.inprocess.Wrapper`` calls, and is left with it at each
+    restart in process; on, too, where ``in_process_restart.enabled`` is."""
+
+    in_process_restart: InProcessRestartConfig | None = None
+    """Settings for that ``Wrapper``; none = the defaults."""
+
     fault_plan: str | None = None
     """File (TOML, YAML or JSON) with a plan of faults to cause on purpose, in a test; none = no plan."""
 
@@ -50,4 +65,6 @@ class Config:
             self.fault_tolerance is None or not self.fault_tolerance.enable_ft_package or self.checkpoint is not None,
             "fault_tolerance.enable_ft_package is on, but there is no checkpoint.directory to come back from; name one",
         )
+        if self.in_process_restart is not None and self.in_process_restart.enabled:
+            object.__setattr__(self, "in_process", True)
         require(self.seed is None or self.seed >= 0, f"seed={self.seed} must not be negative")
