@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         FaultToleranceConfig,
         InProcessRestartConfig,
         RerunStateMachineConfig,
+        StragglerDetectionConfig,
     )
     from outlast.errors import ExitReason, OutlastError
     from outlast.session import Session, init
@@ -30,6 +31,7 @@ _HOMES = {
     "OutlastError": "outlast.errors",
     "RerunStateMachineConfig": "outlast.config",
     "Session": "outlast.session",
+    "StragglerDetectionConfig": "outlast.config",
     "init": "outlast.session",
 }
 
@@ -42,6 +44,7 @@ __all__ = [
     "OutlastError",
     "RerunStateMachineConfig",
     "Session",
+    "StragglerDetectionConfig",
     "__version__",
     "init",
 ]

@@ -10,6 +10,7 @@ from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.config.replica_digest import ReplicaDigestConfig
 from outlast.config.rerun_state_machine import RerunStateMachineConfig
+from outlast.config.straggler_detection import StragglerDetectionConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -18,6 +19,7 @@ __all__ = [
     "InProcessRestartConfig",
     "ReplicaDigestConfig",
     "RerunStateMachineConfig",
+    "StragglerDetectionConfig",
 ]
 
 

@@ -1,0 +1,72 @@
+"""Settings of the search for slow ranks: the reference's names and defaults, and contradictions refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from outlast.config import StragglerDetectionConfig
+from outlast.config.base import describe_fields, from_mapping
+from outlast.errors import ConfigError
+
+REFERENCE = {
+    "enabled": False,
+    "report_time_interval": 300.0,
+    "calc_relative_gpu_perf": True,
+    "calc_individual_gpu_perf": True,
+    "num_gpu_perf_scores_to_print": 5,
+    "gpu_relative_perf_threshold": 0.7,
+    "gpu_individual_perf_threshold": 0.7,
+    "stop_if_detected": False,
+    "enable_logging": True,
+    "profiling_interval": 1,
+}
+
+
+def test_fields_and_defaults_are_those_of_the_reference() -> None:
+    """Whoever comes from Megatron-Bridge or NeMo finds their names, with the values that they know."""
+    config = StragglerDetectionConfig()
+    assert {name: getattr(config, name) for name in REFERENCE} == REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"report_time_interval": 0.0}, "report_time_interval=0.0 must be above 0"),
+        ({"report_time_interval": math.inf}, "must be finite"),
+        ({"gpu_relative_perf_threshold": 1.1}, "gpu_relative_perf_threshold=1.1 must be from 0 to 1"),
+        ({"gpu_individual_perf_threshold": -0.1}, "gpu_individual_perf_threshold=-0.1 must be from 0 to 1"),
+        ({"noticeable_score": 90.0}, "noticeable_score=90.0 must be from 0 to 1"),
+        ({"num_gpu_perf_scores_to_print": -1}, "num_gpu_perf_scores_to_print=-1"),
+        ({"profiling_interval": 0}, "profiling_interval=0 must be at least 1"),
+        ({"confirmations": 0}, "confirmations=0 must be at least 1"),
+        ({"logger_name": ""}, "logger_name must not be empty"),
+        (
+            {"enabled": True, "calc_relative_gpu_perf": False, "calc_individual_gpu_perf": False},
+            "enabled is on, but calc_relative_gpu_perf and calc_individual_gpu_perf are both off",
+        ),
+        (
+            {"stop_if_detected": True, "calc_relative_gpu_perf": False, "calc_individual_gpu_perf": False},
+            "stop_if_detected is on, but",
+        ),
+    ],
+)
+def test_bad_and_contradictory_values_are_refused(values: dict[str, Any], message: str) -> None:
+    """A value out of range, or one that contradicts another, is refused in a line that names what broke."""
+    with pytest.raises(ConfigError) as raised:
+        StragglerDetectionConfig(**values)
+    assert message in str(raised.value)
+
+
+def test_off_needs_nothing() -> None:
+    """Switched off, it may be left with nothing to calculate."""
+    StragglerDetectionConfig(calc_relative_gpu_perf=False, calc_individual_gpu_perf=False)
+
+
+def test_texts_are_read_and_every_field_is_documented() -> None:
+    """Settings come as texts too, and each says what it is for."""
+    config = from_mapping(StragglerDetectionConfig, {"report-time-interval": "60", "enabled": "yes"}, where="here")
+    assert (config.report_time_interval, config.enabled) == (60.0, True)
+    assert all(field.text for field in describe_fields(StragglerDetectionConfig))
