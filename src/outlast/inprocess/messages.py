@@ -30,6 +30,7 @@ from outlast.policy.restart_orders import (
     Ready,
     Report,
     Restart,
+    Standing,
 )
 
 __all__ = [
@@ -86,25 +87,6 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     """The secret of this group of monitor processes; hexadecimal digits."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a member stands, for a hub that was not there when it got there."""
-
-    iteration: int = -1
-    """The last one that it was told to enter; -1: none yet."""
-    ranks: dict[int, int | None] = {}
-    """Of that :class:`Go`."""
-    restart: int = -1
-    """The iteration of the last :class:`Restart`; -1: none yet."""
-    ready: Ready | None = None
-    """What it said last."""
-    completed: int = -1
-    """The iteration that it completed last."""
-    faults: tuple[Fault, ...] = ()
-    """Its own, in the iteration that it is in."""
-    fault_counts: dict[int, int] = {}
-    """As far as it knows."""
-
-
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First message on a link: who comes, and that it knows the secret."""
 
@@ -135,6 +117,8 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Who may host the hub, in this order; the first one does. The first is also the answer to a :class:`Join`."""
 
     candidates: tuple[Candidate, ...]
+    members: dict[int, str] = {}
+    """Node by initial rank of all living members; empty before the first :class:`Go`."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -29,10 +29,12 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Seconds without progress after which the rank is ended."""
     thread_interval_s: float
     """Seconds between two beats of the rank's monitor thread."""
+    process_interval_s: float
+    """Longest time between two looks of the monitor process."""
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
     """Of the link to the hub."""
     termination_grace_s: float
-    """Seconds that an expelled rank has to end by itself."""
+    """Seconds between SIGTERM and SIGKILL for a rank that is ended while its main thread still runs."""
     log_path: str = ""
     """File to which the monitor process writes its log; empty: the rank's standard error."""

@@ -11,7 +11,7 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What bounds in-process restarts."""
 
     max_iterations: int | None = None
-    """Calls of the wrapped function; ``None``: no bound."""
+    """Restarts in process; ``None``: no bound."""
     barrier_timeout_s: float = 120.0
     """Seconds that a member has to be ready for the next iteration."""
     completion_timeout_s: float = 120.0

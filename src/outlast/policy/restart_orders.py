@@ -26,6 +26,7 @@ __all__ = [
     "Ready",
     "Report",
     "Restart",
+    "Standing",
 ]
 
 
@@ -136,7 +137,9 @@ class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     store_address: str
     """``host port`` where the rank with active rank 0 listens."""
     faults: tuple[Fault, ...] = ()
-    """Why the iteration before ended."""
+    """Why the iteration before ended; causes first, no more than 16."""
+    fault_counts: dict[int, int] = {}
+    """Number of faults by initial rank, all iterations together."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -158,6 +161,25 @@ class Expel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """This member counts as dead and is ended by its monitor process."""
 
     reason: str
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a member stands, for a hub that was not there when it got there."""
+
+    iteration: int = -1
+    """The last one that it was told to enter; -1: none yet."""
+    ranks: dict[int, int | None] = {}
+    """Of that :class:`Go`."""
+    fault_counts: dict[int, int] = {}
+    """Of that :class:`Go`."""
+    restart: int = -1
+    """The iteration of the last :class:`Restart`; -1: none yet."""
+    ready: Ready | None = None
+    """What it said last."""
+    completed: int = -1
+    """The iteration that it completed last."""
+    faults: tuple[Fault, ...] = ()
+    """Its own, since that :class:`Go`."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
