@@ -99,7 +99,7 @@ BAD = [
     (InProcessRestartConfig, {"granularity": "rack"}, "granularity='rack' must be node or rank"),
     (InProcessRestartConfig, {"active_world_size": 0}, "active_world_size=0 must be at least 1"),
     (InProcessRestartConfig, {"max_iterations": -1}, "max_iterations=-1"),
-    (InProcessRestartConfig, {"max_rank_faults": 0}, "max_rank_faults=0"),
+    (InProcessRestartConfig, {"max_rank_faults": -1}, "max_rank_faults=-1"),
     (InProcessRestartConfig, {"monitor_process_logdir": ""}, "monitor_process_logdir must not be empty"),
     (Config, {"seed": -1}, "seed=-1"),
     (Config, {"fault_tolerance": FaultToleranceConfig(enable_ft_package=True)}, "no checkpoint.directory"),

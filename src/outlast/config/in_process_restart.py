@@ -82,7 +82,8 @@ class InProcessRestartConfig:
     """Give the memory that the CUDA allocator caches back before the function is called again."""
 
     max_rank_faults: int | None = None
-    """Faults after which a rank leaves for good; none = no limit."""
+    """Faults of its own that a rank may have; with one more it leaves for good, and the others go on. none = no
+    limit."""
 
     monitor_process_logdir: str | None = None
     """Folder for the logs of the monitor processes, a file each; none = they write to their rank's standard error."""
@@ -122,8 +123,8 @@ class InProcessRestartConfig:
             f"max_iterations={self.max_iterations} must not be negative; write none for no limit",
         )
         require(
-            self.max_rank_faults is None or self.max_rank_faults >= 1,
-            f"max_rank_faults={self.max_rank_faults} must be at least 1; write none for no limit",
+            self.max_rank_faults is None or self.max_rank_faults >= 0,
+            f"max_rank_faults={self.max_rank_faults} must not be negative; write none for no limit",
         )
         require(self.monitor_process_logdir != "", "monitor_process_logdir must not be empty; write none for no files")
         for small, large, why in _SMALLER:

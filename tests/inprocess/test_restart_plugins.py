@@ -1,0 +1,102 @@
+"""Plug-ins that are composed, and those that end restarting."""
+
+from __future__ import annotations
+
+import pytest
+
+from outlast.errors import ConfigError, RestartAbort, UnhealthyRank
+from outlast.inprocess.assignments import ActiveWorldSizeDivisibleBy, FillGaps, Level, MaxActiveWorldSize, Tree
+from outlast.inprocess.compose import Compose
+from outlast.inprocess.retry import FaultCounter, RetryController
+from outlast.inprocess.state import State
+
+
+def state(**changes: object) -> State:
+    values: dict[str, object] = {
+        "initial_rank": 1,
+        "initial_world_size": 5,
+        "rank": 1,
+        "world_size": 4,
+        "active_world_size": 3,
+        "iteration": 2,
+        "node": "n0",
+        "fault_counts": {1: 2, 4: 1},
+    }
+    return State(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_plugins_run_from_left_to_right() -> None:
+    """Each plug-in gets what the one before it returned, or the same as it where that returned nothing."""
+    seen: list[tuple[str, int]] = []
+
+    def note(name: str, returned: int | None) -> object:
+        def plugin(value: int) -> int | None:
+            seen.append((name, value))
+            return returned
+
+        return plugin
+
+    assert Compose(note("a", None), note("b", 7), note("c", None))(1) == 7  # type: ignore[arg-type]
+    assert seen == [("a", 1), ("b", 1), ("c", 7)]
+
+
+def test_first_error_ends_the_call() -> None:
+    """What stands right of a plug-in that raised is not called."""
+
+    def fail(value: object) -> None:
+        raise RuntimeError("left")
+
+    with pytest.raises(RuntimeError, match="left"):
+        Compose(fail, lambda value: pytest.fail("called"))(0)
+
+
+def test_limits_of_restarting_end_it_with_the_counts() -> None:
+    """RetryController lets what is within its limits pass, and names the limit that is not kept."""
+    RetryController(max_iterations=2, min_world_size=4, min_active_world_size=3)(state())
+    with pytest.raises(RestartAbort, match="restart 2 of max_iterations=1") as caught:
+        RetryController(max_iterations=1)(state())
+    assert caught.value.counts == {"restarts": 2, "living": 4, "active": 3, "faults": 3}
+    assert caught.value.iteration == 2
+    with pytest.raises(RestartAbort, match="4 processes are left of min_world_size=5"):
+        RetryController(min_world_size=5)(state())
+    with pytest.raises(RestartAbort, match="3 ranks would run of min_active_world_size=4"):
+        RetryController(min_active_world_size=4)(state())
+
+
+def test_rank_that_fails_too_often_leaves() -> None:
+    """FaultCounter raises on the rank itself once it failed more often than it may; others' faults do not count."""
+    FaultCounter(max_rank_faults=2)(state())
+    FaultCounter()(state(fault_counts={1: 99}))
+    FaultCounter(max_rank_faults=0)(state(initial_rank=2))
+    with pytest.raises(UnhealthyRank, match="rank 1 has failed 2 times, more than max_rank_faults=1"):
+        FaultCounter(max_rank_faults=1)(state())
+
+
+def test_reserve_knows_that_it_is_one() -> None:
+    """A reserve has no rank."""
+    assert state(rank=None).is_reserve
+    assert not state().is_reserve
+    assert state().active_rank == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Compose,
+        lambda: Compose(3),  # type: ignore[arg-type]
+        lambda: FillGaps(granularity="rack"),
+        lambda: MaxActiveWorldSize(0),
+        lambda: ActiveWorldSizeDivisibleBy(0),
+        lambda: RetryController(max_iterations=-1),
+        lambda: RetryController(min_world_size=0),
+        lambda: FaultCounter(max_rank_faults=-1),
+        lambda: Level("RACK", reserve=-1),
+        lambda: Level(""),
+        Tree,
+        lambda: Tree(Level("RACK", whole=True), Level("node", whole=True)),
+    ],
+)
+def test_nonsense_is_refused_when_made(make: object) -> None:
+    """A plug-in with a setting that cannot be is a ConfigError before anything runs."""
+    with pytest.raises(ConfigError):
+        make()  # type: ignore[operator]

@@ -1,0 +1,225 @@
+"""Who becomes which rank at a restart: rules on assignments, for every world and every death."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outlast.errors import ConfigError, OutlastError, RestartAbort
+from outlast.inprocess.assignments import (
+    ActiveWorldSizeDivisibleBy,
+    FillGaps,
+    Level,
+    MaxActiveWorldSize,
+    ShiftRanks,
+    Tree,
+)
+from outlast.inprocess.compose import Compose
+from outlast.policy.rank_assignment import Assignment, Member, Rule, assign
+
+
+def world(size: int, per_node: int = 1) -> list[Member]:
+    """Return members that have no ranks yet; racks hold two nodes each."""
+    return [
+        Member(
+            initial_rank=initial,
+            node=f"n{initial // per_node}",
+            labels={"tree-0": f"rack{initial // per_node // 2}"},
+        )
+        for initial in range(size)
+    ]
+
+
+def after(members: list[Member], ranks: Mapping[int, int | None], *dead: int) -> list[Member]:
+    """Return the members as they stand after an assignment and some deaths; those that died before left no gap."""
+    return [
+        replace(member, rank=ranks.get(member.initial_rank), alive=member.alive and member.initial_rank not in dead)
+        for member in members
+    ]
+
+
+def active(ranks: Mapping[int, int | None]) -> dict[int, int]:
+    return {initial: rank for initial, rank in ranks.items() if rank is not None}
+
+
+def test_first_call_gives_everybody_the_rank_it_was_started_as() -> None:
+    """Before any restart, ranks are those of the launcher; those beyond the active world are reserves."""
+    assert assign(FillGaps(), world(3), iteration=0, active_world_size=None) == {0: 0, 1: 1, 2: 2}
+    assert assign(FillGaps(), world(3), iteration=0, active_world_size=2) == {0: 0, 1: 1, 2: None}
+
+
+def test_reserve_takes_the_place_of_the_dead() -> None:
+    """FillGaps gives a dead rank's number to a reserve; nobody else's changes."""
+    members = world(5)
+    ranks = assign(FillGaps(), members, iteration=0, active_world_size=4)
+    ranks = assign(FillGaps(), after(members, ranks, 1), iteration=1, active_world_size=4)
+    assert ranks == {0: 0, 2: 2, 3: 3, 4: 1}
+
+
+def test_spent_reserves_end_it_unless_it_may_shrink() -> None:
+    """Without enough reserves FillGaps aborts, or moves the last ranks into the gaps when told to shrink."""
+    members = world(5)
+    ranks = assign(FillGaps(), members, iteration=0, active_world_size=None)
+    left = after(members, ranks, 1, 2)
+    with pytest.raises(RestartAbort, match="of 5 ranks 2 cannot be filled from 0 reserves"):
+        assign(FillGaps(), left, iteration=1, active_world_size=None)
+    left = after(members, ranks, 1)
+    assert assign(FillGaps(may_shrink=True), left, iteration=1, active_world_size=None) == {0: 0, 2: 2, 3: 3, 4: 1}
+    assert assign(ShiftRanks(), left, iteration=1, active_world_size=None) == {0: 0, 2: 1, 3: 2, 4: 3}
+
+
+def test_limits_make_reserves_which_serve_later() -> None:
+    """Ranks that a limit left over wait, and fill the next gap."""
+    members = world(7)
+    rule = Compose(ShiftRanks(), MaxActiveWorldSize(6), ActiveWorldSizeDivisibleBy(4))
+    ranks = assign(rule, members, iteration=0, active_world_size=None)
+    assert ranks == {0: 0, 1: 1, 2: 2, 3: 3, 4: None, 5: None, 6: None}
+    rule = Compose(FillGaps(), MaxActiveWorldSize(6), ActiveWorldSizeDivisibleBy(4))
+    assert assign(rule, after(members, ranks, 2), iteration=1, active_world_size=None) == {
+        **dict.fromkeys((5, 6)),
+        **{0: 0, 1: 1, 3: 3, 4: 2},
+    }
+
+
+def test_node_without_enough_reserves_is_given_up_as_a_whole() -> None:
+    """With granularity node a broken node's ranks go together to a node with room; its survivors become reserves."""
+    members = world(6, per_node=2)
+    rule = FillGaps(granularity="node")
+    ranks = assign(rule, members, iteration=0, active_world_size=4)
+    ranks = assign(rule, after(members, ranks, 1), iteration=1, active_world_size=4)
+    assert ranks == {0: None, 2: 2, 3: 3, 4: 0, 5: 1}
+    with pytest.raises(RestartAbort, match="2 cannot be filled from 2 reserves that sit together"):
+        assign(rule, after([replace(members[1], alive=False), *members[:1], *members[2:]], ranks, 3), iteration=2,
+               active_world_size=4)  # fmt: skip
+
+
+def test_node_fills_its_gaps_itself_where_it_can() -> None:
+    """With granularity node a reserve of the same node suffices, as on one machine; nobody else moves."""
+    members = world(5, per_node=5)
+    ranks = assign(FillGaps(granularity="node"), members, iteration=0, active_world_size=4)
+    ranks = assign(FillGaps(granularity="node"), after(members, ranks, 0), iteration=1, active_world_size=4)
+    assert ranks == {1: 1, 2: 2, 3: 3, 4: 0}
+
+
+def test_tree_holds_reserves_back_at_each_level_and_takes_the_nearest() -> None:
+    """A gap is filled from its own node, then from its rack, then from anywhere."""
+    members = world(12, per_node=3)  # two racks of two nodes of three
+    tree = Tree(Level("RACK", reserve=1), Level("node", reserve=1))
+    ranks = assign(tree, members, iteration=0, active_world_size=None)
+    assert ranks == {0: 0, 1: 1, 2: None, 3: 2, 4: None, 5: None, 6: 3, 7: 4, 8: None, 9: 5, 10: None, 11: None}
+    lost = after(members, ranks, 1, 3)
+    ranks = assign(tree, lost, iteration=1, active_world_size=None)
+    assert (ranks[2], ranks[4]) == (1, 2), "each from its own node"
+    lost = after(lost, ranks, 0)
+    ranks = assign(tree, lost, iteration=2, active_world_size=None)
+    assert ranks[5] == 0, "from the other node of the rack"
+    lost = after(lost, ranks, 5)
+    ranks = assign(tree, lost, iteration=3, active_world_size=None)
+    assert ranks[8] == 0, "from the other rack"
+
+
+def test_tree_asks_each_rank_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A level is told by an environment variable or a function; a missing variable is an error that names it."""
+    monkeypatch.setenv("SWITCH", "s7")
+    tree = Tree(Level("SWITCH"), Level(lambda: "shelf"), Level("node"))
+    assert Compose(tree, MaxActiveWorldSize(2)).labels() == {"tree-0": "s7", "tree-1": "shelf"}
+    monkeypatch.delenv("SWITCH")
+    with pytest.raises(ConfigError, match="'SWITCH'"):
+        tree.labels()
+
+
+def test_topology_that_holds_too_much_back_is_told() -> None:
+    """Fewer ranks than the active world needs is an abort with both numbers."""
+    with pytest.raises(RestartAbort, match="leave 2 of 6 ranks, but active_world_size=4"):
+        assign(Tree(Level("node", reserve=2)), world(6, per_node=3), iteration=0, active_world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ({0: 0, 1: 0}, "must be 0, 1, 2"),
+        ({0: 0, 1: 2}, "must be 0, 1, 2"),
+        ({0: 0, 9: 1}, r"initial ranks \[9\], which do not live"),
+        ({}, "none of 2 living ranks active"),
+    ],
+)
+def test_wrong_answers_of_a_plugin_are_refused(ranks: dict[int, int], message: str) -> None:
+    """A plug-in that gives a rank twice, leaves a gap, revives the dead or stops everybody is told so."""
+    with pytest.raises(OutlastError, match=message):
+        assign(lambda begun: replace(begun, ranks=ranks), world(2), iteration=0, active_world_size=None)
+    with pytest.raises(ConfigError, match="returned NoneType"):
+        assign(lambda begun: None, world(2), iteration=0, active_world_size=None)  # type: ignore[arg-type,return-value]
+
+
+RULES: dict[str, Rule] = {
+    "fill": FillGaps(),
+    "fill-shrink": FillGaps(may_shrink=True),
+    "node": FillGaps(granularity="node"),
+    "node-shrink": FillGaps(granularity="node", may_shrink=True),
+    "shift": ShiftRanks(),
+    "tree": Tree(Level("RACK"), Level("node", reserve=1)),
+    "tree-whole": Tree(Level("RACK"), Level("node", whole=True), may_shrink=True),
+    "divisible": Compose(ShiftRanks(), ActiveWorldSizeDivisibleBy(2)),
+    "limited": Compose(FillGaps(may_shrink=True), MaxActiveWorldSize(3)),
+}
+
+
+@settings(max_examples=300)
+@given(data=st.data(), rule_name=st.sampled_from(sorted(RULES)), size=st.integers(1, 12), per_node=st.integers(1, 4))
+def test_every_assignment_is_dense_and_minimal(data: st.DataObject, rule_name: str, size: int, per_node: int) -> None:
+    """Whoever dies: ranks are 0..n-1, each once, none to the dead; survivors keep theirs where the rule says so."""
+    rule = RULES[rule_name]
+    members = world(size, per_node)
+    target = data.draw(st.none() | st.integers(1, size))
+    try:
+        ranks = assign(rule, members, iteration=0, active_world_size=target)
+    except RestartAbort:
+        return
+    for iteration in range(1, 5):
+        living = [member.initial_rank for member in members if member.alive]
+        dead = data.draw(st.sets(st.sampled_from(living)))
+        before, members = active(ranks), after(members, ranks, *dead)
+        survivors = {initial: rank for initial, rank in before.items() if initial not in dead}
+        reserves = [initial for initial, rank in ranks.items() if rank is None and initial not in dead]
+        try:
+            ranks = assign(rule, members, iteration=iteration, active_world_size=target)
+        except RestartAbort:
+            assert rule_name != "fill-shrink" or len(dead) == len(living)
+            if rule_name == "fill":
+                assert len(survivors) + len(reserves) < len(before)
+            return
+        chosen = active(ranks)
+        assert sorted(ranks) == [initial for initial in living if initial not in dead]
+        assert sorted(chosen.values()) == list(range(len(chosen)))
+        assert len(chosen) <= (target or size)
+        if rule_name in ("fill", "tree"):
+            assert len(chosen) == len(before)
+            assert chosen.items() >= survivors.items(), "a survivor's rank changed"
+        if rule_name == "fill-shrink":
+            kept = {initial: rank for initial, rank in survivors.items() if rank < len(chosen)}
+            assert chosen.items() >= kept.items(), "a survivor's rank changed without need"
+            assert len(chosen) == min(target or len(before), len(survivors) + len(reserves))
+        if rule_name == "node":
+            assert len(chosen) == len(before)
+            hit = {members[initial].node for initial in dead if initial in before}
+            for initial, rank in survivors.items():
+                if members[initial].node not in hit:
+                    assert chosen[initial] == rank, "a rank of a whole node moved"
+        if rule_name in ("shift", "divisible"):
+            order = [initial for initial, _ in sorted(chosen.items(), key=lambda item: item[1])]
+            kept_order = [initial for initial in order if initial in survivors]
+            assert kept_order == sorted(kept_order, key=lambda initial: survivors[initial])
+
+
+def test_rules_do_not_care_in_which_order_members_are_told() -> None:
+    """Whoever computes an assignment, from whatever order of members, finds the same one."""
+    members = world(6, per_node=2)
+    ranks = assign(FillGaps(), members, iteration=0, active_world_size=4)
+    left = after(members, ranks, 0, 3)
+    one = assign(FillGaps(), left, iteration=1, active_world_size=4)
+    assert one == assign(FillGaps(), reversed(left), iteration=1, active_world_size=4)
+    assert isinstance(Assignment(members=tuple(left), iteration=1).previous[0], Member)
