@@ -2,7 +2,8 @@
 
 * Between a rank and its monitor process: a ``SOCK_SEQPACKET`` pair, one message a packet. The rank sends
   :class:`Connect` once, then what it reports (:data:`~outlast.policy.restart_orders.Report`); it receives
-  :class:`Listening` first, then orders.
+  :class:`Listening` first, then orders. Beside them it is told who could host the hub (:class:`Candidates`), so that it
+  can start another monitor process where its first one is gone (:class:`Reconnect`).
 * Between monitor processes and the hub: :mod:`outlast.inprocess.link`.
 
 Nothing here imports torch.
@@ -55,10 +56,12 @@ __all__ = [
     "Left",
     "Listening",
     "MemberFacts",
+    "MemberPlace",
     "NotHub",
     "OnLink",
     "Order",
     "Ready",
+    "Reconnect",
     "Report",
     "Restart",
     "Standing",
@@ -78,6 +81,21 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``host port``."""
 
 
+class MemberPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a living member's process is."""
+
+    node: str
+    pid: int
+
+
+class Candidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Who may host the hub, in this order; the first one does. Also the answer to a :class:`Join`."""
+
+    candidates: tuple[Candidate, ...]
+    members: dict[int, MemberPlace] = {}
+    """Living members by initial rank; empty before the first :class:`Go`."""
+
+
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Join the hub; who is told its own address hosts it."""
 
@@ -85,6 +103,16 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     """``host port``."""
     token: str
     """The secret of this group of monitor processes; hexadecimal digits."""
+
+
+class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Join the hub in place of a monitor process that is gone."""
+
+    token: str
+    known: Candidates
+    standing: Standing
+    last_words: Left | None = None
+    """What may not have reached the hub."""
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -113,14 +141,6 @@ class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """As far as it knows."""
 
 
-class Candidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Who may host the hub, in this order; the first one does. The first is also the answer to a :class:`Join`."""
-
-    candidates: tuple[Candidate, ...]
-    members: dict[int, str] = {}
-    """Node by initial rank of all living members; empty before the first :class:`Go`."""
-
-
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A sign of life."""
 
@@ -131,8 +151,8 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fault: Fault
 
 
-FromRank = Connect | Report
-FromMonitor = Listening | Order
+FromRank = Connect | Reconnect | Report
+FromMonitor = Listening | Candidates | Order
 OnLink = Join | NotHub | Candidates | Beat | Gone | Report | Order
 
 _encoder = msgspec.msgpack.Encoder()
