@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,10 +25,10 @@ from outlast.env import DEVICE, environ
 from outlast.errors import DeadlineExceeded
 from outlast.incidents import Event, EventKind
 from outlast.runtime.journal import read_journal
+from outlast.testing.reaping import TOKEN, describe_process, end_processes, free_port, processes_with
 
 __all__ = ["Agent", "Cluster"]
 
-_TOKEN = "OUTLAST_TEST_CLUSTER"
 _COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "run")
 _POLL_S = 0.02
 _TAIL_LINES = 40
@@ -145,7 +143,7 @@ class Cluster:
         devices: Mapping[str, str] | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
-        self.endpoint = f"127.0.0.1:{_free_port()}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
         self.run_id = f"test-{uuid.uuid4().hex[:8]}"
         self.agents: list[Agent] = []
         self._num_agents = num_nodes + num_spares
@@ -156,7 +154,7 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             **(environment or {}),
-            _TOKEN: self._token,
+            TOKEN: self._token,
         }
         self._options = [
             f"--nnodes={num_nodes}:{num_nodes + num_spares}",
@@ -270,7 +268,7 @@ class Cluster:
 
     def processes(self) -> list[psutil.Process]:
         """Return every living process of the cluster, orphans too."""
-        return [process for process in psutil.process_iter() if _carries(process.pid, self._token)]
+        return processes_with(self._token)
 
     def orphans(self) -> list[psutil.Process]:
         """Return the processes of the cluster that no living agent is responsible for."""
@@ -288,7 +286,7 @@ class Cluster:
         deadline = clock.now_s() + within_s
         while orphans := self.orphans():
             if clock.now_s() >= deadline:
-                named = "; ".join(_describe(process) for process in orphans)
+                named = "; ".join(describe_process(process) for process in orphans)
                 raise AssertionError(f"still running {within_s} s after their agent ended: {named}")
             psutil.wait_procs(orphans, timeout=max(0.0, min(0.1, deadline - clock.now_s())))
 
@@ -303,41 +301,10 @@ class Cluster:
         for agent in self.agents:
             if agent.running:
                 agent.kill()
-        deadline = clock.now_s() + 10
-        while left := self.processes():
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL)
-            psutil.wait_procs(left, timeout=0.5)
-            if clock.now_s() >= deadline:
-                named = "; ".join(_describe(process) for process in left)
-                raise DeadlineExceeded(f"these processes of the test cluster cannot be ended: {named}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _carries(pid: int, token: str) -> bool:
-    """Say whether a living process was started with the token in its environment."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # gone, or of another user
-        return False
-    return f"{_TOKEN}={token}".encode() in environment.split(b"\0")  # a zombie's is empty
+        end_processes(self._token)
 
 
 def _lineage(process: psutil.Process) -> Iterator[int]:
     yield process.pid
     with contextlib.suppress(psutil.NoSuchProcess):
         yield from (parent.pid for parent in process.parents())
-
-
-def _describe(process: psutil.Process) -> str:
-    try:
-        return f"{process.pid} ({process.status()}) {' '.join(process.cmdline())[:120]}"
-    except psutil.NoSuchProcess:
-        return f"{process.pid} (gone)"

@@ -1,0 +1,243 @@
+"""Ranks of a script as plain processes of this machine, without any launcher.
+
+Each gets the environment that ``torch.distributed`` reads. They can be killed, stopped and continued with real
+signals; nothing but the test does anything about it. Whatever happens in the test, no process that a rank started
+outlives the ``with`` block.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from outlast import clock
+from outlast.env import NODE, environ
+from outlast.errors import DeadlineExceeded
+from outlast.testing.reaping import TOKEN, end_processes, free_port, processes_with
+
+__all__ = ["RankProcesses"]
+
+_POLL_S = 0.01
+_TAIL_LINES = 40
+_OF_LAUNCHERS = ("OUTLAST_", "TORCHELASTIC_", "SLURM_")
+
+
+class RankProcesses:
+    """Run a script as several ranks.
+
+    Use as a context manager; entering starts the ranks, leaving ends every process that came of them::
+
+        with RankProcesses("train.py", world_size=5, directory=tmp_path) as ranks:
+            ranks.wait_for("step 3", timeout_s=30, ranks=range(5))
+            ranks.kill(1)
+            assert ranks.wait(timeout_s=60) == [0, -signal.SIGKILL, 0, 0, 0]
+
+    Args:
+        script: The script; with ``module``, a module's name.
+        args: The script's own arguments.
+        world_size: Number of ranks.
+        directory: Folder for the ranks' output, a file each; a temporary one when not given.
+        nodes: For each rank the name of its node; by default all are on one, which is not named.
+        module: Run it as ``python -m``.
+        environment: Variables to add to this process's own, of which those of launchers are left out.
+
+    Raises:
+        ValueError: ``nodes`` does not name as many as there are ranks.
+
+    Thread: one.
+    """
+
+    def __init__(
+        self,
+        script: str | os.PathLike[str],
+        *args: str,
+        world_size: int,
+        directory: str | os.PathLike[str] | None = None,
+        nodes: Sequence[str] | None = None,
+        module: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        if nodes is not None and len(nodes) != world_size:
+            raise ValueError(f"nodes names {len(nodes)} nodes for {world_size} ranks; name one for each rank")
+        self.world_size = world_size
+        self._command = [sys.executable, *(["-m"] if module else []), os.fspath(script), *args]
+        self._nodes = nodes
+        self._token = uuid.uuid4().hex
+        self._directory = None if directory is None else Path(directory)
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._common = {
+            **{name: value for name, value in environ().items() if not name.startswith(_OF_LAUNCHERS)},
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            **(environment or {}),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            TOKEN: self._token,
+        }
+
+    def __enter__(self) -> RankProcesses:
+        if self._directory is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="outlast-ranks-")
+            self._directory = Path(self._temporary.name)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            for rank in range(self.world_size):
+                self._ranks.append(self._start(rank))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        nodes = self._nodes or [""] * self.world_size
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+            "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+        }
+        if self._nodes is not None:
+            own[NODE] = nodes[rank]
+        with self._log_path(rank).open("wb") as log:  # not a pipe: a full one would stop the rank
+            return subprocess.Popen(
+                self._command,
+                env={**self._common, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def pid(self, rank: int) -> int:
+        """Return the process id of a rank."""
+        return self._ranks[rank].pid
+
+    def running(self, rank: int) -> bool:
+        """Say whether a rank still runs (or is stopped)."""
+        return self._ranks[rank].poll() is None
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank alone, not to what it started."""
+        self._ranks[rank].send_signal(number)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL a rank alone, and reap it.
+
+        Blocks: until the process is gone, 10 s at most.
+        """
+        self._ranks[rank].kill()
+        self._ranks[rank].wait(timeout=10)
+
+    def stop(self, rank: int) -> None:
+        """SIGSTOP a rank: it neither runs nor ends until it is continued or killed."""
+        self.signal(rank, signal.SIGSTOP)
+
+    def resume(self, rank: int) -> None:
+        """SIGCONT a rank that was stopped."""
+        self.signal(rank, signal.SIGCONT)
+
+    def wait(self, timeout_s: float, ranks: Collection[int] | None = None) -> list[int]:
+        """Return the ranks' exit codes, in order; negative: the signal that ended one.
+
+        Args:
+            timeout_s: Seconds for all together.
+            ranks: Those to wait for; all by default.
+
+        Raises:
+            DeadlineExceeded: One still runs; the message holds the end of every rank's output.
+
+        Blocks: up to ``timeout_s``.
+        """
+        deadline = clock.now_s() + timeout_s
+        codes = []
+        for rank in range(self.world_size) if ranks is None else ranks:
+            try:
+                codes.append(self._ranks[rank].wait(timeout=max(0.0, deadline - clock.now_s())))
+            except subprocess.TimeoutExpired:
+                raise DeadlineExceeded(
+                    f"rank {rank} still runs after {timeout_s} s\n{self.tails()}", rank=rank
+                ) from None
+        return codes
+
+    def wait_for(self, text: str, timeout_s: float, *, ranks: Collection[int] | None = None, times: int = 1) -> None:
+        """Wait until ranks have printed a text.
+
+        Args:
+            text: What is looked for.
+            timeout_s: Seconds for all together.
+            ranks: All of them must have printed it; by default any one suffices.
+            times: How often each must have printed it.
+
+        Raises:
+            DeadlineExceeded: It was not printed in time, or a rank that was to print it has ended without; the message
+                holds the end of every rank's output.
+
+        Blocks: up to ``timeout_s``.
+        """
+        deadline = clock.now_s() + timeout_s
+        asked = range(self.world_size) if ranks is None else ranks
+        while True:
+            ended = [rank for rank in asked if not self.running(rank)]  # asked before the look: none is missed
+            silent = [rank for rank in asked if self.output(rank).count(text) < times]
+            if not silent or (ranks is None and len(silent) < len(asked)):
+                return
+            over = set(silent) <= set(ended) if ranks is None else bool(set(silent) & set(ended))
+            if over or clock.now_s() >= deadline:
+                why = "ranks ended" if over else f"{timeout_s} s passed"
+                raise DeadlineExceeded(f"{why} without {text!r} from ranks {silent}\n{self.tails()}")
+            time.sleep(_POLL_S)
+
+    def output(self, rank: int) -> str:
+        """Return all that a rank, and what it started, has printed so far."""
+        return self._log_path(rank).read_text(encoding="utf-8", errors="replace")
+
+    def tails(self, num_lines: int = _TAIL_LINES) -> str:
+        """Return the last lines of every rank's output, each under a heading with the rank and its state."""
+        parts = []
+        for rank, process in enumerate(self._ranks):
+            code = process.poll()
+            state = "running" if code is None else f"ended with {code}"
+            parts += [f"--- rank {rank} ({state}) ---", *self.output(rank).splitlines()[-num_lines:]]
+        return "\n".join(parts)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return every living process that came of the ranks, themselves and orphans too."""
+        return processes_with(self._token)
+
+    def close(self) -> None:
+        """End every process that came of the ranks, and reap them; may be called twice.
+
+        Blocks: about 10 s at most.
+
+        Raises:
+            DeadlineExceeded: A process could not be ended.
+        """
+        try:
+            for process in self._ranks:
+                process.kill()
+                process.wait(timeout=10)
+            end_processes(self._token)
+        finally:
+            if self._temporary is not None:
+                self._temporary.cleanup()
+                self._temporary = None
+
+    def _log_path(self, rank: int) -> Path:
+        assert self._directory is not None, "the ranks are started by entering the with block"
+        return self._directory / f"rank-{rank}.log"
