@@ -131,6 +131,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     wants: str = ""
     """Life of the monitor process that it believes to talk to; empty: any."""
     standing: Standing = Standing()
+    labels: dict[str, str] = {}
+    """What the rank says of its place beyond its node."""
 
 
 class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):

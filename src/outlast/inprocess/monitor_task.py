@@ -36,5 +36,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Of the link to the hub."""
     termination_grace_s: float
     """Seconds between SIGTERM and SIGKILL for a rank that is ended while its main thread still runs."""
+    labels: dict[str, str] = {}
+    """What this rank says of its place beyond its node, for those who assign ranks."""
     log_path: str = ""
     """File to which the monitor process writes its log; empty: the rank's standard error."""

@@ -100,13 +100,17 @@ class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 Report = Ready | Fault | Completed | Left | Assigned
 
 
-class MemberFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A living member, for those who assign ranks."""
+class MemberFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A member, for those who assign ranks."""
 
     initial_rank: int
     node: str
     active_rank: int | None
     """In the iteration before; ``None``: it was a reserve, or there was none."""
+    is_alive: bool = True
+    """Whether it can be given a rank; one that had a rank and is gone leaves a gap."""
+    labels: dict[str, str] = {}
+    """What it says of its place beyond its node."""
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -124,7 +128,7 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To be repeated in the answer."""
     iteration: int
     members: tuple[MemberFacts, ...]
-    """By initial rank."""
+    """By initial rank; also those that had an active rank in the iteration before and are gone."""
 
 
 class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from outlast.policy.restart_orders import Abort, Fault, FaultKind, Finish, Go, Order, Report, Standing
+from outlast.policy.restart_orders import Abort, Fault, FaultKind, Finish, Go, MemberFacts, Order, Report, Standing
 
 __all__ = [
     "Came",
@@ -48,6 +48,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     store_address: str | None = None
     """It is ready for the iteration that forms, and would host its store there; ``None``: it is not."""
     completed: bool = False
+    labels: Mapping[str, str] = {}
+    """What it says of its place beyond its node."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +70,8 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     """Living ones by initial rank."""
     began_s: float
     """When the phase began."""
+    gone: tuple[MemberFacts, ...] = ()
+    """Those that have gone since the last order to go and had an active rank; they leave gaps."""
     go: Go | None = None
     """The order to enter the iteration that runs, where this hub gave it."""
     faults: tuple[Fault, ...] = ()
@@ -89,6 +93,8 @@ class Came(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     standing: Standing
     at_s: float
+    labels: Mapping[str, str] = {}
+    """What it says of its place beyond its node."""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,5 +166,10 @@ def take_over(
         iteration=newest.iteration + 1 if forming else newest.iteration,
         members=members,
         began_s=at_s,
+        gone=tuple(
+            MemberFacts(initial_rank=rank, node="", active_rank=active, is_alive=False)
+            for rank, active in newest.ranks.items()
+            if active is not None and rank not in nodes
+        ),
         fault_counts=newest.fault_counts,
     )

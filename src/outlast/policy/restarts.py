@@ -100,7 +100,7 @@ class _Turn:
         member = state.members.get(rank)
         if member is None:
             return self._send(rank, Expel(reason="the others went on without this rank"))
-        self._set_member(rank, msgspec.structs.replace(member, node=event.node, is_here=True))
+        self._set_member(rank, msgspec.structs.replace(member, node=event.node, labels=event.labels, is_here=True))
         if state.phase == Phase.FORMING:
             if standing.restart < state.iteration and state.iteration > 0:
                 self._send(rank, Restart(iteration=state.iteration, faults=state.faults))
@@ -284,13 +284,14 @@ class _Turn:
     def _ask_again(self) -> None:
         state = self.state
         assert state.question is not None
-        members = tuple(
-            MemberFacts(initial_rank=rank, node=member.node, active_rank=member.active_rank)
-            for rank, member in sorted(state.members.items())
-        )
+        members = [_facts(rank, member) for rank, member in state.members.items()] + list(state.gone)
         self._send(
             state.question.to,
-            Assign(ordinal=state.question.ordinal, iteration=state.iteration, members=members),
+            Assign(
+                ordinal=state.question.ordinal,
+                iteration=state.iteration,
+                members=tuple(sorted(members, key=lambda member: member.initial_rank)),
+            ),
         )
 
     def _go(self, ranks: Mapping[int, int | None]) -> None:
@@ -308,12 +309,13 @@ class _Turn:
         self._replace(
             phase=Phase.RUNNING,
             members={
-                rank: Member(node=member.node, is_here=member.is_here, active_rank=ranks[rank])
+                rank: Member(node=member.node, labels=member.labels, is_here=member.is_here, active_rank=ranks[rank])
                 for rank, member in state.members.items()
                 if rank in ranks
             },
             began_s=self.at_s,
             go=go,
+            gone=(),
             faults=(),
             question=None,
             last_call_s=None,
@@ -355,8 +357,10 @@ class _Turn:
 
     def _remove(self, rank: int) -> None:
         """Take a member out; ranks that were being assigned are out of date then."""
-        members = {other: member for other, member in self.state.members.items() if other != rank}
-        self._replace(members=members, question=None)
+        members = {**self.state.members}
+        member = members.pop(rank)
+        gap = () if member.active_rank is None else (_facts(rank, member, is_alive=False),)
+        self._replace(members=members, gone=(*self.state.gone, *gap), question=None)
 
     def _set_member(self, rank: int, member: Member) -> None:
         self._replace(members={**self.state.members, rank: member})
@@ -370,3 +374,13 @@ class _Turn:
     def _send_all(self, order: Order) -> None:
         to = tuple(sorted(rank for rank, member in self.state.members.items() if member.is_here))
         self.actions.append(Send(to=to, order=order))
+
+
+def _facts(rank: int, member: Member, *, is_alive: bool = True) -> MemberFacts:
+    return MemberFacts(
+        initial_rank=rank,
+        node=member.node,
+        active_rank=member.active_rank,
+        is_alive=is_alive,
+        labels=dict(member.labels),
+    )
