@@ -209,6 +209,23 @@ def test_own_exit_16_is_restarted_a_bounded_number_of_times() -> None:
     assert verdicts[-1].exit_code == ExitReason.FAILED_VALIDATION
 
 
+SPLIT = diagnosis(
+    Finding.SPLIT, rank=0, node="", device="", what="model.w", first=None, message="replicas differ at iteration 127"
+)
+
+
+def test_replicas_without_a_majority_blame_nobody() -> None:
+    """Two replicas differ: no node is held back, quarantined or charged, nothing is replayed even where a spare waits;
+    the verdict says what was found, and the tries are bounded."""
+    state, verdicts = climb(*[end(16, SPLIT, num_spares=1)] * 3)
+    assert [verdict.rung for verdict in verdicts] == [Rung.RESTART_WORKERS, Rung.RESTART_WORKERS, Rung.STOP]
+    for verdict in verdicts[:2]:
+        assert (verdict.replay, verdict.hold_back, verdict.quarantine) == (None, (), ())
+        assert "replicas differ at iteration 127: culprit unknown" in verdict.reason
+        assert "no diagnosis" not in verdict.reason
+    assert state.node_faults == {}
+
+
 VOTED = diagnosis(Finding.PERSISTENT, node="b", device="b/cpu-0", what="replicas")
 
 

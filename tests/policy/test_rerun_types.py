@@ -71,6 +71,12 @@ def test_replicas_that_differ_are_described_without_a_value() -> None:
     assert blamed.describe() == f"{told}: a fault of that device, as the others agree"
     open_question = Diagnosis(finding=Finding.UNDECIDED, rank=1, iteration=24, what="model.w", message=told)
     assert open_question.describe() == f"{told}: undecided"
+    split = Diagnosis(
+        finding=Finding.SPLIT, rank=0, iteration=24, what="model.w", message="replicas differ at iteration 24"
+    )
+    assert split.describe() == (
+        "replicas differ at iteration 24: culprit unknown, as no majority says which replica is bad"
+    )
 
 
 @pytest.mark.parametrize(

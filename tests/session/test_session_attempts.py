@@ -107,4 +107,4 @@ def test_replicas_that_differ_are_not_saved(tmp_path: Path) -> None:
     assert codes == [ExitReason.RESUME_TO_DISAMBIGUATE] * 2, output
     (incident,) = invalid_results(tmp_path / "two")
     assert incident.iteration == 6
-    assert incident.evidence["diagnosis"]["finding"] == "undecided"
+    assert incident.evidence["diagnosis"]["finding"] == "split"

@@ -13,7 +13,8 @@ Exit code 17 brings a verdict. A *correct* result stops the run at once: what tr
 *persistent* fault takes its node out, where the world can do without it; else the node gets one more chance for as long
 as there is no progress. Where ranks outvoted one whose replica differed, without a replay, a second such verdict soon
 after a load points at the copy that was loaded. A code that brings no verdict, or comes from a replay that could not
-tell, leads to steps 1, 4 and 5.
+tell, leads to steps 1, 4 and 5. Replicas that differ without a majority have no culprit and nothing to replay: their
+workers start again on the same devices, a bounded number of times.
 
 Each remedy is tried once, or as often as said, for the same result: the ladder remembers in its cases what was tried.
 """
@@ -87,10 +88,11 @@ def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits:
     faulty = "" if diagnosis is not None else incident.node
     if judgement.distrusted is not None and judgement.distrusted.tier != _GLOBAL:
         return _judge_copy(what, judgement, faulty_node=faulty)
-    if diagnosis is None:
+    if diagnosis is None or diagnosis.finding == Finding.SPLIT:
         if case.same_device < limits.max_same_device_reruns:
             attempt = f"try {case.same_device + 1} of {limits.max_same_device_reruns}"
-            action = f"no diagnosis says more, restarting the workers on the same devices, {attempt}"
+            known = "no diagnosis says more" if diagnosis is None else "there is no device to hold back"
+            action = f"{known}, restarting the workers on the same devices, {attempt}"
             return Answer(what=what, action=action, case=granted_here(case), faulty_node=faulty)
         return _judge_copy(what, judgement, faulty_node=faulty)
     if diagnosis.node and end.num_spares > 0 and not case.elsewhere:

@@ -46,6 +46,8 @@ class Finding(StrEnum):
     """The run that was to confirm it did not come to the same validation."""
     UNDECIDED = "undecided"
     """None of these; in particular, run again it was invalid in another way."""
+    SPLIT = "split"
+    """Replicas differ, and no majority says whose is bad: no rank, node or device is blamed."""
 
 
 _MEANING = {
@@ -55,6 +57,7 @@ _MEANING = {
     Finding.CORRECT: "correct, since another device gives an invalid result too: the data or the model is at fault",
     Finding.UNREACHED: "the run that was to confirm it did not reach this validation",
     Finding.UNDECIDED: "undecided",
+    Finding.SPLIT: "culprit unknown, as no majority says which replica is bad",
 }
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from outlast.config import ReplicaDigestConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ExitReason
-from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.rerun import Diagnosis, Finding
-from outlast.runtime.diagnoses import write_diagnosis
 from outlast.runtime.journal import Journal
 from outlast.session.state import without_wrappers
 
@@ -21,11 +16,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from outlast.numerics.replica_agreement import Agreement, Replica
+    from outlast.numerics.replica_agreement import Agreement
 
 __all__ = ["ReplicaWatch"]
-
-log = logging.getLogger(__name__)
 
 
 class ReplicaWatch:
@@ -49,9 +42,10 @@ class ReplicaWatch:
         place: WorkerEnv,
         journal: Journal,
     ) -> None:
+        from outlast.numerics.findings import Findings
         from outlast.numerics.replica_digest import ReplicaDigest
 
-        self._place, self._journal = place, journal
+        self._findings = Findings(place, journal)
         self._digest = ReplicaDigest(without_wrappers(state), group=among, interval=config.interval, place=place)
         self._checked: int | None = None
 
@@ -79,47 +73,24 @@ class ReplicaWatch:
         self._digest.close()
 
     def _judge(self, agreement: Agreement) -> ExitReason:
-        """Write down whose replica differs. Without a majority only running the steps again can tell."""
+        """Leave word of whose replica differs. Without a majority only running the steps again can tell."""
         if agreement.culprits:
-            diagnosis = self._diagnose(agreement, agreement.culprits[0], Finding.PERSISTENT)
-            self._leave_diagnosis(diagnosis)
-            code = ExitReason.FAILED_VALIDATION
+            blamed, others = agreement.culprits[0], agreement.culprits
+            finding, code = Finding.PERSISTENT, ExitReason.FAILED_VALIDATION
         else:
-            diagnosis = self._diagnose(agreement, agreement.undecided[0], Finding.UNDECIDED)
-            code = ExitReason.RESUME_TO_DISAMBIGUATE
-        if self._place.global_rank == diagnosis.rank:
-            incident = Incident(
-                kind=IncidentKind.INVALID_RESULT,
-                job=self._place.job,
-                cycle=self._place.cycle,
-                node=self._place.node,
-                rank=self._place.global_rank,
+            blamed, others = agreement.undecided[0], agreement.undecided
+            finding, code = Finding.SPLIT, ExitReason.RESUME_TO_DISAMBIGUATE
+        is_known = finding == Finding.PERSISTENT
+        self._findings.leave(
+            Diagnosis(
+                finding=finding,
+                rank=blamed.rank,
+                node=blamed.node if is_known else "",
+                device=blamed.device if is_known else "",
                 iteration=agreement.iteration,
-                evidence={"summary": agreement.describe(), "diagnosis": msgspec.to_builtins(diagnosis)},
+                what=blamed.tensor or "state",
+                message=agreement.describe(),
+                rejected_ranks=tuple(one.rank for one in others),
             )
-            self._journal.write(
-                EventKind.INCIDENT, rank=self._place.global_rank, iteration=agreement.iteration, incident=incident
-            )
-        return code
-
-    def _diagnose(self, agreement: Agreement, replica: Replica, finding: Finding) -> Diagnosis:
-        others = agreement.culprits or agreement.undecided
-        return Diagnosis(
-            finding=finding,
-            rank=replica.rank,
-            node=replica.node,
-            device=replica.device,
-            iteration=agreement.iteration,
-            what=replica.tensor or "state",
-            message=agreement.describe(),
-            rejected_ranks=tuple(one.rank for one in others),
         )
-
-    def _leave_diagnosis(self, diagnosis: Diagnosis) -> None:
-        place = self._place
-        if place.run_dir is None:
-            return
-        try:
-            write_diagnosis(place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
-        except OSError as error:
-            log.error("the diagnosis cannot be written (%s); the launcher judges by the exit code alone", error)
+        return code

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,13 +28,13 @@ from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
 from outlast.runtime.group import Group, connect_world, settle
 from outlast.runtime.journal import Journal
-from outlast.session.attempts import OWN_STATE, Attempt, Attempts
+from outlast.session.attempts import Attempt, Attempts
 from outlast.session.departure import Departure
-from outlast.session.place import as_initialised, has_near_tier, is_initialised, say_what_is_off
-from outlast.session.recovery import recover, recover_suspect
+from outlast.session.place import as_initialised, is_initialised, say_what_is_off
 from outlast.session.replicas import ReplicaWatch
-from outlast.session.rhythm import NEAR_TIERS, Due, Rhythm
-from outlast.session.state import without_wrappers
+from outlast.session.rhythm import Due
+from outlast.session.rounds import Rounds
+from outlast.session.saves import Saves
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from outlast.chaos import ArmedFaults
-    from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
+    from outlast.checkpoint import SaveHandle
 
 __all__ = ["Session"]
 
@@ -70,7 +70,6 @@ class Session:
         """Where this run keeps its journal and stacks; ``None`` = nowhere."""
         self._place = place = dataclasses.replace(as_initialised(place), run_dir=self.run_dir)
         self._iteration = 0
-        self._saved_iteration: int | None = None
         self._wrote_progress_ns: int | None = None
         self._in_steps = False
         self._stepped = False
@@ -91,25 +90,17 @@ class Session:
             stop_requested=self._monitor.stop_requested,
             write_end=self._write_end,
         )
-        self._manager: CheckpointManager | None = None
-        self._rhythm: Rhythm | None = None
-        self._step_began_ns = 0
+        self._saves: Saves | None = None
+        self._replicas: ReplicaWatch | None = None
         self._consensus: Consensus | None = None
+        self._step_began_ns = 0
         atexit.register(self._at_exit)
         with self.section("setup"):
             if place.world_size > 1 and not is_initialised():
                 self._world = connect_world(place)
             self._consensus = Consensus(["stop", "save"], world_size=place.world_size)
             if config.checkpoint is not None:
-                from outlast.checkpoint import CheckpointManager
-
-                self._manager = CheckpointManager(config.checkpoint, env=place, journal=self._journal)
-                self._rhythm = Rhythm(
-                    config.checkpoint,
-                    decides=place.global_rank == 0,
-                    world_size=place.world_size,
-                    has_near=has_near_tier(config.checkpoint, place),
-                )
+                self._saves = Saves(config.checkpoint, place, self._journal, self._monitor)
         self._faults = faults = arm_configured(config, fault_tolerance, place, self._journal)
         if faults is not None:
             for name in faults.sections:
@@ -122,12 +113,8 @@ class Session:
             wishes=self._wishes,
             faults=faults,
         )
-        self._replicas: ReplicaWatch | None = None
+        self._rounds = Rounds(self._consensus, self._attempts, self._wishes)
         self._state: Mapping[str, Any] = {}
-        if self._manager is not None:
-            self._manager.on_commit = self._monitor.set_durable_iteration
-        if self._rhythm is not None and self._rhythm.saves_by_itself:
-            self._monitor.report_progress()
         self._journal.write(
             EventKind.SESSION_STARTED,
             rank=place.global_rank,
@@ -234,8 +221,8 @@ class Session:
                     self._leave(state, agreed["stop"])
                 self._between_steps(state, agreed["save"], is_last=self._iteration >= total)
         except GeneratorExit:
-            if self._manager is not None:
-                self._manager.finish_staging()  # the script may now change what is being copied
+            if self._saves is not None:
+                self._saves.finish_staging()  # the script may now change what is being copied
             self._monitor.end_all_sections()
             self._departure.close()
             self._in_steps = False
@@ -310,10 +297,9 @@ class Session:
         Collective: all ranks, at the same iteration.
         Blocks: while the state is copied; with ``async_save`` off, until it is committed.
         """
-        handle = self._save(state, tiers=None, suspect=suspect)
-        if not suspect:
-            self._saved_iteration = self._iteration
-        return handle
+        if self._saves is None:
+            raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
+        return self._saves.save(state, self._attempts, self._iteration, suspect=suspect)
 
     def close(self) -> None:
         """End the session in order: wait for what was saved, then let go of everything. Idempotent.
@@ -324,10 +310,9 @@ class Session:
         """
         if self._closed:
             return
-        if self._manager is not None:
-            with self.section("checkpointing"):
-                self._manager.wait()
-                self._manager.close()
+        if self._saves is not None:
+            self._saves.wait()
+            self._saves.close()
         self._let_go()
         if self._world is not None and is_initialised():
             import torch.distributed as dist
@@ -348,50 +333,30 @@ class Session:
             self._let_go()
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        if self._manager is None:
+        if self._saves is None:
             return
         try:
-            restored = self._recover(self._manager, state)
+            self._iteration = self._saves.restore(state, self._attempts) or 0
         except Untrusted as error:
             if self._place.untrusted is None:
                 raise
             log.error("no generation is left to trust: %s", error)
             self._exit(ExitReason.FAILED_VALIDATION)
-        if restored is None:
-            return
-        self._iteration = restored.iteration
-        if self._manager.config.directory is None or set(restored.tiers) == {"global"}:
-            self._saved_iteration = restored.iteration
-        if self._rhythm is not None:
-            self._rhythm.start_from(restored.iteration)
-
-    def _recover(self, manager: CheckpointManager, state: Mapping[str, Any]) -> Restored | None:
-        """Load what is to be replayed, if anything, else the newest generation."""
-        if self._attempts.replay is not None:
-            replayed = recover_suspect(manager, state, self._attempts, self._monitor, self._attempts.replay.iteration)
-            if replayed is not None:
-                return replayed
-        return recover(manager, state, self._attempts, self._monitor)
 
     def _begin_step(self) -> None:
         self._monitor.heartbeat()
         self._monitor.start_section("step")
         self._step_began_ns = clock.now_ns()
-        self._attempts.begin_step(self._iteration)
-        if not self._attempts.carries_wishes:
-            assert self._consensus is not None
-            self._consensus.begin(self._wishes())
+        self._rounds.begin(self._iteration)
 
     def _wishes(self) -> dict[str, int]:
         """Return what this rank asks all ranks for: to leave on a signal, and to save after the step."""
-        wish = 0
-        if self._rhythm is not None and self._manager is not None:
-            wish = self._rhythm.wish(self._iteration + 1, self._manager.save_cost_s)
-        return {"stop": self._departure.asked(), "save": wish}
+        save = self._saves.wish(self._iteration) if self._saves is not None else 0
+        return {"stop": self._departure.asked(), "save": save}
 
     def _end_step(self) -> dict[str, int]:
         """Count the step; return what all ranks agreed on: the signal on which they leave now, what they save."""
-        agreed = self._agree_on_wishes()
+        agreed = self._rounds.finish()
         self._iteration += 1
         self._monitor.end_section("step")
         self._monitor.set_iteration(self._iteration)
@@ -399,27 +364,17 @@ class Session:
         if self._wrote_progress_ns is None or now_ns - self._wrote_progress_ns >= PROGRESS_EVERY_NS:
             self._wrote_progress_ns = now_ns
             self._journal.write(EventKind.PROGRESS, rank=self.global_rank, iteration=self._iteration)
-        if self._rhythm is not None:
-            self._rhythm.note_step((now_ns - self._step_began_ns) / 1e9)
-        return agreed
-
-    def _agree_on_wishes(self) -> dict[str, int]:
-        assert self._consensus is not None
-        agreed = self._attempts.take_agreed()
-        if self._consensus.pending:
-            return self._consensus.finish()
-        if agreed is None:  # the step had no attempts
-            self._consensus.begin(self._wishes())
-            return self._consensus.finish()
+        if self._saves is not None:
+            self._saves.note_step((now_ns - self._step_began_ns) / 1e9)
         return agreed
 
     def _between_steps(self, state: Mapping[str, Any], agreed: int, *, is_last: bool) -> None:
-        due = self._rhythm.due(self._iteration, agreed) if self._rhythm is not None else Due.NOTHING
+        due = self._saves.due(self._iteration, agreed) if self._saves is not None else Due.NOTHING
         self._check_replicas(saves=due != Due.NOTHING)
         if due == Due.ALL:
             self.save(state)
-        elif due == Due.NEAR and not is_last:  # the end saves to all tiers
-            self._save(state, tiers=NEAR_TIERS)
+        elif due == Due.NEAR and not is_last and self._saves is not None:  # the end saves to all tiers
+            self._saves.save(state, self._attempts, self._iteration, near=True)
         if self._faults is not None:
             self._faults.after_step(self._iteration, state, has_durable=self._has_durable())
 
@@ -428,39 +383,28 @@ class Session:
 
     def _has_durable(self) -> bool:
         """Say whether there is something to come back from, or nothing is saved at all."""
-        return self._manager is None or self._manager.durable_iteration is not None
+        return self._saves is None or self._saves.has_durable
 
     def _finish(self, state: Mapping[str, Any]) -> None:
         self._attempts.finish()
-        if self._manager is not None:
-            if self._saved_iteration != self._iteration:
+        if self._saves is not None:
+            if not self._saves.is_saved(self._iteration):
                 self._check_replicas(saves=True)
                 self.save(state)
-            with self.section("checkpointing"):
-                self._manager.wait()
+            self._saves.wait()
         self._departure.close()
         self._monitor.finish()
         self._write_end(ExitReason.FINISHED)
 
-    def _save(self, state: Mapping[str, Any], *, tiers: Collection[str] | None, suspect: bool = False) -> SaveHandle:
-        if self._manager is None or self._rhythm is None:
-            raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
-        with self.section("checkpointing"):
-            saved = {**without_wrappers(state), OWN_STATE: self._attempts}
-            handle = self._manager.save(saved, self._iteration, tiers=tiers, suspect=suspect)
-        if not suspect:
-            self._rhythm.note_save(self._iteration, Due.ALL if tiers is None else Due.NEAR)
-        return handle
-
     def _leave(self, state: Mapping[str, Any], number: int) -> None:
         """Save if there is where to, and raise SystemExit; ``number`` is the signal that was agreed upon."""
         self._attempts.finish()
-        self._check_replicas(saves=self._manager is not None)
+        self._check_replicas(saves=self._saves is not None)
         log.info("stopping after iteration %d, on all ranks", self._iteration)
         code = 128 + number
-        if self._manager is None:
+        if self._saves is None:
             log.warning("nothing is saved: there is no checkpoint.directory; exit code %d", code)
-        elif self._await(self.save(state)):
+        elif self._saves.wait_unless_told(self.save(state), self._departure):
             code = int(ExitReason.PREEMPTED)
             log.info("iteration %d is saved; exit code %d", self._iteration, code)
         else:
@@ -479,11 +423,9 @@ class Session:
     def _leave_invalid(self, code: int, *, must_save: bool) -> NoReturn:
         """Save the state of before the step for diagnosis, if there is where to, and leave."""
         self._monitor.end_section("step")
-        if must_save and self._manager is not None:
+        if must_save and self._saves is not None:
             try:
-                handle = self.save(self._state, suspect=True)
-                with self.section("checkpointing"):
-                    handle.wait()
+                self._saves.save_suspect(self._state, self._attempts, self._iteration)
                 log.error("iteration %d is saved for diagnosis; exit code %d", self._iteration, code)
             except OutlastError as error:
                 log.error("the state could not be saved for diagnosis: %s", error)
@@ -497,22 +439,13 @@ class Session:
         self._let_go(keep_notices=True)
         raise SystemExit(code)
 
-    def _await(self, handle: SaveHandle) -> bool:
-        """Wait for the commit; return ``False`` if a second notice came first."""
-        with self.section("checkpointing"):
-            while not handle.done:
-                if self._departure.wait_for_second(0.02):
-                    return False
-            handle.wait()
-        return True
-
     def _write_end(self, code: int) -> None:
         self._journal.write(
             EventKind.SESSION_ENDED, rank=self.global_rank, iteration=self._iteration, exit_code=int(code)
         )
 
     def _at_exit(self) -> None:
-        if self._manager is not None and not self._closed and self._in_steps:
+        if self._saves is not None and not self._closed and self._in_steps:
             log.warning("left in the middle of a step; what was not committed by now is lost")
         self._let_go()
 
