@@ -137,7 +137,7 @@ class EventKind(StrEnum):
     CYCLE_STARTED = "cycle_started"
     """Agent, once its workers run: ``node_rank``, ``ranks``, ``pids``, ``world_size``, ``master``."""
     WORKER_EXITED = "worker_exited"
-    """Agent: ``pid``, ``exit_code``, ``killed_by_us``."""
+    """Agent: ``pid``, ``exit_code``, ``killed_by_us``; ``spared`` (the others go on without it, in process)."""
     INCIDENT = "incident"
     """Whoever saw it: ``incident`` (an Incident); a worker that decided about it at once: ``verdict`` too."""
     VERDICT = "verdict"

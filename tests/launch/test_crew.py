@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from outlast.launch.crew import Crew
-from outlast.launch.cycle import WorkerProcess
+from outlast.launch.worker_process import WorkerProcess
 from outlast.runtime.zygote import Started
 
 

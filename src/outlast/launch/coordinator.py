@@ -26,6 +26,8 @@ import logging
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
+import msgspec
+
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.launch import messages as m
@@ -94,6 +96,8 @@ class Coordinator:
         self._forming = Forming(settings, self.nodes)
         self._finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished one may say goodbye before the others."""
+        self._mended = (0, 0)
+        """The newest restart inside the processes of the running cycle: its call, and its iteration."""
         self._over_at_s: float | None = None
 
     @property
@@ -224,7 +228,10 @@ class Coordinator:
         match message:
             case m.Master() if self.phase == Phase.PREPARING and message.cycle == self.cycle:
                 self.phase = Phase.RUNNING
+                self._mended = (0, 0)
                 self._forming.start(self.cycle, message.addr, message.port, self.state)
+            case m.Restarted() if self.phase == Phase.RUNNING and message.cycle == self.cycle:
+                self._on_restarted(message, now_s)
             case m.Hung() if self.phase == Phase.RUNNING and message.cycle == self.cycle:
                 ending = self._end_cycle(message.incident.describe(), examine=True, but=None)
                 ending.incidents.append(message.incident)
@@ -242,6 +249,24 @@ class Coordinator:
                 self.nodes.remove(node.name)
             case m.Bye():
                 self._lose(node, "its agent left", now_s)
+
+    def _on_restarted(self, restarted: m.Restarted, now_s: float) -> None:
+        """Charge a restart inside the processes, of which every node tells; stop the job if it was one too many."""
+        if (restarted.call, restarted.iteration) <= self._mended:
+            return
+        self._mended = restarted.call, restarted.iteration
+        incident = restarted.incident
+        incident = msgspec.structs.replace(incident, node=incident.node or self.nodes.name_of_rank(incident.rank))
+        end = CycleEnd(
+            cycle=self.cycle,
+            incident=incident,
+            mended_in_process=True,
+            durable_iteration=restarted.durable_iteration,
+            progress_known=restarted.progress_known,
+        )
+        verdict = self._rulings.rule(end)
+        if verdict.exit_code is not None:
+            self._stop_job(verdict.exit_code, verdict.reason, now_s)
 
     def _on_leave(self, leave: m.Leave, node: Node, now_s: float) -> None:
         if self.stop is not None:
@@ -295,6 +320,11 @@ class Coordinator:
         if self.phase != Phase.RUNNING or not self.nodes.holders <= self._finished.keys():
             return
         facts = list(self._finished.values())
+        lost = [one.incident for one in facts if one.incident is not None]
+        if len(lost) == len(facts):
+            ending = self._end_cycle(lost[0].describe(), examine=False, but=None)
+            ending.incidents.extend(lost)
+            return
         end = CycleEnd(cycle=self.cycle, incident=None, finished=True, durable_iteration=highest_durable(facts))
         self._learn(self.cycle, observations(facts), None)
         self._carry_out(self._rulings.rule(end), now_s)

@@ -10,11 +10,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.launch import messages as m
-from outlast.launch.cycle import Cycle, WorkerProcess
+from outlast.launch.cycle import Cycle
 from outlast.launch.news import Broken, Hang
 from outlast.launch.options import RunOptions
 from outlast.launch.preparation import prepare, torch_workers
 from outlast.launch.timers import Timers
+from outlast.launch.worker_process import WorkerProcess
 from outlast.launch.workers import Workers
 from outlast.runtime.zygote import Exited, Started
 

@@ -16,8 +16,10 @@ from outlast.config import FaultToleranceConfig
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import messages as m
+from outlast.launch.in_process import InProcess, Mended
 from outlast.launch.logs import CycleLogs
 from outlast.launch.options import RunOptions
+from outlast.launch.worker_process import WorkerProcess
 from outlast.monitor.examine import examine
 from outlast.monitor.learned import observe
 from outlast.monitor.watchdog import HangReport, Watchdog
@@ -30,17 +32,7 @@ from outlast.runtime.board import Board, RankState
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn
 
-__all__ = ["Cycle", "WorkerProcess"]
-
-
-@dataclass(slots=True, kw_only=True)
-class WorkerProcess:
-    """A worker of this cycle."""
-
-    local_rank: int
-    global_rank: int
-    pid: int = 0
-    exit_code: int | None = None
+__all__ = ["Cycle"]
 
 
 @dataclass(slots=True)
@@ -62,6 +54,8 @@ class Cycle:
     spawns: list[Spawn]
     fault_tolerance: FaultToleranceConfig
     """The timeouts in force, learned ones in the place of configured ones."""
+    in_process: InProcess
+    """How the workers stand with restarts inside their processes."""
     watchdog: Watchdog | None = None
     over: bool = False
     """Nothing that happens in it counts any more."""
@@ -78,6 +72,11 @@ class Cycle:
             timeouts = Timeouts.from_config(self.fault_tolerance)
             self.watchdog = Watchdog(self.board, timeouts, node=self.node, on_hang=on_hang, on_error=on_error)
             self.watchdog.start()
+
+    def look(self) -> None:
+        """Have the workers judged afresh: something about them changed."""
+        if self.watchdog is not None:
+            self.watchdog.look()
 
     def note_exit(self, news: Exited) -> WorkerProcess | None:
         """Note that a worker ended; ``None`` when it is none of this cycle's."""
@@ -98,9 +97,22 @@ class Cycle:
 
     @property
     def is_saved(self) -> bool:
-        """Whether all ended in order and some said that the state was saved before leaving."""
-        codes = set(self.exit_codes)
+        """Whether all that were needed ended in order and some said that the state was saved before leaving."""
+        codes = {worker.exit_code for worker in self.workers.values() if worker.lost is None}
         return ExitReason.PREEMPTED in codes and codes <= {ExitReason.PREEMPTED, ExitReason.FINISHED}
+
+    def goes_on_without(self, worker: WorkerProcess) -> bool:
+        """Return whether the others go on without a worker that ended with anything but 0, inside their processes."""
+        assert worker.exit_code
+        return self.in_process.lose(worker, self._describe_exit(worker, worker.exit_code))
+
+    def describe_mended(self, mended: Mended) -> Incident:
+        """Return the incident after which the workers restarted inside their processes."""
+        return self.in_process.incident_of(mended, job=self.job, cycle=self.number, node=self.node)
+
+    def describe_unfinished(self) -> Incident | None:
+        """Return why nothing was finished on this node, all its workers having ended; ``None`` = it was."""
+        return self.in_process.unfinished(job=self.job, cycle=self.number, node=self.node)
 
     def describe_death(self, worker: WorkerProcess) -> Incident:
         """Return the incident of a worker that ended with anything but 0.
@@ -108,7 +120,7 @@ class Cycle:
         One that judged a result invalid is the cause, also where a peer that missed it was gone before it.
         """
         assert worker.exit_code
-        return self._describe_verdict() or self._describe_exit(worker, worker.exit_code)
+        return self._describe_verdict() or self.in_process.unmended or self._describe_exit(worker, worker.exit_code)
 
     def _describe_verdict(self) -> Incident | None:
         """Return the incident of a worker that leaves, or left, because of an invalid result; ``None`` = none did.
@@ -187,16 +199,26 @@ class Cycle:
     def facts(self, incident: Incident | None, positions: tuple[Position, ...] = ()) -> m.CycleFacts:
         """Return what this node knows of the cycle."""
         states = [state for state in self.board.read_all() if state.attached]
-        durable = [state.durable_iteration for state in states if state.durable_iteration is not None]
         return m.CycleFacts(
             cycle=self.number,
             incident=incident if incident is not None else self._describe_verdict(),
             load=self._load(states),
-            durable_iteration=max(durable, default=None),
-            progress_known=any(state.reports_progress for state in states),
+            durable_iteration=self.durable_iteration,
+            progress_known=self.progress_known,
             positions=positions,
             observation=observe(states) if states else None,
         )
+
+    @property
+    def durable_iteration(self) -> int | None:
+        """Highest iteration that a worker of this node knows to be saved for good; ``None`` = none yet."""
+        durable = [s.durable_iteration for s in self.board.read_all() if s.attached and s.durable_iteration is not None]
+        return max(durable, default=None)
+
+    @property
+    def progress_known(self) -> bool:
+        """Whether a worker of this node reports its saves."""
+        return any(state.attached and state.reports_progress for state in self.board.read_all())
 
     def _load(self, states: list[RankState]) -> Load | None:
         loaded = [state.loaded for state in states if state.loaded is not None]
@@ -221,6 +243,7 @@ class Cycle:
             self.watchdog.stop()
             self.watchdog = None
         self.logs.stop(wait=wait_for_logs)
+        self.in_process.close()
         self.board.close()
 
     def _read_error(self, local_rank: int) -> str:

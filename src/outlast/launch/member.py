@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from outlast.incidents import Incident
 from outlast.launch import messages as m
+from outlast.launch.cycle import Cycle
+from outlast.launch.in_process import Mended
 from outlast.launch.link import Link
 from outlast.policy.deadlines import Expired
 from outlast.policy.quarantine import Distrusted
@@ -46,8 +48,23 @@ class Member:
             m.Join(node=self.node, epoch=self._epoch, addr=self.addr, nproc=self.nproc, wish=self._wish, ended=ended)
         )
 
+    def report_restart(self, mended: Mended, incident: Incident, cycle: Cycle) -> None:
+        """Tell that the workers restarted inside their processes."""
+        self.link.send(
+            m.Restarted(
+                node=self.node,
+                epoch=self._epoch,
+                cycle=cycle.number,
+                call=mended.call,
+                iteration=mended.iteration,
+                incident=incident,
+                durable_iteration=cycle.durable_iteration,
+                progress_known=cycle.progress_known,
+            )
+        )
+
     def finish(self, facts: m.CycleFacts) -> None:
-        """Tell that every worker of this node ended with 0."""
+        """Tell that every worker of this node ended with 0, or could be spared."""
         self._ended = facts
         self.link.send(m.Finished(node=self.node, epoch=self._epoch, facts=facts))
 

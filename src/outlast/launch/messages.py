@@ -26,6 +26,7 @@ __all__ = [
     "Prepare",
     "Quit",
     "Register",
+    "Restarted",
     "Start",
     "Stop",
     "Tick",
@@ -113,11 +114,30 @@ class Master(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Every worker of this node ended with exit code 0."""
+    """Every worker of this node ended with exit code 0, or could be spared.
+
+    Where every one of them was lost, and theirs may go on elsewhere, the facts name the incident.
+    """
 
     node: str
     epoch: str
     facts: CycleFacts
+
+
+class Restarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """This node's workers restarted inside their processes, and the cycle goes on."""
+
+    node: str
+    epoch: str
+    cycle: int
+    call: int
+    """Which of the workers' calls of a wrapped function it was, from 0."""
+    iteration: int
+    """The restart iteration that began."""
+    incident: Incident
+    """What was mended."""
+    durable_iteration: int | None = None
+    progress_known: bool = False
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -200,7 +220,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-ToCoordinator = Join | Register | Hung | Master | Finished | Leave | Bye | Dead | Tick | Quit
+ToCoordinator = Join | Register | Hung | Master | Restarted | Finished | Leave | Bye | Dead | Tick | Quit
 ToNode = Wait | Prepare | Start | CycleOver | Stop
 
 _encoder = msgspec.json.Encoder()

@@ -24,6 +24,7 @@ from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
 from outlast.launch.rendezvous import open_cycle_store
 from outlast.launch.timers import Timers
+from outlast.launch.worker_process import WorkerProcess
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.store import TCPStore
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
@@ -82,7 +83,13 @@ class NodeAgent:
 
     def _wait_and_handle(self) -> None:
         sources = [self._workers.fileno(), self._mailbox.fileno()]
+        cycle = self._crew.on_duty
+        told = cycle.in_process.fileno() if cycle is not None else -1
+        if told >= 0:
+            sources.append(told)
         readable, _, _ = select.select(sources, [], [], self._timers.until_next_s())
+        if told in readable and cycle is not None:
+            self._look_in_process(cycle)
         if self._workers.fileno() in readable:
             self._on_news(self._workers.receive())
         if self._mailbox.fileno() in readable:
@@ -202,14 +209,19 @@ class NodeAgent:
         if cycle is None or worker is None:
             return
         killed_by_us = cycle.over or self._state == State.STOPPING
+        if not cycle.over:
+            self._look_in_process(cycle)
+        spared = bool(news.exit_code) and not killed_by_us and cycle.goes_on_without(worker)
         self._journal.write_exited(worker, news, killed_by_us=killed_by_us)
+        if spared:
+            self._go_on_without(worker, news, cycle)
         if killed_by_us:
             if self._state == State.STOPPING and cycle.all_ended:
                 self._finish(self.stop)
         elif self._state == State.LEAVING:
             if cycle.all_ended:
                 self._leave(saved=cycle.is_saved)
-        elif news.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
+        elif spared or news.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
             if cycle.all_ended:
                 self._on_all_ended(cycle)
         else:
@@ -217,15 +229,44 @@ class NodeAgent:
             self._crew.note_failure(cycle, worker, news)
             self._fail(incident)
 
+    def _go_on_without(self, worker: WorkerProcess, news: Exited, cycle: Cycle) -> None:
+        """Leave a lost worker's replacement to its peers, for as long as that may take."""
+        assert worker.lost is not None
+        self._workers.sweep(news.key)
+        self._journal.write_incident(worker.lost)
+        log.warning("[outlast] %s; the other ranks go on inside their processes", worker.lost.describe())
+        if (patience_s := cycle.in_process.patience_s(worker)) is not None:
+            self._timers.set(f"lost-{news.key}", patience_s, lambda: self._on_patience_over(worker, cycle))
+
+    def _on_patience_over(self, worker: WorkerProcess, cycle: Cycle) -> None:
+        if cycle.over or self._state != State.RUNNING or cycle.in_process.has_resumed(worker):
+            return
+        assert worker.lost is not None
+        reason = f"{worker.lost.describe()}; the other ranks did not get on without it in time"
+        log.warning("[outlast] %s", reason)
+        self._end_cycle(cycle, cycle.facts(worker.lost), reason)
+
+    def _look_in_process(self, cycle: Cycle) -> None:
+        """Tell the coordinator of a restart inside the processes, if there was one."""
+        mended = cycle.in_process.take_mended()
+        cycle.look()
+        if mended is None or self._state != State.RUNNING:
+            return
+        incident = cycle.describe_mended(mended)
+        if incident.node == self._member.node and all(worker.lost is not incident for worker in cycle.workers.values()):
+            self._journal.write_incident(incident)
+        log.warning("[outlast] restart %d inside the processes, after: %s", mended.iteration, incident.describe())
+        self._member.report_restart(mended, incident, cycle)
+
     def _on_all_ended(self, cycle: Cycle) -> None:
         if ExitReason.PREEMPTED in cycle.exit_codes:
             # The notice reached the workers past this agent: from a peer's, or straight from the scheduler.
             self._leave(saved=cycle.is_saved)
             return
         self._state = State.FINISHED
-        facts = cycle.facts(None)
-        self._journal.write_ended(cycle, "finished")
-        self._member.finish(facts)
+        incident = cycle.describe_unfinished()
+        self._journal.write_ended(cycle, "finished" if incident is None else incident.describe())
+        self._member.finish(cycle.facts(incident))
 
     def _fail(self, incident: Incident) -> None:
         """End the running cycle because of what happened here."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.launch.cycle import Cycle, WorkerProcess
+from outlast.launch.cycle import Cycle
 from outlast.launch.options import RunOptions
+from outlast.launch.worker_process import WorkerProcess
 from outlast.runtime.journal import Journal
 from outlast.runtime.zygote import Exited
 
@@ -68,7 +69,8 @@ class NodeJournal:
     def write_exited(self, worker: WorkerProcess, news: Exited, *, killed_by_us: bool) -> None:
         """Write that a worker ended."""
         rank, pid, code = worker.global_rank, news.pid, news.exit_code
-        self.write(EventKind.WORKER_EXITED, rank=rank, pid=pid, exit_code=code, killed_by_us=killed_by_us)
+        lost = {"spared": True} if worker.lost is not None else {}
+        self.write(EventKind.WORKER_EXITED, rank=rank, pid=pid, exit_code=code, killed_by_us=killed_by_us, **lost)
 
     def write_incident(self, incident: Incident) -> None:
         """Write an incident."""

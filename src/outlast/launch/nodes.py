@@ -69,6 +69,15 @@ class Nodes:
         """Names of the nodes that hold a slot, also of those that are gone."""
         return self._holders
 
+    def name_of_rank(self, rank: int | None) -> str:
+        """Return the name of the node that carries a rank; empty where that cannot be told."""
+        base_rank = 0
+        for slot in self._slots:
+            base_rank += slot.nproc or 0
+            if rank is not None and rank < base_rank:
+                return slot.holder or ""
+        return ""
+
     def add(self, message: m.Join | m.Register, now_s: float) -> Node:
         """Add a node's new life."""
         self.num_joins += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from string import Template
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from outlast import env
 from outlast.launch import messages as m
-from outlast.launch.cycle import Cycle, WorkerProcess
+from outlast.launch.cycle import Cycle
+from outlast.launch.in_process import InProcess
 from outlast.launch.logs import CycleLogs
 from outlast.launch.options import RunOptions
+from outlast.launch.worker_process import WorkerProcess
 from outlast.monitor.learned import LearnedTimeouts
 from outlast.policy.quarantine import encode_distrusted
 from outlast.policy.rerun import encode_replay
@@ -69,7 +72,8 @@ def prepare(
         env.UNTRUSTED: encode_distrusted(start.distrusted) if start.distrusted else "",
         env.REPLAY: encode_replay(start.replay) if start.replay is not None else "",
     }
-    try:
+    with ExitStack() as stack:
+        stack.callback(board.close)
         envs = {
             local_rank: _worker_env(start, local_rank, spec, options.run_id)
             for local_rank in range(spec.local_world_size)
@@ -83,11 +87,11 @@ def prepare(
                 )
                 for rank in envs
             }
+        workers: dict[int, WorkerProcess] = {}
+        in_process = InProcess(board, workers, is_alone=start.num_nodes == 1)
+        stack.callback(in_process.close)
         logs = CycleLogs(logs_specs, envs, options.torchrun, prefixes)
-    except BaseException:
-        board.close()
-        raise
-    workers: dict[int, WorkerProcess] = {}
+        stack.pop_all()
     spawns: list[Spawn] = []
     kind, argv = command
     for local_rank, worker_env in envs.items():
@@ -117,6 +121,7 @@ def prepare(
         workers=workers,
         spawns=spawns,
         fault_tolerance=fault_tolerance,
+        in_process=in_process,
     )
 
 

@@ -40,7 +40,7 @@ class Rulings:
         self._limits, self._record, self._remember = limits, record, remember
 
     def rule(self, end: CycleEnd) -> Verdict:
-        """Return the verdict on a cycle's end."""
+        """Return the verdict on a cycle's end, or on what its workers went on after."""
         before = self.state.distrusted
         state, verdict = ladder.decide(self.state, end, self._limits)
         self._keep(state)
@@ -51,7 +51,8 @@ class Rulings:
         if end.incident is not None:
             data["incident"] = end.incident
             level = logging.ERROR if verdict.rung == Rung.STOP else logging.WARNING
-            log.log(level, "[outlast] cycle %d ended: %s", end.cycle, verdict.reason)
+            what = "goes on" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
+            log.log(level, "[outlast] cycle %d %s: %s", end.cycle, what, verdict.reason)
         self._record(EventKind.VERDICT, end.cycle, data)
         return verdict
 

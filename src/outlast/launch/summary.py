@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from outlast.incidents import Event, EventKind
+from outlast.incidents import Event, EventKind, Rung
 from outlast.runtime.journal import read_journal
 
 __all__ = ["Summary", "summarise"]
@@ -17,16 +17,26 @@ class Summary:
 
     num_cycles: int
     num_incidents: int
-    """Causes of a cycle's end, not what they did to peers."""
+    """Causes of a cycle's end or of a restart inside the processes, not what they did to peers."""
     lost_iterations: int
-    """Iterations that were done and had to be done again."""
+    """Iterations that were done and had to be done again because a cycle ended."""
+    num_in_process: int = 0
+    """Restarts inside the processes."""
+    num_spared: int = 0
+    """Ranks that were lost, and without which the others went on inside their processes."""
 
     def describe(self) -> str:
         """Return a few words for people."""
-        return (
-            f"{_count(self.num_cycles, 'cycle')}, {_count(self.num_incidents, 'incident')}, "
-            f"{_count(self.lost_iterations, 'iteration')} lost"
-        )
+        parts = [
+            _count(self.num_cycles, "cycle"),
+            _count(self.num_incidents, "incident"),
+            f"{_count(self.lost_iterations, 'iteration')} lost",
+        ]
+        if self.num_in_process:
+            parts.append(f"{_count(self.num_in_process, 'restart')} in process")
+        if self.num_spared:
+            parts.append(f"{_count(self.num_spared, 'rank')} lost and done without")
+        return ", ".join(parts)
 
 
 def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
@@ -42,8 +52,15 @@ def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
     lost = sum(
         max(0, reached.get(cycle, 0) - restored.get(cycle + 1, 0)) for cycle in cycles if cycle + 1 in cycles & reports
     )
-    incidents = [event for event in events if event.kind == EventKind.VERDICT and "incident" in event.data]
-    return Summary(num_cycles=len(cycles), num_incidents=len(incidents), lost_iterations=lost)
+    verdicts = [event.data for event in events if event.kind == EventKind.VERDICT and "incident" in event.data]
+    exits = [event.data for event in events if event.kind == EventKind.WORKER_EXITED]
+    return Summary(
+        num_cycles=len(cycles),
+        num_incidents=len(verdicts),
+        lost_iterations=lost,
+        num_in_process=sum(data.get("verdict", {}).get("rung") == Rung.RESTART_IN_PROCESS for data in verdicts),
+        num_spared=sum(bool(data.get("spared")) for data in exits),
+    )
 
 
 def _highest_by_cycle(events: list[Event], kind: EventKind) -> dict[int, int]:

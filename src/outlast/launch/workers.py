@@ -82,6 +82,10 @@ class Workers:
             if worker.exit_code is None:
                 self._send(SendSignal(signal=signal.SIGTERM, key=key, group=False))
 
+    def sweep(self, key: int) -> None:
+        """Kill what a worker that ended has left in its process group."""
+        self._send(SendSignal(signal=signal.SIGKILL, key=key))
+
     def terminate(self) -> None:
         """Send SIGTERM to every worker's process group."""
         self._send(SendSignal(signal=signal.SIGTERM))

@@ -65,7 +65,8 @@ class Watchdog:
         self._clock = clock
         self._hanging = False
         self._wake_ns: int | None = None
-        self._stop = threading.Event()
+        self._stopping = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outlast-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -80,11 +81,16 @@ class Watchdog:
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """End the thread; return whether it ended in time. Idempotent, also from ``on_hang``."""
-        self._stop.set()
+        self._stopping = True
+        self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
         return True
+
+    def look(self) -> None:
+        """Look at the board now, since deadlines that it showed may have changed. Thread: any."""
+        self._wake.set()
 
     def check(self) -> int | None:
         """Look at the board once, report a new hang, and return until when to sleep.
@@ -126,12 +132,15 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._stop.is_set():
+            while True:
+                self._wake.clear()
+                if self._stopping:
+                    return
                 wake = self.check()
                 sleep_s = _LONGEST_SLEEP_S
                 if wake is not None:
                     sleep_s = min(sleep_s, (wake - self._clock.now_ns()) / 1e9)
-                self._stop.wait(max(0.0, sleep_s))
+                self._wake.wait(max(0.0, sleep_s))
         except BaseException as error:  # the owner decides
             log.exception("[RankMonitorServer] node %s: the watchdog failed; ranks are not watched", self._node)
             if self._on_error is not None:

@@ -3,6 +3,9 @@
 Two styles, usable together: *heartbeats* (from the attachment to the first one, then from one to the next)
 and *sections* (each open one, and the time outside all of them). Every open section of the stack is judged, so
 that an outer one that takes too long is found although an inner one is within its own timeout.
+
+A rank that restarts inside its process is judged by that alone: what it had begun before does not count any more. One
+that waits there, as a reserve or for the others to finish, is not judged at all.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.policy.in_process import InProcessState
 
 __all__ = ["STEP", "Expired", "Facts", "Section", "Subject", "Timeouts", "deadlines", "expired", "wake_at_ns"]
 
@@ -58,6 +62,14 @@ class Facts(Protocol):
     def depth(self) -> int: ...
     @property
     def left_ns(self) -> int: ...
+    @property
+    def in_process(self) -> InProcessState: ...
+    @property
+    def in_process_iteration(self) -> int: ...
+    @property
+    def in_process_since_ns(self) -> int: ...
+    @property
+    def in_process_patience_s(self) -> float: ...
 
 
 class Subject(StrEnum):
@@ -67,6 +79,7 @@ class Subject(StrEnum):
     OUT_OF_SECTION = "out_of_section"
     HEARTBEAT = "heartbeat"
     INITIAL_HEARTBEAT = "initial_heartbeat"
+    RESTART_IN_PROCESS = "restart_in_process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +140,7 @@ class Expired(msgspec.Struct, frozen=True, kw_only=True):
             Subject.OUT_OF_SECTION: "time outside sections",
             Subject.HEARTBEAT: "time since the last heartbeat",
             Subject.INITIAL_HEARTBEAT: "time to the first heartbeat",
+            Subject.RESTART_IN_PROCESS: "restart inside the process",
         }[self.subject]
         return (
             f"rank {self.global_rank} (node {node}, pid {self.pid}): {what} exceeded {self.timeout_s:.1f} s "
@@ -146,27 +160,38 @@ class _Deadline:
         return self.since_ns + round(self.timeout_s * 1e9)
 
 
+_WAITS = (InProcessState.RESERVE, InProcessState.COMPLETED, InProcessState.LEFT)
+
+
 def _of(rank: Facts, timeouts: Timeouts) -> Iterator[_Deadline]:
-    if not rank.attached or rank.finished:
+    if rank.in_process == InProcessState.RESTARTING:
+        since_ns, patience_s = rank.in_process_since_ns, rank.in_process_patience_s
+        yield _Deadline(Subject.RESTART_IN_PROCESS, None, since_ns, patience_s)
         return
+    if not rank.attached or rank.finished or rank.in_process in _WAITS:
+        return
+    is_restarted = rank.in_process == InProcessState.ACTIVE and rank.in_process_iteration > 0
+    anew_ns = rank.in_process_since_ns if is_restarted else 0
     if rank.last_heartbeat_ns:
         if timeouts.heartbeat_s is not None:
-            yield _Deadline(Subject.HEARTBEAT, None, rank.last_heartbeat_ns, timeouts.heartbeat_s)
+            yield _Deadline(Subject.HEARTBEAT, None, max(rank.last_heartbeat_ns, anew_ns), timeouts.heartbeat_s)
     elif timeouts.initial_heartbeat_s is not None:
-        yield _Deadline(Subject.INITIAL_HEARTBEAT, None, rank.attached_ns, timeouts.initial_heartbeat_s)
+        since_ns = max(rank.attached_ns, anew_ns)
+        yield _Deadline(Subject.INITIAL_HEARTBEAT, None, since_ns, timeouts.initial_heartbeat_s)
     for section in rank.sections:
         seconds = timeouts.sections.get(section.name)
         if seconds is None or (section.name == STEP and section.ordinal < timeouts.num_warmup_iterations):
             continue
-        yield _Deadline(Subject.SECTION, section.name, section.start_ns, seconds)
+        if section.start_ns >= anew_ns:
+            yield _Deadline(Subject.SECTION, section.name, section.start_ns, seconds)
     if not rank.depth and rank.left_ns and timeouts.out_of_section_s is not None:
-        yield _Deadline(Subject.OUT_OF_SECTION, None, rank.left_ns, timeouts.out_of_section_s)
+        yield _Deadline(Subject.OUT_OF_SECTION, None, max(rank.left_ns, anew_ns), timeouts.out_of_section_s)
 
 
 def deadlines(rank: Facts, timeouts: Timeouts) -> list[int]:
     """Return when each timeout of a rank passes, earliest first, in monotonic nanoseconds.
 
-    A rank that never attached (a plain script) or that finished has none.
+    A rank that never attached (a plain script) or that finished has none, unless it restarts inside its process.
     """
     return sorted(deadline.at_ns for deadline in _of(rank, timeouts))
 
@@ -200,13 +225,14 @@ def wake_at_ns(ranks: Iterable[Facts], timeouts: Timeouts, now_ns: int) -> int |
 
     It is the earliest deadline that exists and has not passed, but no later than ``now_ns`` plus the smallest
     timeout. That is exact: whatever begins during the sleep begins after ``now_ns``, and so cannot expire
-    before ``now_ns`` plus the smallest timeout; no rank needs to wake the watchdog.
+    before ``now_ns`` plus the smallest timeout; no rank needs to wake the watchdog. Only a restart inside a process has
+    a timeout of its own: the ranks that go into one wake it.
     """
-    smallest = timeouts.smallest_s()
-    if smallest is None:
-        return None
     ahead = [at for rank in ranks for at in deadlines(rank, timeouts) if at > now_ns]
-    return min([*ahead, now_ns + round(smallest * 1e9)])
+    smallest = timeouts.smallest_s()
+    if smallest is not None:
+        ahead.append(now_ns + round(smallest * 1e9))
+    return min(ahead, default=None)
 
 
 def _seconds(value: float | None) -> str:

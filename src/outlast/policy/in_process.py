@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Protocol
 
-__all__ = ["InProcessState", "Standing", "has_resumed", "is_survivable", "needs_restart"]
+__all__ = ["InProcessState", "Standing", "has_begun", "has_resumed", "is_survivable", "needs_restart"]
 
 
 class InProcessState(IntEnum):
@@ -44,6 +44,10 @@ _SURVIVABLE = frozenset(
     }
 )
 _GOING_ON = _SURVIVABLE - {InProcessState.LEFT} | {InProcessState.RETURNED}
+_HAS_BEGUN = frozenset(
+    {InProcessState.ACTIVE, InProcessState.RESERVE, InProcessState.COMPLETED, InProcessState.RETURNED}
+)
+_DISPENSABLE = _SURVIVABLE - {InProcessState.ACTIVE, InProcessState.RESTARTING}
 
 
 class Standing(Protocol):
@@ -57,14 +61,27 @@ class Standing(Protocol):
     def in_process_iteration(self) -> int: ...
 
 
-def is_survivable(worker: Standing, peers: Iterable[Standing]) -> bool:
+def is_survivable(
+    worker: Standing, *, living: Iterable[Standing], done: Iterable[Standing], has_unseen_peers: bool
+) -> bool:
     """Return whether a cycle can go on after a worker's end.
 
     Args:
         worker: The one that ended with anything but 0.
-        peers: Those that are left.
+        living: Those of its node that run.
+        done: Those of its node that ended in order.
+        has_unseen_peers: There are peers on other nodes.
     """
-    return worker.in_process in _SURVIVABLE and any(peer.in_process in _GOING_ON for peer in peers)
+    if worker.in_process not in _SURVIVABLE:
+        return False
+    if has_unseen_peers or any(peer.in_process in _GOING_ON for peer in living):
+        return True
+    return worker.in_process in _DISPENSABLE and any(peer.in_process != InProcessState.LEFT for peer in done)
+
+
+def has_begun(worker: Standing) -> bool:
+    """Return whether a worker's restart iteration has begun, whatever the worker does in it."""
+    return worker.in_process in _HAS_BEGUN
 
 
 def needs_restart(worker: Standing) -> bool:
@@ -77,6 +94,6 @@ def has_resumed(worker: Standing, peers: Iterable[Standing]) -> bool:
     at_least = worker.in_process_iteration + (worker.in_process == InProcessState.ACTIVE)
     return any(
         (peer.in_process_call, peer.in_process_iteration) >= (worker.in_process_call, at_least)
-        and peer.in_process in (InProcessState.ACTIVE, InProcessState.COMPLETED, InProcessState.RETURNED)
+        and peer.in_process in _HAS_BEGUN
         for peer in peers
     )

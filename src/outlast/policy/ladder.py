@@ -14,6 +14,10 @@ Budgets reset on progress, never on time; progress is a durable generation at a 
 A script that saves through nothing of ours reports no progress. Unknown is not none: its restarts are bounded
 by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it.
 
+A restart inside the processes is a restart as any other: it is granted from the same budgets, so that no sequence of
+rungs goes on for ever. It has happened by the time it is judged; one that is not granted ends the job. It ends no
+cycle, and so counts as no cycle without progress.
+
 What follows a result that a worker judged invalid (exit codes 16 and 17) is said by
 :mod:`outlast.policy.invalid_results`: another copy, another device, another try, or the end; within the same budgets.
 
@@ -56,9 +60,12 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
         verdict = _leave(end, state)
     else:
         assert end.incident is not None
-        state = _count_failure(state, end.incident.node if found is None else found.faulty_node, progressed=progressed)
+        faulty_node = end.incident.node if found is None else found.faulty_node
+        state = _count_failure(state, faulty_node, in_vain=not progressed and not end.mended_in_process)
         if found is not None:
             state, verdict = _judge_invalid_result(state, limits, found)
+        elif end.mended_in_process:
+            verdict = _judge(state, before, end, end.incident, limits, progressed=progressed)
         else:
             verdict = _judge(state, before, end, end.incident, limits, progressed=progressed)
             state = drop_replay(state)
@@ -110,11 +117,11 @@ def _is_beyond(durable: int | None, best: int | None) -> bool:
     return durable is not None and (best is None or durable > best)
 
 
-def _count_failure(state: LadderState, faulty_node: str, *, progressed: bool) -> LadderState:
+def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> LadderState:
     faults = {**state.node_faults}
     if faulty_node:
         faults[faulty_node] = faults.get(faulty_node, 0) + 1
-    counts = state.progress_known and not progressed
+    counts = state.progress_known and in_vain
     return msgspec.structs.replace(
         state, node_faults=faults, cycles_without_progress=state.cycles_without_progress + counts
     )
@@ -148,7 +155,8 @@ def _judge(
         exit_code = ExitReason.NO_PROGRESS if repeated else ExitReason.FAILED
         return Verdict(rung=Rung.STOP, reason=f"{what}; {spent}", exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
-    where = f", going on {resume_point(state)}" if state.progress_known else ""
+    restores = state.progress_known and not end.mended_in_process  # else the state may have been kept in memory
+    where = f", going on {resume_point(state)}" if restores else ""
     reason = f"{what}; {action}{where} ({count_of_restart(state, limits)})"
     return Verdict(rung=rung, reason=reason, quarantine=quarantine)
 
@@ -180,6 +188,8 @@ def _judge_invalid_result(state: LadderState, limits: Limits, found: Answer) -> 
 
 def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> tuple[Rung, str, tuple[str, ...]]:
     """Return the rung, what is done, and the nodes to quarantine."""
+    if end.mended_in_process:
+        return Rung.RESTART_IN_PROCESS, "the ranks went on inside their processes", ()
     node, faults = incident.node, state.node_faults.get(incident.node, 0)
     worn_out = 0 < limits.max_node_faults <= faults and node not in state.quarantined
     spare = end.num_spares > 0

@@ -41,7 +41,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CycleEnd:
-    """How a cycle ended, as far as all nodes together know."""
+    """How a cycle ended, or what its workers went on after, as far as all nodes together know."""
 
     cycle: int
     incident: Incident | None
@@ -49,6 +49,9 @@ class CycleEnd:
 
     finished: bool = False
     """Every worker ended with exit code 0."""
+
+    mended_in_process: bool = False
+    """It did not end after all: its workers restarted inside their processes."""
 
     preempted: bool = False
     """The job was told to leave."""

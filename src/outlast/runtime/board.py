@@ -232,6 +232,10 @@ class Board:
         """
         return self._page(local_rank)
 
+    def retire(self, local_rank: int) -> None:
+        """Note that a rank whose worker ended is missed by nobody: nothing is enforced on it any more."""
+        self._page(local_rank)[layout.FINISHED] = 1
+
     def request_stop(self, local_rank: int) -> None:
         """Set the reply word that the worker's ``stop_requested()`` reads."""
         self._page(local_rank)[layout.STOP] = 1

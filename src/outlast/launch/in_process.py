@@ -1,0 +1,181 @@
+"""Restarts inside the processes, as the agent sees them: who may be lost without the cycle's end, and what came of it.
+
+Workers whose function is called again after a fault (:class:`outlast.inprocess.Wrapper`) say on the board how they
+stand, and wake the agent when that changes. Such a worker may end: the others go on, with a reserve in its place, or
+end themselves when they cannot. What they mend costs the agent a message to the coordinator, which charges the ladder.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from outlast.errors import ExitReason
+from outlast.incidents import Incident, IncidentKind
+from outlast.launch.worker_process import WorkerProcess
+from outlast.policy.in_process import InProcessState, has_begun, has_resumed, is_survivable, needs_restart
+from outlast.policy.slots import OWN_VERDICTS
+from outlast.runtime.board import Board, RankState
+from outlast.runtime.in_process_mark import Change, InProcessFault, address
+
+__all__ = ["InProcess", "Mended"]
+
+log = logging.getLogger(__name__)
+
+_MAX_DATAGRAM = 1 << 16
+_DECISIONS = frozenset({*OWN_VERDICTS, ExitReason.NO_PROGRESS})
+"""Exit codes with which a worker decides for the whole job."""
+_decoder = msgspec.msgpack.Decoder(Change)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mended:
+    """The workers run their function again after a fault."""
+
+    call: int
+    iteration: int
+    fault: InProcessFault | None
+    """The cause; ``None`` = nobody said."""
+
+
+@dataclass(slots=True)
+class InProcess:
+    """Know how a cycle's workers stand with restarts inside their processes.
+
+    Thread: the agent's main thread.
+    """
+
+    board: Board
+    workers: Mapping[int, WorkerProcess]
+    """Key in the zygote's messages to worker."""
+    is_alone: bool
+    """No other node takes part in the cycle."""
+    _channel: socket.socket = field(init=False)
+    _reached: tuple[int, int] = (0, 0)
+    _faults: dict[tuple[int, int], tuple[InProcessFault, ...]] = field(default_factory=dict)
+    _last_states: dict[int, RankState] = field(default_factory=dict)
+    """Of those that were lost: how they stood at their end."""
+
+    def __post_init__(self) -> None:
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            self._channel.bind(address(self.board.token))
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when :meth:`take_mended` may have something; -1 once closed."""
+        return self._channel.fileno()
+
+    def lose(self, worker: WorkerProcess, incident: Incident) -> bool:
+        """Return whether the cycle goes on without a worker that ended with anything but 0, and remember it if so."""
+        state = self.board.read(worker.local_rank)
+        goes_on = is_survivable(
+            state,
+            living=self._read(lambda other: other.exit_code is None),
+            done=self._read(lambda other: other.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED)),
+            has_unseen_peers=not self.is_alone,
+        )
+        if worker.exit_code in _DECISIONS or not goes_on:
+            return False
+        worker.lost = incident
+        self._last_states[worker.local_rank] = state
+        self.board.retire(worker.local_rank)
+        return True
+
+    def patience_s(self, worker: WorkerProcess) -> float | None:
+        """Return how long to wait until the others have restarted without a lost worker; ``None``: they need not.
+
+        Where none of them is on this node, theirs will tell.
+        """
+        state = self._last_states[worker.local_rank]
+        if not needs_restart(state) or all(other.exit_code is not None for other in self.workers.values()):
+            return None
+        return state.in_process_patience_s
+
+    def has_resumed(self, worker: WorkerProcess) -> bool:
+        """Return whether the others on this node got on after the loss of a worker."""
+        return has_resumed(self._last_states[worker.local_rank], self._read(lambda other: other.lost is None))
+
+    @property
+    def unmended(self) -> Incident | None:
+        """The first loss after which the others on this node have not got on; ``None`` = there is none."""
+        for worker in self.workers.values():
+            if worker.lost is None or not needs_restart(self._last_states[worker.local_rank]):
+                continue
+            if not self.has_resumed(worker):
+                return worker.lost
+        return None
+
+    def take_mended(self) -> Mended | None:
+        """Return the newest restart after which workers run their function again, unless it was returned before."""
+        self._receive()
+        states = self._read(lambda worker: worker.lost is None)
+        begun = [(s.in_process_call, s.in_process_iteration) for s in states if has_begun(s)]
+        newest = max(begun, default=self._reached)
+        if newest <= self._reached:
+            return None
+        self._reached = newest
+        faults = self._faults.get(newest, ())
+        self._faults.clear()
+        if newest[1] == 0:  # another call of a wrapped function begins
+            return None
+        cause = next((fault for fault in faults if not fault.is_consequence), faults[0] if faults else None)
+        return Mended(call=newest[0], iteration=newest[1], fault=cause)
+
+    def incident_of(self, mended: Mended, *, job: str, cycle: int, node: str) -> Incident:
+        """Return the incident that a restart mended; of a worker that this node lost, what its end told."""
+        fault = mended.fault
+        if fault is None:
+            summary = f"the ranks left restart iteration {mended.iteration - 1} for a reason that none of them told"
+            return Incident(
+                kind=IncidentKind.WORKER_FAILED, job=job, cycle=cycle, node=node, evidence={"summary": summary}
+            )
+        worker = next((one for one in self.workers.values() if one.global_rank == fault.rank), None)
+        if worker is not None and worker.lost is not None:
+            return worker.lost
+        state = self.board.read(worker.local_rank) if worker is not None else None
+        return Incident(
+            kind=fault.kind,
+            job=job,
+            cycle=cycle,
+            node=node if worker is not None else "",
+            rank=fault.rank,
+            pid=worker.pid if worker is not None else None,
+            iteration=state.iteration if state is not None and state.attached else None,
+            evidence={"summary": fault.summary} if fault.summary else {},
+        )
+
+    def unfinished(self, *, job: str, cycle: int, node: str) -> Incident | None:
+        """Return why nothing was finished here, now that every worker has ended or was lost; ``None`` = it was."""
+        if any(state.in_process != InProcessState.LEFT for state in self._read(lambda worker: worker.lost is None)):
+            return None
+        lost = [worker.lost for worker in self.workers.values() if worker.lost is not None]
+        if lost:
+            return lost[0]
+        summary = "every worker of the node left its peers for good"
+        return Incident(kind=IncidentKind.WORKER_FAILED, job=job, cycle=cycle, node=node, evidence={"summary": summary})
+
+    def close(self) -> None:
+        """Stop listening; idempotent."""
+        self._channel.close()
+
+    def _read(self, wanted: Callable[[WorkerProcess], bool]) -> list[RankState]:
+        return [self.board.read(worker.local_rank) for worker in self.workers.values() if wanted(worker)]
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                change = _decoder.decode(self._channel.recv(_MAX_DATAGRAM))
+            except BlockingIOError:
+                return
+            except msgspec.DecodeError as error:
+                log.warning("[outlast] a worker's word about restarts inside its process cannot be read: %s", error)
+                continue
+            if change.faults and change.state != InProcessState.RESTARTING:  # by then a cause may not be known yet
+                self._faults.setdefault((change.call, change.iteration), change.faults)
