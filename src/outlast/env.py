@@ -33,6 +33,7 @@ __all__ = [
     "read_worker",
     "replace_environ",
     "set_default",
+    "update",
 ]
 
 RUN_ID = "OUTLAST_RUN_ID"
@@ -177,3 +178,14 @@ def replace_environ(values: Mapping[str, str]) -> None:
 def set_default(name: str, value: str) -> None:
     """Set a variable of this process (and its children) unless it is set."""
     os.environ.setdefault(name, value)
+
+
+def update(values: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Set variables of this process, and unset those that are ``None``; return what they were before, in this form."""
+    before = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return before

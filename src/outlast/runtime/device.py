@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outlast import env
+from outlast.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "abort_collectives",
+    "check_collectives",
     "device_name",
     "device_rng_state",
+    "empty_cache",
     "set_device_rng_state",
+    "settle_collectives",
     "training_backend",
     "training_device",
     "use_device",
@@ -88,3 +95,96 @@ def set_device_rng_state(state: bytes) -> bool:
         return False
     torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     return True
+
+
+def empty_cache() -> None:
+    """Give back the memory that the allocator caches; does nothing where no device is in use."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def abort_collectives() -> int:
+    """End every collective that devices take part in, here; return the number of groups that were aborted.
+
+    NCCL's kernels wait on the device, where no connection can be cut: its communicators have to be aborted. All of them
+    within one NCCL group, since an abort may wait for another communicator's kernel that cannot end before its own.
+
+    Blocks: while NCCL aborts; its collectives then fail.
+    Thread: any.
+    """
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    if not (torch.cuda.is_available() and dist.is_nccl_available() and dist.is_initialized()):
+        return 0
+    nccl = []
+    for group in list(c10d._world.pg_map):
+        try:
+            backend = group._get_backend(torch.device("cuda"))
+        except RuntimeError:
+            continue  # a group of CPUs only
+        if isinstance(backend, dist.ProcessGroupNCCL):
+            nccl.append(backend)
+    if nccl:
+        nccl[0]._group_start()
+        try:
+            for backend in nccl:
+                backend.abort()
+        finally:
+            nccl[0]._group_end()
+    return len(nccl)
+
+
+_NEEDED = {
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""Variables that NCCL needs to be aborted without taking its process along: its watchdog must not rethrow what the
+abort causes nor end the process, and NVLS communicators cannot be aborted."""
+
+
+def settle_collectives() -> None:
+    """Set the variables that NCCL needs for :func:`abort_collectives`, where there are devices.
+
+    Raises:
+        ConfigError: One is set to something else.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    for name, value in _NEEDED.items():
+        env.set_default(name, value)
+        if (found := env.environ()[name]) != value:
+            raise ConfigError(f"{name}={found} keeps NCCL from being aborted; unset it, or set it to {value}")
+
+
+def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) -> None:
+    """Check that NCCL does not end a process before it could be interrupted.
+
+    Args:
+        backend: The backend that a group is made of, as ``torch.distributed`` is told.
+        timeout_s: The group's timeout; NCCL's watchdog goes by it.
+        hard_timeout_s: Seconds after which a process that cannot be interrupted is ended.
+
+    Raises:
+        ConfigError: The group's timeout, or that of NCCL's own heartbeat, is not longer.
+    """
+    import torch
+
+    if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
+        return
+    if timeout_s <= hard_timeout_s:
+        raise ConfigError(
+            f"the group's timeout={timeout_s:g} s must be longer than hard_timeout={hard_timeout_s:g}: NCCL's watchdog "
+            "would end the process before; give init_process_group() a longer timeout"
+        )
+    heartbeat = env.environ().get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
+    if heartbeat is not None and heartbeat.isdecimal() and 0 < int(heartbeat) <= hard_timeout_s:
+        raise ConfigError(
+            f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} must be longer than hard_timeout={hard_timeout_s:g}; unset it"
+        )

@@ -16,7 +16,6 @@ two), a tree (twice the rounds).
 from __future__ import annotations
 
 import hmac
-import itertools
 import math
 import os
 import socket
@@ -28,6 +27,7 @@ from typing import Any
 
 from outlast import clock, env
 from outlast.errors import OutlastError, PeerLost, RendezvousError
+from outlast.runtime import connections
 from outlast.runtime.endpoints import address_towards
 
 __all__ = ["Dissemination"]
@@ -37,7 +37,6 @@ _GREET_S = 10.0
 """Seconds in which whoever connects has to say who it is."""
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
 _HEAD = struct.Struct("<II")
-_ordinals = itertools.count()
 
 
 class Dissemination:
@@ -63,6 +62,7 @@ class Dissemination:
             patience = struct.pack("@ll", int(whole_s), int(part_s * 1e6))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+        connections.register(self)
 
     @classmethod
     def open(cls, *, timeout_s: float) -> Dissemination:
@@ -82,7 +82,9 @@ class Dissemination:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         store: Any = _get_default_store()
         try:
-            return cls._connect(store, f"outlast/dissemination/{next(_ordinals)}", rank, world_size, timeout_s)
+            # Counted in the store: a process that joins a restart has made fewer than its peers.
+            ordinal = store.add(f"outlast/dissemination/made-by/{rank}", 1)
+            return cls._connect(store, f"outlast/dissemination/{ordinal}", rank, world_size, timeout_s)
         except (RuntimeError, OSError, ValueError) as error:
             raise RendezvousError(
                 f"the ranks could not connect ({error}); see the log of the rank that left"

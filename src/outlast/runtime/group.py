@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed
 
-__all__ = ["Group", "connect_world", "settle"]
+__all__ = ["Group", "connect_world", "meeting_point", "settle"]
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
     device.use_device(place.local_rank)
     timeout = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = next(rendezvous(_meeting_point(place), place.global_rank, place.world_size, timeout=timeout))
+        store, _, _ = next(rendezvous(meeting_point(place), place.global_rank, place.world_size, timeout=timeout))
         store.set_timeout(timeout)
         before = _connected_sockets()
         dist.init_process_group(
@@ -183,7 +183,8 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
     return Group(None, _opened_since(before))
 
 
-def _meeting_point(place: env.WorkerEnv) -> str:
+def meeting_point(place: env.WorkerEnv) -> str:
+    """Return where a worker's world meets, as ``init_method`` of ``torch.distributed``."""
     if place.launcher != "srun":
         return "env://"
     variables = env.environ()

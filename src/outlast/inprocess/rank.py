@@ -1,0 +1,465 @@
+"""One rank's part in one call of a wrapped function: from the first order to the last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from outlast import clock, env
+from outlast.config.in_process_restart import InProcessRestartConfig
+from outlast.errors import ConfigError, OutlastError, RankLeft, RestartAbort
+from outlast.inprocess import messages as m
+from outlast.inprocess.compose import labels_of
+from outlast.inprocess.handle import Handle, current_handle, handle_parameter, set_current
+from outlast.inprocess.interruption import Interruption, RestartRequested
+from outlast.inprocess.iteration_store import IterationStore
+from outlast.inprocess.leaving import Background, describe, drop, is_consequence, leave
+from outlast.inprocess.meeting import Meeting, own_address
+from outlast.inprocess.monitor_link import MonitorLink
+from outlast.inprocess.monitor_task import MonitorTask
+from outlast.inprocess.monitor_thread import MonitorThread, Notice
+from outlast.inprocess.page import Page, RankPhase
+from outlast.inprocess.plugins import Plugins
+from outlast.inprocess.state import State
+from outlast.policy.rank_assignment import Member, assign
+from outlast.policy.restart_limits import RestartLimits
+from outlast.runtime import connections, device
+
+__all__ = ["Rank"]
+
+log = logging.getLogger(__name__)
+
+_LAST_WORD_S = 5.0
+_STORE_TIMEOUT_S = 1800.0
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+_last_store: IterationStore | None = None
+"""Of the call that returned last: the groups that its function left are still of use."""
+
+
+class _Returned:
+    """What the function ended with: a value, or the ``SystemExit`` that it raised."""
+
+    def __init__(self, value: object = None, leaving: SystemExit | None = None) -> None:
+        self.value, self.leaving = value, leaving
+
+
+class Rank:
+    """Go through iterations as ordered, until all have completed.
+
+    Args:
+        config: The settings.
+        plugins: What is called when.
+
+    Thread: the main thread.
+    """
+
+    def __init__(self, config: InProcessRestartConfig, plugins: Plugins) -> None:
+        self._config, self._plugins = config, plugins
+        self._place = env.read_worker()
+        self._iteration = 0
+        self._ready_for = -1
+        self._go: m.Go | None = None
+        self._faults: dict[tuple[int, int], m.Fault] = {}
+        self._returned: _Returned | None = None
+        self._kept: dict[str, Any] = {}
+        self._handle: Handle | None = None
+        self._store: IterationStore | None = None
+        self._interruption = Interruption(Rank._enter.__code__)
+        self._background: Background
+        self._page: Page
+        self._link: MonitorLink
+        self._thread: MonitorThread
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the function until it has returned on all active ranks; return what it returned here last.
+
+        Raises:
+            ConfigError: A setting or the place of the call is wrong.
+            RestartAbort: The ranks cannot be restarted in process.
+            RankLeft: This rank leaves for good.
+        """
+        if current_handle() is not None:
+            raise ConfigError("a wrapped function was called within another one; wrap only the outer one")
+        name = handle_parameter(function)
+        if name is not None and name in kwargs:
+            name = None
+        device.settle_collectives()
+        self._interruption.install()
+        noting = connections.Noting(self._check_group)
+        before = {variable: env.environ().get(variable) for variable in _VARIABLES}
+        try:
+            self._background = Background()
+            self._host = own_address(self._place)
+            self._page = Page.create()
+            self._link = MonitorLink(self._task(), self._page)
+            self._thread = MonitorThread(
+                self._link,
+                self._page,
+                self._interruption,
+                interval_s=min(self._config.monitor_thread_interval, self._config.progress_watchdog_interval),
+                abort=self._abort,
+            )
+            self._thread.start()
+            noting.start()
+            self._background.freeze()
+            meeting = self._join()
+            try:
+                return self._follow(function, args, kwargs, name, meeting)
+            finally:
+                meeting.close()
+        finally:
+            self._close(noting, before)
+
+    # -- orders ------------------------------------------------------------------------------------------------
+
+    def _join(self) -> Meeting:
+        listening = self._next(self._config.barrier_timeout)
+        if not isinstance(listening, m.Listening):
+            raise OutlastError(f"the monitor process did not start: {listening!r}")
+        meeting = Meeting(self._place, timeout_s=self._config.barrier_timeout)
+        self._link.send(meeting.meet(listening.address))
+        self._get_ready(0)
+        return meeting
+
+    def _follow(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        handle_name: str | None,
+        meeting: Meeting,
+    ) -> Any:
+        while True:
+            order = self._next()
+            match order:
+                case m.Go():
+                    meeting.close()
+                    self._go_into(order, function, args, kwargs, handle_name)
+                case m.Restart():
+                    self._note_faults(order.faults)
+                    if order.iteration > self._ready_for:
+                        self._leave(None)
+                        self._get_ready(order.iteration)
+                case m.Assign():
+                    self._link.send(self._assign(order))
+                case m.Finish():
+                    return self._finish()
+                case m.Abort():
+                    self._leave(None)
+                    raise self._abortion(order)
+                case m.Expel():
+                    self._leave(None)
+                    self._part(order.reason, tell=False)
+                case OutlastError():
+                    self._leave(None)
+                    raise order
+
+    def _next(self, timeout_s: float | None = None) -> Notice:
+        try:
+            return self._thread.inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            raise OutlastError(f"the monitor process says nothing for {timeout_s:g} s; look at its log") from None
+
+    def _get_ready(self, iteration: int) -> None:
+        """Say that this rank can enter an iteration, if it may."""
+        if iteration > 0:
+            try:
+                self._plugins.health_check(self._state())
+            except RestartAbort as error:
+                self._give_up(error)
+            except Exception as error:
+                log.warning("the health check failed: %s", describe(error))
+                self._part(describe(error), tell=True)
+        if self._store is not None:
+            self._store.close()
+        self._store = IterationStore(self._host)
+        self._ready_for = iteration
+        self._page.set_phase(RankPhase.WAITING)
+        self._link.send(m.Ready(iteration=iteration, store_address=self._store.address))
+
+    def _assign(self, order: m.Assign) -> m.Assigned:
+        members = [
+            Member(
+                initial_rank=facts.initial_rank,
+                node=facts.node,
+                rank=facts.active_rank,
+                alive=facts.is_alive,
+                labels=facts.labels,
+            )
+            for facts in order.members
+        ]
+        try:
+            ranks = assign(
+                self._plugins.rank_assignment,
+                members,
+                iteration=order.iteration,
+                active_world_size=self._config.active_world_size,
+            )
+        except Exception as error:
+            log.warning("no ranks can be assigned: %s", describe(error))
+            return m.Assigned(ordinal=order.ordinal, error=str(error) or type(error).__name__)
+        return m.Assigned(ordinal=order.ordinal, ranks=ranks)
+
+    # -- an iteration ------------------------------------------------------------------------------------------
+
+    def _go_into(
+        self,
+        go: m.Go,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        handle_name: str | None,
+    ) -> None:
+        self._go, self._iteration = go, go.iteration
+        self._note_faults(go.faults)
+        self._returned = None
+        if self._place.global_rank not in go.ranks:
+            self._part("the rank assignment leaves it out", tell=True)
+        rank = go.ranks[self._place.global_rank]
+        if rank is None:
+            return  # a reserve: it waits for the next order
+        handle = self._handle = Handle(
+            self._state(),
+            interruption=self._interruption,
+            page=self._page,
+            on_first_ping=self._thread.count_pings_only,
+            kept=self._kept,
+        )
+        if handle_name is not None:
+            kwargs = {**kwargs, handle_name: handle}
+        self._page.reset_depths()
+        self._page.set_phase(RankPhase.STARTING, go.iteration)
+        self._thread.begin_iteration()
+        set_current(handle)
+        outcome = self._enter(go, rank, function, args, kwargs)
+        self._interruption.leave()
+        self._page.set_phase(RankPhase.OUT)
+        self._settle(outcome)
+
+    def _enter(
+        self, go: m.Go, rank: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> _Returned | BaseException:
+        """Call the function; return what it ended with.
+
+        This frame is the boundary of what is interrupted: it is not, whatever it calls is.
+        """
+        if not self._interruption.enter(go.iteration):
+            return RestartRequested()
+        try:
+            self._prepare(go, rank)
+            self._page.set_phase(RankPhase.IN_FN)
+            value = function(*args, **kwargs)
+        except SystemExit as error:
+            return _Returned(leaving=error)
+        except BaseException as error:
+            return error
+        return _Returned(value)
+
+    def _prepare(self, go: m.Go, rank: int) -> None:
+        """Set the scene for the function on this rank."""
+        assert self._store is not None
+        host, port = go.store_address.split(" ")
+        if rank == 0:
+            self._store.serve(timeout_s=_STORE_TIMEOUT_S)
+        env.update(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(go.active_world_size),
+                "MASTER_ADDR": host,
+                "MASTER_PORT": port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+        )
+        self._plugins.initialize(self._state())
+
+    def _settle(self, outcome: _Returned | BaseException) -> None:
+        """Report how the call ended, and leave it if it failed."""
+        if isinstance(outcome, _Returned):
+            self._returned = outcome
+            self._page.set_phase(RankPhase.COMPLETED)
+            if outcome.leaving is not None:
+                drop(outcome.leaving)
+            self._link.send(m.Completed(iteration=self._iteration))
+            return
+        if isinstance(outcome, KeyboardInterrupt):
+            self._leave(None)
+            self._link.send(m.Left(reason="interrupted by the keyboard", fatal=True))
+            raise outcome
+        if isinstance(outcome, RestartAbort):
+            self._leave(None)
+            self._give_up(outcome)
+        if not isinstance(outcome, RestartRequested):
+            self._tell_fault(outcome)
+        self._leave(outcome)
+
+    def _tell_fault(self, error: BaseException) -> None:
+        fault = m.Fault(
+            initial_rank=self._place.global_rank,
+            iteration=self._iteration,
+            kind=m.FaultKind.EXCEPTION,
+            summary=describe(error),
+            is_consequence=is_consequence(error),
+        )
+        self._note_faults((fault,))
+        self._link.send(fault)
+        if not fault.is_consequence:
+            log.warning("iteration %d failed on this rank", self._iteration, exc_info=error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Let go of the iteration that was entered last. Idempotent."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        self._page.set_phase(RankPhase.OUT)
+        if self._store is not None:
+            self._store.close()
+        try:
+            leave(handle.take_callbacks(), error, self._background)
+            set_current(None)
+            self._plugins.finalize(self._state())
+        except RestartAbort as failure:
+            self._give_up(failure)
+        except Exception as failure:
+            log.exception("this rank cannot go on")
+            self._part(describe(failure), tell=True)
+        finally:
+            set_current(None)
+        if self._config.empty_cuda_cache:
+            device.empty_cache()
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _finish(self) -> Any:
+        state = self._state()
+        self._handle = None
+        set_current(None)
+        self._plugins.completion(state)
+        if self._returned is None:
+            return None
+        if self._returned.leaving is not None:
+            raise self._returned.leaving
+        return self._returned.value
+
+    def _part(self, reason: str, *, tell: bool) -> NoReturn:
+        """Leave for good, alone."""
+        if tell:
+            self._link.send(m.Left(reason=reason))
+        self._terminate()
+        log.warning("rank %d leaves for good: %s", self._place.global_rank, reason)
+        raise RankLeft(f"rank {self._place.global_rank} leaves for good: {reason}")
+
+    def _give_up(self, error: RestartAbort) -> NoReturn:
+        """Have all ranks stop."""
+        self._link.send(m.Left(reason=str(error), fatal=True))
+        end_s = clock.now_s() + _LAST_WORD_S
+        while (left_s := end_s - clock.now_s()) > 0:
+            try:
+                order = self._thread.inbox.get(timeout=left_s)
+            except queue.Empty:
+                break
+            if isinstance(order, m.Abort):
+                raise self._abortion(order) from error
+        self._terminate()
+        raise error
+
+    def _abortion(self, order: m.Abort) -> RestartAbort:
+        self._terminate()
+        return RestartAbort(
+            order.reason,
+            counts={"restarts": order.iteration, "faults": sum(order.fault_counts.values())},
+            rank=self._place.global_rank,
+            node=self._place.node,
+            iteration=self._iteration,
+        )
+
+    def _terminate(self) -> None:
+        try:
+            self._plugins.terminate(self._state())
+        except Exception:
+            log.exception("the terminate plug-in failed")
+
+    def _close(self, noting: connections.Noting, before: Mapping[str, str | None]) -> None:
+        set_current(None)
+        noting.stop()
+        if hasattr(self, "_thread"):
+            self._thread.stop()
+        self._interruption.uninstall()
+        if hasattr(self, "_link"):
+            self._link.close()
+        if hasattr(self, "_page"):
+            self._page.close()
+        if self._store is not None:
+            if self._returned is None:
+                self._store.close()
+            else:
+                global _last_store
+                _last_store = self._store
+        if hasattr(self, "_background"):
+            self._background.thaw()
+        env.update(before)
+
+    # -- what is known -----------------------------------------------------------------------------------------
+
+    def _state(self) -> State:
+        ranks = self._go.ranks if self._go is not None else {}
+        counts: dict[int, int] = {}
+        for fault in self._faults.values():
+            if not fault.is_consequence:
+                counts[fault.initial_rank] = counts.get(fault.initial_rank, 0) + 1
+        return State(
+            initial_rank=self._place.global_rank,
+            initial_world_size=self._place.world_size,
+            rank=ranks.get(self._place.global_rank),
+            world_size=len(ranks) or self._place.world_size,
+            active_world_size=self._go.active_world_size if self._go is not None else self._place.world_size,
+            iteration=self._iteration,
+            node=self._place.node,
+            fault_counts=counts,
+        )
+
+    def _note_faults(self, faults: tuple[m.Fault, ...]) -> None:
+        for fault in faults:
+            key = (fault.iteration, fault.initial_rank)
+            if key not in self._faults or self._faults[key].is_consequence:
+                self._faults[key] = fault
+
+    def _abort(self) -> None:
+        """End what the main thread may wait on beyond connections; on the monitor thread."""
+        try:
+            device.abort_collectives()
+            self._plugins.abort(self._state())
+        except Exception:
+            log.exception("the abort plug-in failed")
+
+    def _check_group(self, backend: str, timeout_s: float) -> None:
+        device.check_collectives(backend, timeout_s, hard_timeout_s=self._config.hard_timeout)
+
+    def _task(self) -> MonitorTask:
+        config = self._config
+        return MonitorTask(
+            pid=os.getpid(),
+            initial_rank=self._place.global_rank,
+            initial_world_size=self._place.world_size,
+            node=self._place.node,
+            host=self._host,
+            limits=RestartLimits(
+                max_iterations=config.max_iterations,
+                barrier_timeout_s=config.barrier_timeout,
+                completion_timeout_s=config.completion_timeout,
+                last_call_wait_s=config.last_call_wait,
+            ),
+            soft_timeout_s=config.soft_timeout,
+            hard_timeout_s=config.hard_timeout,
+            thread_interval_s=config.monitor_thread_interval,
+            process_interval_s=config.monitor_process_interval,
+            heartbeat_interval_s=config.heartbeat_interval,
+            heartbeat_timeout_s=config.heartbeat_timeout,
+            termination_grace_s=config.termination_grace_time,
+            labels=dict(labels_of(self._plugins.rank_assignment)),
+            log_path=""
+            if config.monitor_process_logdir is None
+            else os.path.join(config.monitor_process_logdir, f"inprocess-{self._place.global_rank}.log"),
+        )

@@ -1,0 +1,90 @@
+"""The wrapper: it calls the function again, in the same processes, until it has returned on all active ranks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from outlast.config.in_process_restart import InProcessRestartConfig
+from outlast.inprocess.plugins import Plugins
+from outlast.inprocess.rank import Rank
+
+__all__ = ["Wrapper"]
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Wrapper:
+    """Restart a function on all ranks, in their processes, when one of them fails.
+
+    A decorator::
+
+        @outlast.inprocess.Wrapper(InProcessRestartConfig(soft_timeout=60))
+        def train(steps, call: outlast.inprocess.Handle):
+            torch.distributed.init_process_group("gloo")
+            ...
+
+    The function runs on every active rank. When it raises on one, when a rank dies or hangs, it is left on all of them
+    and called again with the same arguments, on the ranks that live; reserves take the places of those that do not.
+    For each call RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, process groups are made in the function, and
+    they are gone when it is called again. It returns once it has returned on all active ranks: its value there,
+    ``None`` on reserves. ``SystemExit`` ends a call like a return, and is raised again at the end.
+
+    Args:
+        config: Timeouts and the like; ``None`` = the defaults.
+        initialize: Called with :class:`~outlast.inprocess.State` before each call of the function, on active ranks; what
+            it raises is a fault like the function's own.
+        abort: Called with the state on the monitor thread while the main thread is still in the function that it has to
+            leave; ends what outlast does not know of and the main thread may wait on.
+        finalize: Called with the state after each call that was left; a rank whose call fails leaves for good.
+        health_check: Called with the state before each further call; a rank whose call fails leaves for good.
+        rank_assignment: Decides who is which rank; ``None`` = ``FillGaps`` with the configured granularity.
+        completion: Called with the state once, when all active ranks have returned.
+        terminate: Called with the state once, when this rank leaves for good or restarting has come to its end.
+
+    Raises:
+        ConfigError: A setting is wrong. By the call: not on the main thread, or within another wrapped function.
+        RestartAbort: By the call, on all ranks: they cannot be restarted in process.
+        RankLeft: By the call: this rank leaves for good, and the others go on. A ``SystemExit`` with code 0.
+
+    Collective: the call, all ranks that the launcher started.
+    """
+
+    def __init__(
+        self,
+        config: InProcessRestartConfig | None = None,
+        *,
+        initialize: Callable[[Any], Any] | None = None,
+        abort: Callable[[Any], Any] | None = None,
+        finalize: Callable[[Any], Any] | None = None,
+        health_check: Callable[[Any], Any] | None = None,
+        rank_assignment: Callable[[Any], Any] | None = None,
+        completion: Callable[[Any], Any] | None = None,
+        terminate: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.config = config if config is not None else InProcessRestartConfig()
+        self._plugins = Plugins.settle(
+            self.config,
+            initialize=initialize,
+            abort=abort,
+            finalize=finalize,
+            health_check=health_check,
+            rank_assignment=rank_assignment,
+            completion=completion,
+            terminate=terminate,
+        )
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Return the function, protected."""
+
+        @functools.wraps(function)
+        def protected(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            value: R | None = Rank(self.config, self._plugins).run(function, args, kwargs)
+            return value
+
+        return protected
