@@ -1,0 +1,270 @@
+"""Scores: how fast a rank is against the others of its role, and against its own best.
+
+The score of a section on a rank is ``min(1, reference / median)``. The *relative* reference is the lower median of the
+role's ranks (NVIDIA's resiliency extension takes the fastest rank; then one outlier flags all others), the *individual*
+one is the rank's own best so far. The score of a rank is the mean of its sections' scores, each weighted by its count
+times its mean, which is the time spent in it; a section that a rank never entered is not part of its score.
+
+A rank is *slow* in a section when three things hold: the score is below a limit; it is outside noise, told by the
+robust z of its time among the others' (median absolute deviation of the others, with the standard errors of the medians
+and a floor of 1 % of the reference added in squares); and it matters, which is 1 % of a step. For the individual score
+the time to beat is the own best times the lower median of what all ranks have slowed down by: when all become slower,
+nobody is slow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from outlast.policy.timings import RankTimings, Timing, lower_median
+
+__all__ = ["KERNELS", "Basis", "Slowness", "measure_individual", "measure_relative", "score_ranks"]
+
+KERNELS = "kernels"
+"""Name of what is measured by all kernels of a rank together."""
+MIN_SAMPLES = 3
+"""Times that a median needs before anybody is judged by it."""
+NOISE_FLOOR = 0.01
+"""Of the reference: differences between sound machines that no spread shows."""
+RELEVANT_SHARE = 0.01
+"""Of a step: what a section must add to it to be worth a name."""
+Z_LIMIT = 4.0
+"""Robust standard deviations beyond the others; 3.5 is usual for single values."""
+_CROWD = 32
+"""Values from which on a rank may be among those that it is compared with."""
+_SIGMA_OF_MAD = 1.4826
+"""Standard deviation of normal values, as a ratio to their median absolute deviation."""
+_ERROR_OF_MEDIAN = 1.2533
+"""Standard error of a median, as a ratio to that of a mean."""
+
+
+class Basis(StrEnum):
+    """What a rank is compared with."""
+
+    RELATIVE = "relative"
+    """The other ranks of its role, now."""
+    INDIVIDUAL = "individual"
+    """Its own best so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowness:
+    """How slow one rank is in one section, or in its kernels together."""
+
+    basis: Basis
+    rank: int
+    name: str
+    """The section, or :data:`KERNELS`."""
+    score: float
+    """0 to 1, 1 = as fast as the reference."""
+    ratio: float
+    """Its time as a ratio to the one to beat; 1.3 = 30 % slower."""
+    excess_s: float
+    """Seconds that it adds to a step."""
+    z: float
+    """Robust standard deviations beyond the others."""
+    is_judged: bool
+    """Whether there were enough times to judge it."""
+    is_relevant: bool
+    """Whether it adds enough to a step to be worth a name."""
+
+    def is_slow(self, limit: float) -> bool:
+        """Return whether it is below the limit, outside noise, and worth a name."""
+        return self.is_judged and self.is_relevant and 1 / self.ratio < limit and self.z > Z_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What one rank gave: a time, or how much slower than its best it is, with the standard error."""
+
+    value: float
+    error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """What a rank is compared with."""
+
+    middle: float
+    spread: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[_Value]) -> _Others:
+        middle = lower_median(one.value for one in values)
+        spread = _SIGMA_OF_MAD * lower_median(abs(one.value - middle) for one in values)
+        return cls(middle, spread, lower_median(one.error for one in values))
+
+    def z(self, one: _Value, reference: float) -> float:
+        """Return how many robust standard deviations a value lies above these, or above a higher reference."""
+        noise = math.hypot(self.spread, one.error, self.error, NOISE_FLOOR * reference)
+        return (one.value - max(self.middle, reference)) / noise
+
+
+def _others_of_each(values: Sequence[_Value]) -> list[_Others | None]:
+    """Return for each value the others; in a crowd one more or less changes nothing. ``None`` = there are none."""
+    if len(values) >= _CROWD:
+        return [_Others.of(values)] * len(values)
+    rests = ([*values[:index], *values[index + 1 :]] for index in range(len(values)))
+    return [_Others.of(rest) if rest else None for rest in rests]
+
+
+def measure_relative(ranks: Sequence[RankTimings]) -> list[Slowness]:
+    """Return how slow each rank is in each section, and in its kernels, against the others of its role.
+
+    What only one rank of a role timed is compared with nothing, and left out.
+    """
+    found = []
+    for members in _by_role(ranks).values():
+        for name in _names(members):
+            timed = [
+                (member, timing) for member in members if (timing := member.by_name.get(name)) and timing.is_usable
+            ]
+            if len(timed) < 2:
+                continue
+            reference_s = lower_median(timing.median_s for _, timing in timed)
+            values = [_Value(timing.median_s, _error_s(timing)) for _, timing in timed]
+            for (owner, timing), one, others in zip(timed, values, _others_of_each(values), strict=True):
+                assert others is not None, "there are two"
+                excess_s = _times_a_step(owner, timing) * (one.value - reference_s)
+                found.append(
+                    Slowness(
+                        basis=Basis.RELATIVE,
+                        rank=owner.rank,
+                        name=name,
+                        score=min(1.0, reference_s / one.value),
+                        ratio=one.value / reference_s,
+                        excess_s=max(0.0, excess_s),
+                        z=others.z(one, reference_s),
+                        is_judged=timing.count >= MIN_SAMPLES,
+                        is_relevant=excess_s >= RELEVANT_SHARE * _step_s(owner),
+                    )
+                )
+        found += _measure_kernels(Basis.RELATIVE, members, _role_references(members))
+    return found
+
+
+def measure_individual(ranks: Sequence[RankTimings]) -> list[Slowness]:
+    """Return how slow each rank is in each section, and in its kernels, against its own best so far.
+
+    With no other rank to tell whether everything became slower, a rank has a score and is not judged.
+    """
+    found = []
+    for name in _names(ranks):
+        timed = [
+            (owner, timing)
+            for owner in ranks
+            if (timing := owner.by_name.get(name)) and timing.is_usable and timing.best_s > 0
+        ]
+        values = [_Value(timing.median_s / timing.best_s, _error_s(timing) / timing.best_s) for _, timing in timed]
+        shared = max(1.0, lower_median(one.value for one in values)) if values else 1.0
+        for (owner, timing), one, others in zip(timed, values, _others_of_each(values), strict=True):
+            excess_s = _times_a_step(owner, timing) * timing.best_s * (one.value - shared)
+            found.append(
+                Slowness(
+                    basis=Basis.INDIVIDUAL,
+                    rank=owner.rank,
+                    name=name,
+                    score=min(1.0, 1 / one.value),
+                    ratio=one.value / shared,
+                    excess_s=max(0.0, excess_s),
+                    z=others.z(one, shared) if others is not None else 0.0,
+                    is_judged=timing.count >= MIN_SAMPLES and others is not None,
+                    is_relevant=excess_s >= RELEVANT_SHARE * _step_s(owner),
+                )
+            )
+    own = {owner.rank: {timing.name: timing.best_s for timing in owner.kernels} for owner in ranks}
+    return found + _measure_kernels(Basis.INDIVIDUAL, ranks, own)
+
+
+def score_ranks(ranks: Sequence[RankTimings], measured: Iterable[Slowness]) -> dict[int, float]:
+    """Return each rank's score: of its kernels where they were timed, else of its sections by their weights.
+
+    A rank without anything to compare has no score.
+    """
+    weights = {owner.rank: {timing.name: timing.total_s for timing in owner.sections} for owner in ranks}
+    kernels: dict[int, float] = {}
+    sums: dict[int, tuple[float, float]] = {}
+    for one in measured:
+        if one.name == KERNELS:
+            kernels[one.rank] = one.score
+            continue
+        weight, (above, below) = weights[one.rank][one.name], sums.get(one.rank, (0.0, 0.0))
+        sums[one.rank] = (above + weight * one.score, below + weight)
+    scores = {rank: above / below for rank, (above, below) in sums.items() if below > 0}
+    return dict(sorted({**scores, **kernels}.items()))
+
+
+def _measure_kernels(
+    basis: Basis, members: Sequence[RankTimings], references_s: Mapping[int, Mapping[str, float]]
+) -> list[Slowness]:
+    """Return how slow each rank's kernels are together."""
+    scored: list[tuple[RankTimings, float]] = []
+    for owner in members:
+        above = below = 0.0
+        for timing in owner.kernels:
+            if timing.is_usable and (reference_s := references_s[owner.rank].get(timing.name, 0.0)) > 0:
+                above += timing.total_s * min(1.0, reference_s / timing.median_s)
+                below += timing.total_s
+        if above > 0:
+            scored.append((owner, above / below))
+    values = [_Value(1 / score) for _, score in scored]
+    found = []
+    shared = max(1.0, lower_median(one.value for one in values)) if values else 1.0
+    for (owner, score), one, others in zip(scored, values, _others_of_each(values), strict=True):
+        ratio = one.value / (1.0 if basis == Basis.RELATIVE else shared)
+        found.append(
+            Slowness(
+                basis=basis,
+                rank=owner.rank,
+                name=KERNELS,
+                score=score,
+                ratio=ratio,
+                excess_s=max(0.0, _step_s(owner) * (1 - 1 / ratio)),
+                z=others.z(one, shared) if others is not None else 0.0,
+                is_judged=others is not None,
+                is_relevant=True,
+            )
+        )
+    return found
+
+
+def _role_references(members: Sequence[RankTimings]) -> dict[int, dict[str, float]]:
+    """Return, for each rank, the lower median of each kernel that at least two ranks of the role have run."""
+    medians: dict[str, list[float]] = {}
+    for member in members:
+        for timing in member.kernels:
+            if timing.is_usable:
+                medians.setdefault(timing.name, []).append(timing.median_s)
+    references_s = {name: lower_median(values) for name, values in medians.items() if len(values) > 1}
+    return {member.rank: references_s for member in members}
+
+
+def _error_s(timing: Timing) -> float:
+    """Return the standard error of a median."""
+    return _ERROR_OF_MEDIAN * _SIGMA_OF_MAD * timing.spread_s / math.sqrt(timing.count)
+
+
+def _times_a_step(owner: RankTimings, timing: Timing) -> float:
+    return timing.count / max(1, owner.num_steps)
+
+
+def _step_s(owner: RankTimings) -> float:
+    """Return the seconds of a step; without steps those of all sections together."""
+    if owner.step_s > 0:
+        return owner.step_s
+    return math.fsum(timing.total_s for timing in owner.sections if timing.is_usable) / max(1, owner.num_steps)
+
+
+def _by_role(ranks: Sequence[RankTimings]) -> dict[str, list[RankTimings]]:
+    roles: dict[str, list[RankTimings]] = {}
+    for owner in ranks:
+        roles.setdefault(owner.role, []).append(owner)
+    return roles
+
+
+def _names(ranks: Sequence[RankTimings]) -> list[str]:
+    return list(dict.fromkeys(timing.name for owner in ranks for timing in owner.sections))

@@ -1,0 +1,305 @@
+"""Who is a straggler: from the timings of a window to the ranks that are named, and why the others are not.
+
+A rank is named when it is slow (:mod:`outlast.policy.slowness`) in the same section in ``confirmations`` windows in a
+row. Not named, however slow it looks:
+
+* a rank among many that are slow: the lower median is the reference, so the norm is what at least half of a role does;
+* a rank that waits. Where ranks meet within a step, all others wait for a slow one, and their sections grow by as much
+  as it is late. So a rank's excess in a section is taken for waiting when another rank, which had lost time in earlier
+  sections of the step where this one had not, has by the section's end lost about as much as this one. Where waiting is
+  marked (``detector.waiting()``) it is not timed at all.
+
+Ranks that are slow by the same amount in the same section may be a slow one and one that waits for it: durations alone
+cannot tell, and the report says that they are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.policy.slowness import (
+    KERNELS,
+    MIN_SAMPLES,
+    Basis,
+    Slowness,
+    measure_individual,
+    measure_relative,
+    score_ranks,
+)
+from outlast.policy.timings import RankTimings, remarks
+
+__all__ = ["Findings", "Straggler", "Streaks", "Waiting", "judge"]
+
+_EXPLAINS = 0.6
+"""Of the time that a rank lost by a section's end: what another rank must have lost to explain it."""
+_BROUGHT = 0.25
+"""Of a rank's excess in a section: what the other one must have lost before it; else both lost it there."""
+_NONE_OF_IT = 0.5
+"""Of the time that the other rank lost before the section: what the one that waits lost before it, at most."""
+_ALIKE = 0.1
+"""Share by which excesses may differ and still be the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank that is slow in a window, or was in enough of them to be named."""
+
+    rank: int
+    """Global rank."""
+    node: str
+    role: str
+    basis: Basis
+    """What it is slow against."""
+    section: str
+    """Where; ``kernels`` = in the device's kernels together."""
+    score: float
+    """Of that section: 0 to 1."""
+    ratio: float
+    """Its time as a ratio to the one to beat."""
+    excess_s: float
+    """Seconds that it adds to a step."""
+    z: float
+    """Robust standard deviations beyond the others."""
+    num_windows: int
+    """Windows in a row in which it was slow there, this one included."""
+    alike: tuple[int, ...] = ()
+    """Ranks that are slow there by the same amount: one of them may wait for the other."""
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        than = "the others" if self.basis == Basis.RELATIVE else "its own best, beyond what the others slowed down by"
+        line = (
+            f"Rank={self.rank} Node={self.node} takes {self.ratio:.2f} times as long in {self.section!r} as {than}: "
+            f"{self.excess_s * 1e3:.3g} ms a step, score {self.score:.2f}, windows in a row {self.num_windows}"
+        )
+        if self.alike:
+            line += f"; so does rank {', '.join(map(str, self.alike))}: one may be waiting for the other"
+        return line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A rank that looks slow because it waits for another one."""
+
+    rank: int
+    section: str
+    for_rank: int
+    in_section: str
+    """Where the other rank loses that time."""
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return (
+            f"rank {self.rank} is not slow in {self.section!r}: it waits there for rank {self.for_rank}, "
+            f"which loses as much in {self.in_section!r}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Streaks:
+    """What is remembered from window to window."""
+
+    lengths: Mapping[tuple[int, Basis, str], int] = field(default_factory=dict)
+    """Rank, basis and section to the number of windows in a row in which it was slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a window's timings say."""
+
+    relative: Mapping[int, float]
+    """Relative score by global rank; empty = not calculated, or there is nothing to compare with."""
+    individual: Mapping[int, float]
+    """Individual score by global rank; 1.0 as long as a rank has too few windows behind it."""
+    measured: tuple[Slowness, ...] = ()
+    """Every rank in every section."""
+    named: tuple[Straggler, ...] = ()
+    """Slow for long enough; worst first, a rank once for each basis."""
+    newly_named: tuple[int, ...] = ()
+    """Ranks among them that were not named in the window before."""
+    suspects: tuple[Straggler, ...] = ()
+    """Slow, and not yet for long enough."""
+    waiting: tuple[Waiting, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What could not be compared, and why."""
+    why_nobody: str = ""
+    """Why nobody is named; empty = somebody is."""
+    below_threshold: tuple[int, ...] = ()
+    """Named ranks whose score is below the configured threshold: those to stop for."""
+
+    @property
+    def named_ranks(self) -> tuple[int, ...]:
+        """Global ranks that are named, worst first."""
+        return tuple(dict.fromkeys(one.rank for one in self.named))
+
+
+def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetectionConfig) -> tuple[Streaks, Findings]:
+    """Return what a window says, and what to remember for the next one.
+
+    Args:
+        streaks: What was remembered from the window before.
+        ranks: What all ranks timed in this one.
+        config: Thresholds, and what is calculated.
+    """
+    measured: list[Slowness] = []
+    relative: dict[int, float] = {}
+    individual: dict[int, float] = {}
+    if config.calc_relative_gpu_perf:
+        measured += (found := measure_relative(ranks))
+        relative = score_ranks(ranks, found)
+    if config.calc_individual_gpu_perf:
+        measured += (found := measure_individual(ranks))
+        individual = {owner.rank: 1.0 for owner in ranks if owner.has_times} | score_ranks(ranks, found)
+    limits = {
+        Basis.RELATIVE: max(config.noticeable_score, config.gpu_relative_perf_threshold),
+        Basis.INDIVIDUAL: max(config.noticeable_score, config.gpu_individual_perf_threshold),
+    }
+    slow, waiting = _excuse(measured, [one for one in measured if one.is_slow(limits[one.basis])], ranks)
+    after = _lengthen(streaks, slow, measured)
+    owners = {owner.rank: owner for owner in ranks}
+    stragglers = [_straggler(one, owners[one.rank], after, slow) for one in slow]
+    named = _worst_of_each(one for one in stragglers if one.num_windows >= config.confirmations)
+    suspects = _worst_of_each(one for one in stragglers if one.num_windows < config.confirmations)
+    before = {rank for (rank, _, _), length in streaks.lengths.items() if length >= config.confirmations}
+    findings = Findings(
+        relative=relative,
+        individual=individual,
+        measured=tuple(measured),
+        named=named,
+        newly_named=tuple(dict.fromkeys(one.rank for one in named if one.rank not in before)),
+        suspects=suspects,
+        waiting=waiting,
+        notes=tuple(remarks(ranks)),
+        below_threshold=_below_threshold(named, relative, individual, config),
+    )
+    return after, findings if named else replace(findings, why_nobody=_why_nobody(findings, ranks, config))
+
+
+def _excuse(
+    measured: Sequence[Slowness], slow: Sequence[Slowness], ranks: Sequence[RankTimings]
+) -> tuple[list[Slowness], tuple[Waiting, ...]]:
+    """Return those of the slow that do not wait for another one, and who waits for whom."""
+    excesses_s: dict[tuple[Basis, int], dict[str, float]] = {}
+    for one in measured:
+        if one.name != KERNELS and one.excess_s > 0:
+            excesses_s.setdefault((one.basis, one.rank), {})[one.name] = one.excess_s
+    orders = {owner.rank: {timing.name: index for index, timing in enumerate(owner.sections)} for owner in ranks}
+    kept, waiting = [], []
+    for one in slow:
+        found = None if one.name == KERNELS else _find_cause(one, excesses_s, orders)
+        if found is None:
+            kept.append(one)
+        else:
+            waiting.append(Waiting(rank=one.rank, section=one.name, for_rank=found[0], in_section=found[1]))
+    return kept, tuple(dict.fromkeys(waiting))
+
+
+def _find_cause(
+    one: Slowness, excesses_s: Mapping[tuple[Basis, int], Mapping[str, float]], orders: Mapping[int, Mapping[str, int]]
+) -> tuple[int, str] | None:
+    """Return the rank that a slow one waits for, and the section in which that rank loses most before they meet."""
+    causes: list[tuple[float, int, str]] = []
+    for (basis, rank), others_s in excesses_s.items():
+        if basis != one.basis or rank == one.rank:
+            continue
+        order = {**orders[rank], **orders[one.rank]}
+        before_s = {name: seconds for name, seconds in others_s.items() if order[name] < order[one.name]}
+        own_s = excesses_s[basis, one.rank]
+        own_before_s = sum(seconds for name, seconds in own_s.items() if order[name] < order[one.name])
+        lag_s = sum(before_s.values())
+        if (
+            lag_s >= _BROUGHT * one.excess_s
+            and own_before_s <= _NONE_OF_IT * lag_s
+            and lag_s + others_s.get(one.name, 0.0) >= _EXPLAINS * (own_before_s + one.excess_s)
+        ):
+            causes.append((lag_s, rank, max(before_s, key=lambda name: before_s[name])))
+    if not causes:
+        return None
+    _, rank, section = max(causes, key=lambda cause: (cause[0], -cause[1]))
+    return rank, section
+
+
+def _lengthen(streaks: Streaks, slow: Iterable[Slowness], measured: Iterable[Slowness]) -> Streaks:
+    """Return the streaks after a window: longer for the slow, over for who was judged and is not."""
+    now = {(one.rank, one.basis, one.name) for one in slow}
+    judged = {(one.rank, one.basis, one.name) for one in measured if one.is_judged}
+    kept = {key: length for key, length in streaks.lengths.items() if key not in judged}
+    return Streaks({**kept, **{key: streaks.lengths.get(key, 0) + 1 for key in now}})
+
+
+def _straggler(one: Slowness, owner: RankTimings, streaks: Streaks, slow: Sequence[Slowness]) -> Straggler:
+    alike = (
+        other.rank
+        for other in slow
+        if (other.basis, other.name) == (one.basis, one.name)
+        and other.rank != one.rank
+        and abs(other.excess_s - one.excess_s) <= _ALIKE * one.excess_s
+    )
+    return Straggler(
+        rank=one.rank,
+        node=owner.node,
+        role=owner.role,
+        basis=one.basis,
+        section=one.name,
+        score=one.score,
+        ratio=one.ratio,
+        excess_s=one.excess_s,
+        z=one.z,
+        num_windows=streaks.lengths[(one.rank, one.basis, one.name)],
+        alike=tuple(sorted(alike)),
+    )
+
+
+def _worst_of_each(stragglers: Iterable[Straggler]) -> tuple[Straggler, ...]:
+    """Return each rank's worst section for each basis, worst first."""
+    worst: dict[tuple[int, Basis], Straggler] = {}
+    for one in sorted(stragglers, key=lambda one: (-one.excess_s, one.rank)):
+        worst.setdefault((one.rank, one.basis), one)
+    return tuple(worst.values())
+
+
+def _below_threshold(
+    named: Iterable[Straggler],
+    relative: Mapping[int, float],
+    individual: Mapping[int, float],
+    config: StragglerDetectionConfig,
+) -> tuple[int, ...]:
+    """Return the named ranks whose score, as a whole or where they are slow, is below its threshold."""
+    found = []
+    for one in named:
+        if one.basis == Basis.RELATIVE:
+            score, threshold = relative.get(one.rank, 1.0), config.gpu_relative_perf_threshold
+        else:
+            score, threshold = individual.get(one.rank, 1.0), config.gpu_individual_perf_threshold
+        if min(score, one.score) < threshold:
+            found.append(one.rank)
+    return tuple(dict.fromkeys(found))
+
+
+def _why_nobody(findings: Findings, ranks: Sequence[RankTimings], config: StragglerDetectionConfig) -> str:
+    """Return why no rank is named."""
+    if findings.suspects:
+        first = findings.suspects[0]
+        others = len({one.rank for one in findings.suspects}) - 1
+        more = f", and {others} others" if others > 1 else ", and another one" if others else ""
+        return (
+            f"rank {first.rank}{more} is slow in {first.section!r} ({first.ratio:.2f} times), in {first.num_windows} "
+            f"of the {config.confirmations} windows in a row that it takes"
+        )
+    if not any(one.is_judged for one in findings.measured):
+        if len(ranks) == 1:
+            return "there is one rank, and nothing to compare it with"
+        if any(one.name != KERNELS for one in findings.measured):
+            return f"too little was timed: fewer than {MIN_SAMPLES} times of each section"
+        return "there is nothing to compare yet"
+    slower = [score for score in findings.individual.values() if score < config.noticeable_score]
+    if findings.individual and len(slower) * 2 > len(findings.individual):
+        return (
+            f"{len(slower)} of {len(findings.individual)} ranks are slower than at their best "
+            f"(median score {sorted(slower)[len(slower) // 2]:.2f}): the work changed, or something that all share"
+        )
+    if findings.waiting:
+        return findings.waiting[0].describe()
+    return "all ranks are within noise of each other"

@@ -1,0 +1,295 @@
+"""Slow ranks are named, in time and nobody else; what cannot be compared is said."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_timings import SECTIONS, MadeRanks, fast_summary, tell
+
+from outlast.config import StragglerDetectionConfig
+from outlast.policy.slowness import Basis
+from outlast.policy.stragglers import Findings, Streaks, judge
+from outlast.policy.timings import RankTimings, Timing, lower_median, summarise
+
+CONFIG = StragglerDetectionConfig(enabled=True)
+ALL = [range(4)]
+
+
+def judge_windows(made: MadeRanks, num_windows: int, **changed: object) -> list[Findings]:
+    """Judge windows one after the other; the made ranks remember nothing of earlier calls but their pace."""
+    streaks, found = Streaks(), []
+    for _ in range(num_windows):
+        streaks, findings = judge(streaks, made.window(**changed), CONFIG)
+        found.append(findings)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_nobody_is_named_in_10000_quiet_windows() -> None:
+    """Jitter, heavy tails, drift and busy windows name nobody, relatively or individually."""
+    made = MadeRanks(seed=1, meet_in={"backward": ALL})
+    streaks = Streaks()
+    for number in range(10_000):
+        streaks, findings = judge(streaks, made.window(), CONFIG)
+        assert not findings.named, (number, findings.named)
+        assert findings.why_nobody
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
+def test_a_rank_slowed_1_3_times_is_named_within_three_windows(seed: int, num_ranks: int) -> None:
+    """It is named relatively and individually, in the third window at the latest; the others never are."""
+    everybody = [range(num_ranks)]
+    made = MadeRanks(num_ranks=num_ranks, seed=seed, meet_in={"backward": everybody})
+    calm = judge_windows(made, 5)
+    assert not any(findings.named for findings in calm)
+    culprit = seed % num_ranks
+    found = judge_windows(made, 6, slowed={(culprit, "*"): 1.3}, busy_chance=0)
+    assert all(set(findings.named_ranks) <= {culprit} for findings in found)
+    bases = {one.basis for one in found[2].named}
+    # Of two ranks one is all that there is to compare a slowdown with: its own jitter may hide it.
+    assert bases == {Basis.RELATIVE, Basis.INDIVIDUAL} if num_ranks > 2 else Basis.RELATIVE in bases
+    assert found[2].newly_named == (culprit,)
+    assert found[3].newly_named == ()
+    assert not found[1].named
+    assert found[1].suspects[0].rank == culprit
+
+
+def test_the_worst_score_is_the_slow_ranks() -> None:
+    """Scores are from 0 to 1, and the slow rank's are the smallest."""
+    made = MadeRanks(seed=3)
+    judge_windows(made, 4)
+    findings = judge_windows(made, 1, slowed={(2, "*"): 1.3})[0]
+    for scores in (findings.relative, findings.individual):
+        assert sorted(scores) == [0, 1, 2, 3]
+        assert all(0 < score <= 1 for score in scores.values())
+        assert min(scores, key=lambda rank: scores[rank]) == 2
+    assert findings.relative[2] == pytest.approx(1 / 1.3, abs=0.06)
+
+
+@pytest.mark.parametrize("factor", [1.3, 3.0])
+def test_if_everybody_is_slow_nobody_is_named(factor: float) -> None:
+    """A slowdown of all ranks names nobody, and the reason says that all are slower than at their best."""
+    made = MadeRanks(seed=5)
+    judge_windows(made, 5)
+    found = judge_windows(made, 5, slowed={(rank, "*"): factor for rank in range(4)})
+    assert not any(findings.named or findings.suspects for findings in found)
+    assert "4 of 4 ranks are slower than at their best" in found[-1].why_nobody
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("pair", [(0, 1), (2, 3), (1, 2)])
+def test_a_rank_that_waits_for_a_slow_one_is_not_named(seed: int, pair: tuple[int, int]) -> None:
+    """Two ranks meet in ``backward`` and one of them is slow in ``forward``: the other one's ``backward`` takes as much
+    longer, and it is said to wait."""
+    culprit, victim = pair if seed % 2 else reversed(pair)
+    others = [[rank] for rank in range(4) if rank not in pair]
+    made = MadeRanks(seed=seed, meet_in={"backward": [pair, *others]})
+    judge_windows(made, 5)
+    found = judge_windows(made, 5, slowed={(culprit, "forward"): 1.8})
+    assert [findings.named_ranks for findings in found[2:]] == [(culprit,)] * 3
+    waiting = {(one.rank, one.section, one.for_rank, one.in_section) for findings in found for one in findings.waiting}
+    assert (victim, "backward", culprit, "forward") in waiting
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    num_ranks=st.integers(2, 8),
+    section=st.sampled_from(["data", "forward", "backward", "optimizer"]),
+    factor=st.floats(1.4, 4.0),
+    data=st.data(),
+)
+def test_of_one_slow_rank_no_other_is_ever_named(
+    seed: int, num_ranks: int, section: str, factor: float, data: st.DataObject
+) -> None:
+    """Whoever is slow, in whatever section, and whoever waits for it in a later one: no other rank is named."""
+    culprit = data.draw(st.integers(0, num_ranks - 1))
+    later = list(SECTIONS)[list(SECTIONS).index(section) + 1 :]
+    meet_in = {}
+    if later:
+        with_whom = data.draw(st.sets(st.integers(0, num_ranks - 1)))
+        rest = [[rank] for rank in range(num_ranks) if rank not in with_whom | {culprit}]
+        meet_in = {data.draw(st.sampled_from(later)): [sorted(with_whom | {culprit}), *rest]}
+    made = MadeRanks(num_ranks=num_ranks, seed=seed, meet_in=meet_in)
+    judge_windows(made, 4)
+    found = judge_windows(made, 4, slowed={(culprit, section): factor})
+    assert all(set(findings.named_ranks) <= {culprit} for findings in found)
+
+
+def test_two_slow_ranks_of_four_are_both_named() -> None:
+    """The lower median is the reference, so that half of the ranks may be slow; ranks that are slow alike say so."""
+    made = MadeRanks(seed=7)
+    found = judge_windows(made, 3, slowed={(1, "*"): 1.5, (3, "*"): 1.5})
+    assert sorted(found[-1].named_ranks) == [1, 3]
+    streaks = Streaks()
+    for _ in range(3):
+        same = [tell(rank, {"forward": 0.015 if rank in (1, 3) else 0.01}) for rank in range(4)]
+        streaks, findings = judge(streaks, same, CONFIG)
+    assert [one.alike for one in findings.named] == [(3,), (1,)]
+    assert "one may be waiting for the other" in findings.named[0].describe()
+
+
+def test_one_fast_outlier_flags_nobody() -> None:
+    """A rank that is fast does not make stragglers of all others."""
+    ranks = [tell(rank, {"forward": 0.005 if rank == 0 else 0.01}) for rank in range(4)]
+    findings = judge(Streaks(), ranks, CONFIG)[1]
+    assert findings.relative == dict.fromkeys(range(4), 1.0)
+    assert not findings.suspects
+
+
+def test_roles_are_compared_within_themselves() -> None:
+    """A stage of a pipeline that does twice the work is no straggler; a slow rank within it is."""
+    ranks = [
+        tell(rank, {"forward": (0.02 if rank >= 3 else 0.01) * (1.5 if rank == 4 else 1)}, role=f"stage-{rank // 3}")
+        for rank in range(6)
+    ]
+    findings = judge(Streaks(), ranks, CONFIG)[1]
+    assert [one.rank for one in findings.suspects] == [4]
+    assert findings.relative[3] == 1.0
+    assert findings.relative[4] == pytest.approx(1 / 1.5)
+
+
+def test_a_section_that_a_rank_never_enters_is_said_and_hides_nothing() -> None:
+    """The rank is compared in its other sections, and is named there when it is slow."""
+    ranks = [tell(rank, {"data": 0.01, "forward": 0.01}) for rank in range(3)] + [tell(3, {"forward": 0.015})]
+    streaks = Streaks()
+    for _ in range(3):
+        streaks, findings = judge(streaks, ranks, CONFIG)
+    assert findings.notes == ("rank 3 never entered section 'data', which 3 of 4 ranks entered: not compared there",)
+    assert findings.named_ranks == (3,)
+    alone = [tell(0, {"forward": 0.01, "logging": 0.5})] + [tell(rank, {"forward": 0.01}) for rank in (1, 2, 3)]
+    findings = judge(Streaks(), alone, CONFIG)[1]
+    assert findings.notes == ("only rank 0 of 4 ranks entered section 'logging': nothing to compare with",)
+    assert findings.relative[0] == 1.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_a_timing_that_is_no_duration_is_said_and_left_out(bad: float) -> None:
+    """NaN, infinity and negative times change no score, and are counted in a line."""
+    broken = summarise("forward", [0.01] * 8 + [bad] * 2)
+    assert (broken.count, broken.num_invalid, broken.median_s) == (8, 2, 0.01)
+    ranks = [tell(rank, {"forward": 0.01}) for rank in range(3)]
+    ranks.append(RankTimings(rank=3, num_steps=10, sections=(broken,)))
+    findings = judge(Streaks(), ranks, CONFIG)[1]
+    assert findings.relative == dict.fromkeys(range(4), 1.0)
+    assert findings.notes == ("rank 3: 2 of 10 times of 'forward' are no durations (NaN, negative): left out",)
+    nothing = RankTimings(rank=3, num_steps=10, sections=(summarise("forward", [bad] * 5),))
+    findings = judge(Streaks(), [*ranks[:3], nothing], CONFIG)[1]
+    assert 3 not in findings.relative
+    assert findings.notes == ("rank 3: 5 of 5 times of 'forward' are no durations (NaN, negative): left out",)
+
+
+def test_a_median_that_is_nan_is_said() -> None:
+    """Even a rank that tells NaN as its median neither flags nor hides anybody."""
+    ranks = [tell(rank, {"forward": 0.01}) for rank in range(3)]
+    nan = Timing(name="forward", count=10, median_s=math.nan, total_s=math.nan)
+    findings = judge(Streaks(), [*ranks, RankTimings(rank=3, num_steps=10, sections=(nan,))], CONFIG)[1]
+    assert findings.notes == ("rank 3: all times of 'forward' are no durations (NaN, negative): left out",)
+    assert findings.relative == dict.fromkeys(range(3), 1.0)
+
+
+def test_a_slowness_that_does_not_persist_names_nobody() -> None:
+    """Two slow windows, a good one, two slow ones: nobody is named, and the reason counts the windows."""
+    good = [tell(rank, {"forward": 0.01}) for rank in range(4)]
+    bad = [*good[:3], tell(3, {"forward": 0.02})]
+    streaks, counted = Streaks(), []
+    for ranks in (bad, bad, good, bad, bad):
+        streaks, findings = judge(streaks, ranks, CONFIG)
+        assert not findings.named
+        counted.append(findings.why_nobody)
+    assert "rank 3 is slow in 'forward' (2.00 times), in 2 of the 3 windows in a row" in counted[1]
+    assert counted[2] == "all ranks are within noise of each other"
+
+
+def test_a_section_that_costs_nothing_names_nobody() -> None:
+    """Three times as long in what is a thousandth of a step is not worth a name."""
+    ranks = [tell(rank, {"tiny": 3e-5 if rank == 1 else 1e-5, "forward": 0.01}) for rank in range(4)]
+    assert not judge(Streaks(), ranks, CONFIG)[1].suspects
+
+
+def test_too_few_times_judge_nobody() -> None:
+    """A window with two steps says that it is too little."""
+    ranks = [
+        RankTimings(rank=rank, num_steps=2, step_s=0.01, sections=(summarise("forward", [0.01 * (rank + 1)] * 2),))
+        for rank in range(4)
+    ]
+    findings = judge(Streaks(), ranks, CONFIG)[1]
+    assert not findings.suspects
+    assert findings.why_nobody == "too little was timed: fewer than 3 times of each section"
+
+
+def test_one_rank_alone_is_never_named() -> None:
+    """There is nothing to tell a slow rank from slower work; its score is told all the same."""
+    findings = judge(Streaks(), [tell(0, {"forward": 0.02}, best_forward=0.01)], CONFIG)[1]
+    assert findings.individual == {0: 0.5}
+    assert findings.why_nobody == "there is one rank, and nothing to compare it with"
+
+
+def test_kernels_alone_name_a_slow_rank() -> None:
+    """Where sections hide it, as all ranks wait in them, kernels tell."""
+
+    def kernels(rank: int) -> tuple[Timing, ...]:
+        factor = 1.4 if rank == 2 else 1.0 + rank / 200
+        return tuple(summarise(f"kernel-{n}", [1e-4 * n * factor] * 20) for n in range(1, 6))
+
+    ranks = [tell(rank, {"step": 0.1}, kernels=kernels(rank)) for rank in range(4)]
+    streaks = Streaks()
+    for _ in range(3):
+        streaks, findings = judge(streaks, ranks, CONFIG)
+    assert findings.named_ranks == (2,)
+    assert findings.named[0].section == "kernels"
+    assert findings.relative[2] == pytest.approx(1 / 1.4, abs=0.02)
+
+
+def test_the_thresholds_say_whom_to_stop_for() -> None:
+    """A rank at 1.3 times is named and not one to stop for at the default threshold of 0.7; at 1.6 times it is."""
+    for factor, expected in ((1.3, ()), (1.6, (3,))):
+        streaks = Streaks()
+        for _ in range(3):
+            ranks = [tell(rank, {"forward": 0.01 * (factor if rank == 3 else 1)}) for rank in range(4)]
+            streaks, findings = judge(streaks, ranks, CONFIG)
+        assert findings.named_ranks == (3,)
+        assert findings.below_threshold == expected
+
+
+def test_only_what_is_asked_for_is_calculated() -> None:
+    """With one calculation off there are no scores of its kind, and nobody is named by it."""
+    made = MadeRanks(seed=11)
+    judge_windows(made, 4)
+    slow = made.window(slowed={(1, "*"): 2.0})
+    relative = judge(Streaks(), slow, StragglerDetectionConfig(calc_individual_gpu_perf=False))[1]
+    individual = judge(Streaks(), slow, StragglerDetectionConfig(calc_relative_gpu_perf=False))[1]
+    assert (bool(relative.relative), bool(relative.individual)) == (True, False)
+    assert (bool(individual.relative), bool(individual.individual)) == (False, True)
+    assert {one.basis for one in relative.suspects} == {Basis.RELATIVE}
+    assert {one.basis for one in individual.suspects} == {Basis.INDIVIDUAL}
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=1, max_size=30))
+def test_the_lower_median_is_a_value_that_half_are_not_below(values: list[float]) -> None:
+    """At least half of the values are as large, and at least half as small or almost so."""
+    middle = lower_median(values)
+    assert middle in values
+    assert sum(value >= middle for value in values) * 2 >= len(values)
+    assert sum(value <= middle for value in values) * 2 >= len(values)
+
+
+def test_the_tests_summary_is_the_real_one() -> None:
+    """What made-up windows are summarised with gives what ranks tell."""
+    times = MadeRanks(num_steps=31).steps()["forward"][0]
+    ours, theirs = fast_summary("forward", times, 0.0), summarise("forward", times.tolist())
+    assert (ours.count, ours.median_s, ours.spread_s) == (theirs.count, theirs.median_s, theirs.spread_s)
+    assert ours.total_s == pytest.approx(theirs.total_s)
+
+
+def test_many_ranks_are_judged_quickly_enough_to_be_judged_at_all() -> None:
+    """A thousand ranks: the slow one is found among them."""
+    ranks = [tell(rank, {"forward": 0.013 if rank == 700 else 0.01 + rank % 7 * 1e-5}) for rank in range(1000)]
+    streaks = Streaks()
+    for _ in range(3):
+        streaks, findings = judge(streaks, ranks, CONFIG)
+    assert findings.named_ranks == (700,)
