@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from outlast.config import CheckpointConfig
@@ -32,16 +33,24 @@ class Saves:
         config: Where, how and how often.
         place: This worker's place.
         journal: Where events are written.
-        monitor: Is told what is durable; holds the sections.
+        monitor: Is told what is durable.
+        section: Opens the section that saving is in.
 
     Collective: all ranks make it.
     Thread: that of the training loop.
     """
 
-    def __init__(self, config: CheckpointConfig, place: WorkerEnv, journal: Journal, monitor: RankMonitor) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        place: WorkerEnv,
+        journal: Journal,
+        monitor: RankMonitor,
+        section: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         from outlast.checkpoint import CheckpointManager
 
-        self._place, self._monitor = place, monitor
+        self._monitor, self._section = monitor, section
         self._saved_iteration: int | None = None
         self._manager = CheckpointManager(config, env=place, journal=journal)
         self._rhythm = Rhythm(
@@ -114,7 +123,7 @@ class Saves:
         Blocks: while the state is copied; with ``async_save`` off, until it is committed.
         """
         tiers: Collection[str] | None = NEAR_TIERS if near else None
-        with self._monitor.section("checkpointing"):
+        with self._section():
             saved = {**without_wrappers(state), OWN_STATE: own}
             handle = self._manager.save(saved, iteration, tiers=tiers, suspect=suspect)
         if not suspect:
@@ -133,7 +142,7 @@ class Saves:
         Blocks: until it is committed, up to ``checkpoint.save_timeout``.
         """
         handle = self.save(state, own, iteration, suspect=True)
-        with self._monitor.section("checkpointing"):
+        with self._section():
             handle.wait()
 
     def wait(self) -> None:
@@ -144,12 +153,12 @@ class Saves:
 
         Blocks: up to ``checkpoint.save_timeout``.
         """
-        with self._monitor.section("checkpointing"):
+        with self._section():
             self._manager.wait()
 
     def wait_unless_told(self, handle: SaveHandle, departure: Departure) -> bool:
         """Wait for the commit; return ``False`` if a second notice came first."""
-        with self._monitor.section("checkpointing"):
+        with self._section():
             while not handle.done:
                 if departure.wait_for_second(0.02):
                     return False

@@ -12,6 +12,7 @@ import atexit
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,6 +31,7 @@ from outlast.runtime.group import Group, connect_world, settle
 from outlast.runtime.journal import Journal
 from outlast.session.attempts import Attempt, Attempts
 from outlast.session.departure import Departure
+from outlast.session.enclosure import Enclosure
 from outlast.session.place import as_initialised, is_initialised, say_what_is_off
 from outlast.session.replicas import ReplicaWatch
 from outlast.session.rhythm import Due
@@ -75,32 +77,21 @@ class Session:
         self._stepped = False
         self._closed = False
         self._world: Group | None = None
-        self._journal = Journal(
-            self.run_dir,
-            run_id=place.run_id,
-            job=place.job,
-            node=place.node,
-            proc=f"rank-{place.global_rank}",
-        )
-        self._journal.cycle = place.cycle
-        self._monitor = RankMonitor(place, fault_tolerance, self.run_dir)
-        self._departure = Departure(
-            journal=self._journal,
-            rank=place.global_rank,
-            stop_requested=self._monitor.stop_requested,
-            write_end=self._write_end,
-        )
         self._saves: Saves | None = None
         self._replicas: ReplicaWatch | None = None
         self._consensus: Consensus | None = None
         self._step_began_ns = 0
-        atexit.register(self._at_exit)
-        with self.section("setup"):
+        self._enclosure = Enclosure(config)
+        with self._enclosure.undivided():
+            self._open()
+        with self._section("setup"):
             if place.world_size > 1 and not is_initialised():
                 self._world = connect_world(place)
             self._consensus = Consensus(["stop", "save"], world_size=place.world_size)
             if config.checkpoint is not None:
-                self._saves = Saves(config.checkpoint, place, self._journal, self._monitor)
+                self._saves = Saves(
+                    config.checkpoint, place, self._journal, self._monitor, partial(self._section, "checkpointing")
+                )
         self._faults = faults = arm_configured(config, fault_tolerance, place, self._journal)
         if faults is not None:
             for name in faults.sections:
@@ -125,6 +116,26 @@ class Session:
             say_what_is_off(
                 config.checkpoint, place, self._monitor.config, watches_signals=self._departure.watches_signals
             )
+
+    def _open(self) -> None:
+        """Take what no peer takes part in, and have it given back."""
+        self._journal = Journal(
+            self.run_dir,
+            run_id=self._place.run_id,
+            job=self._place.job,
+            node=self._place.node,
+            proc=f"rank-{self._place.global_rank}",
+        )
+        self._journal.cycle = self._place.cycle
+        self._monitor = RankMonitor(self._place, self.fault_tolerance, self.run_dir)
+        self._departure = Departure(
+            journal=self._journal,
+            rank=self._place.global_rank,
+            stop_requested=self._monitor.stop_requested,
+            write_end=self._write_end,
+        )
+        self._enclosure.on_leave(self._abandon)
+        atexit.register(self._at_exit)
 
     @property
     def iteration(self) -> int:
@@ -206,7 +217,7 @@ class Session:
         self._stepped = self._in_steps = True
         self._state = state
         self._attempts.watch(state)
-        with self.section("setup"):
+        with self._section("setup"):
             self._restore(state)
             if self.config.replica_digest is not None and self.config.replica_digest.interval:
                 self._replicas = ReplicaWatch(self.config.replica_digest, state, replicas, self._place, self._journal)
@@ -343,7 +354,11 @@ class Session:
             log.error("no generation is left to trust: %s", error)
             self._exit(ExitReason.FAILED_VALIDATION)
 
+    def _section(self, name: str) -> AbstractContextManager[None]:
+        return self._enclosure.section(self._monitor, name)
+
     def _begin_step(self) -> None:
+        self._enclosure.ping()
         self._monitor.heartbeat()
         self._monitor.start_section("step")
         self._step_began_ns = clock.now_ns()
@@ -415,7 +430,7 @@ class Session:
         """Compare the replicas if it is time to; if they differ, leave with all ranks, and save nothing."""
         if self._replicas is None:
             return
-        with self.section("checkpointing"):
+        with self._section("checkpointing"):
             code = self._replicas.verdict(self._iteration, saves=saves)
         if code is not None:
             self._exit(code)
@@ -449,6 +464,12 @@ class Session:
             log.warning("left in the middle of a step; what was not committed by now is lost")
         self._let_go()
 
+    def _abandon(self) -> None:
+        """Give up what is under way, since the function around this session was left. Blocks: some milliseconds."""
+        if self._saves is not None:
+            self._saves.close()
+        self._let_go()
+
     def _let_go(self, *, keep_notices: bool = False) -> None:
         """Close everything that closes without waiting for a peer."""
         if self._closed:
@@ -461,7 +482,8 @@ class Session:
             self._consensus.close()
         if self._world is not None:
             self._world.cut()
-            settle()
+            if self._enclosure.call is None:  # who called us waits for more than the world
+                settle()
         if not keep_notices:
             self._departure.close()
         self._monitor.close()
