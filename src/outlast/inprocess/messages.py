@@ -85,6 +85,8 @@ class MemberPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a living member's process is."""
 
     node: str
+    space: str
+    """Names the machine and the name space in which ``pid`` means something."""
     pid: int
 
 
@@ -121,9 +123,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token: str
     initial_rank: int
     initial_world_size: int
-    node: str
-    pid: int
-    """Of the rank."""
+    place: MemberPlace
+    """Of the rank's process."""
     address: str
     """``host port`` where its monitor process listens."""
     life: str

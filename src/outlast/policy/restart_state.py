@@ -15,6 +15,7 @@ from outlast.policy.restart_orders import Abort, Fault, FaultKind, Finish, Go, M
 __all__ = [
     "Came",
     "Event",
+    "Isolated",
     "Lost",
     "Member",
     "Phase",
@@ -120,7 +121,14 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
 
 
-Event = Came | Said | Lost | Tick
+class Isolated(msgspec.Struct, frozen=True, kw_only=True):
+    """Most members are out of reach, and may go on elsewhere: those here must not."""
+
+    reason: str
+    at_s: float
+
+
+Event = Came | Said | Lost | Tick | Isolated
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True):

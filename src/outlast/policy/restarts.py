@@ -40,6 +40,7 @@ from outlast.policy.restart_orders import (
 from outlast.policy.restart_state import (
     Came,
     Event,
+    Isolated,
     Lost,
     Member,
     Phase,
@@ -81,6 +82,8 @@ def advance(state: RestartState, event: Event, limits: RestartLimits) -> tuple[R
             turn.lose(event.initial_rank, event.kind, event.summary)
         case Tick():
             turn.look()
+        case Isolated():
+            turn.give_up(event.reason)
     return turn.state, tuple(turn.actions)
 
 
@@ -171,6 +174,10 @@ class _Turn:
                 if member.store_address is None:
                     self._expel(rank, "it was not ready in time" if member.is_here else "it did not come in time")
             self._form()
+
+    def give_up(self, reason: str) -> None:
+        if self.state.end is None:
+            self._abort(reason)
 
     # -- reports -----------------------------------------------------------------------------------------------
 

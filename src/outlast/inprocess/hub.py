@@ -1,0 +1,322 @@
+"""The hub: it carries what members report to the decision, and orders to the members.
+
+A part of an event loop, inside one of the monitor processes. All decisions are :mod:`outlast.policy.restarts`'; what
+is decided here is only who is out of reach: a member whose link broke may come back within a short time, one whose
+process is seen to be gone is lost at once. A hub that cannot reach most of the members it had aborts, since they may
+go on elsewhere.
+
+A hub that follows another one first waits for the members that lived; they say where they stand.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from outlast import clock
+from outlast.inprocess import messages as m
+from outlast.inprocess.absences import RETURN_S, Absences
+from outlast.inprocess.candidates import order_candidates
+from outlast.inprocess.link import Link, LinkBroken
+from outlast.policy.restart_limits import RestartLimits
+from outlast.policy.restart_state import Came, Event, Isolated, Lost, Phase, RestartState, Said, Tick, begin, take_over
+from outlast.policy.restarts import advance, next_deadline_s
+
+__all__ = ["Hub"]
+
+log = logging.getLogger(__name__)
+
+_END_S = 2.0
+"""Seconds in which the last order has to be delivered."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A member that is linked."""
+
+    link: Link
+    join: m.Join
+    early: list[m.OnLink] = field(default_factory=list)
+    """What it said before this hub could decide."""
+    is_leaving: bool = False
+    """It will close the link."""
+
+
+class Hub:
+    """Serve the members.
+
+    Args:
+        selector: Of the process's loop; what it reports with a callable as data is called with the events.
+        world_size: Initial one.
+        limits: Of restarts.
+        heartbeat_timeout_s: Seconds of silence after which a link counts as broken.
+        host: This process's own entry among the candidates.
+        space: Where this process can see whether another process lives.
+        heritage: What the hub before this one said last; its members are waited for.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        *,
+        world_size: int,
+        limits: RestartLimits,
+        heartbeat_timeout_s: float,
+        host: m.Candidate,
+        space: str,
+        heritage: m.Candidates | None = None,
+    ) -> None:
+        self._selector, self._world_size, self._limits = selector, world_size, limits
+        self._heartbeat_timeout_s, self._host = heartbeat_timeout_s, host
+        self._peers: dict[int, _Peer] = {}
+        self._absences = Absences(selector, space, self._settle)
+        self._broken: dict[int, str] = {}
+        self._candidates: tuple[m.Candidate, ...] = (host,)
+        self._places: dict[int, m.MemberPlace] = {}
+        self._known: dict[int, m.MemberPlace] = {}
+        self._out_of_reach: set[int] = set()
+        self._lost_early: list[tuple[int, bool]] = []
+        self._end_s: float | None = None
+        self._next_hearing_s = clock.now_s() + heartbeat_timeout_s
+        self._state: RestartState | None = None
+        if heritage is not None and heritage.members:
+            self._known = dict(heritage.members)
+            self._places = dict(heritage.members)
+            for rank, place in self._known.items():
+                self._absences.begin(rank, place)
+        else:
+            self._state = begin(world_size, clock.now_s())
+
+    # -- the loop's part ---------------------------------------------------------------------------------------
+
+    @property
+    def deadline_s(self) -> float:
+        """When to call :meth:`look`."""
+        due = [
+            self._next_hearing_s,
+            self._absences.deadline_s,
+            self._end_s,
+            next_deadline_s(self._state, self._limits) if self._state is not None else None,
+        ]
+        return min(time_s for time_s in due if time_s is not None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last order was given and delivered."""
+        return self._end_s is not None and (not self._peers or clock.now_s() >= self._end_s)
+
+    def serves_others(self, rank: int) -> bool:
+        """Return whether members other than this one are linked, or may come back."""
+        return any(other != rank for other in (*self._peers, *self._absences.ranks()))
+
+    def adopt(self, link: Link, join: m.Join) -> None:
+        """Take a member in; its greeting was found to be genuine."""
+        rank = join.initial_rank
+        if (old := self._peers.pop(rank, None)) is not None:
+            self._selector.unregister(old.link)
+            old.link.close()
+        self._absences.end(rank)
+        self._broken.pop(rank, None)
+        link.trust()
+        self._places[rank] = join.place
+        self._peers[rank] = _Peer(link, join)
+        self._selector.register(link, selectors.EVENT_READ, lambda events: self._on_event(rank, link, events))
+        before, self._candidates = self._candidates, self._order_candidates()
+        self._send(rank, self._describe())
+        if self._candidates != before:
+            self._send_all(self._describe(), [other for other in self._peers if other != rank])
+        if self._state is not None:
+            self._advance(Came(initial_rank=rank, node=join.place.node, standing=join.standing, at_s=clock.now_s()))
+        elif rank not in self._known:
+            self._send(rank, m.Expel(reason="the others went on without this rank"))
+        self._settle()
+
+    def look(self) -> None:
+        """Do what is due."""
+        now_s = clock.now_s()
+        if now_s >= self._next_hearing_s:
+            self._hear_silence(now_s)
+        self._settle()
+        if self._state is not None:
+            due_s = next_deadline_s(self._state, self._limits)
+            if due_s is not None and now_s >= due_s:
+                self._advance(Tick(at_s=now_s))
+                self._settle()
+
+    def close(self) -> None:
+        """Let everybody go.
+
+        Blocks: up to 0.5 s for each member that takes nothing.
+        """
+        self._absences.close()
+        for peer in self._peers.values():
+            self._selector.unregister(peer.link)
+            peer.link.drain(0.5)
+            peer.link.close()
+        self._peers.clear()
+
+    # -- links -------------------------------------------------------------------------------------------------
+
+    def _on_event(self, rank: int, link: Link, events: int) -> None:
+        peer = self._peers.get(rank)
+        if peer is None or peer.link is not link:
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                link.flush()
+                self._watch(peer)
+            if events & selectors.EVENT_READ:
+                for message in link.receive():
+                    self._hear(rank, peer, message)
+        except LinkBroken as error:
+            self._broken.setdefault(rank, str(error))
+        self._settle()
+
+    def _hear(self, rank: int, peer: _Peer, message: m.OnLink) -> None:
+        match message:
+            case m.Beat():
+                self._send(rank, message)
+            case m.Gone() | m.Ready() | m.Fault() | m.Completed() | m.Left() | m.Assigned() if self._state is None:
+                peer.early.append(message)
+            case m.Gone(fault=fault):
+                peer.is_leaving = True
+                self._advance(Lost(initial_rank=rank, kind=fault.kind, summary=fault.summary, at_s=clock.now_s()))
+            case m.Ready() | m.Fault() | m.Completed() | m.Left() | m.Assigned():
+                peer.is_leaving |= isinstance(message, m.Left)
+                self._advance(Said(initial_rank=rank, report=message, at_s=clock.now_s()))
+            case other:
+                self._broken.setdefault(rank, f"it said {type(other).__name__}")
+
+    def _hear_silence(self, now_s: float) -> None:
+        """Give up links on which nothing has come for long."""
+        oldest_s = now_s
+        for rank, peer in self._peers.items():
+            heard_s = peer.link.heard_ns / 1e9
+            if now_s >= heard_s + self._heartbeat_timeout_s:
+                self._broken.setdefault(rank, f"no sign of life for {now_s - heard_s:.1f} s")
+            else:
+                oldest_s = min(oldest_s, heard_s)
+        self._next_hearing_s = oldest_s + self._heartbeat_timeout_s
+
+    def _send(self, rank: int, message: m.OnLink) -> None:
+        self._send_all(message, (rank,))
+
+    def _send_all(self, message: m.OnLink, ranks: Iterable[int]) -> None:
+        data = m.encode(message)
+        for rank in ranks:
+            if (peer := self._peers.get(rank)) is None:
+                continue  # it is told when it comes back
+            peer.is_leaving |= isinstance(message, m.Expel | m.Finish | m.Abort)
+            try:
+                peer.link.send_encoded(data)
+            except LinkBroken as error:
+                self._broken.setdefault(rank, str(error))
+            else:
+                self._watch(peer)
+
+    def _watch(self, peer: _Peer) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.link.is_waiting else 0)
+        key = self._selector.get_key(peer.link)
+        if key.events != wanted:
+            self._selector.modify(peer.link, wanted, key.data)
+
+    def _settle(self) -> None:
+        """Deal with links that broke and members that do not come back, until there are none."""
+        while True:
+            while self._broken:
+                self._drop(*self._broken.popitem())
+            if not (ended := self._absences.take_ended()):
+                break
+            for rank, is_dead in ended:
+                self._lose(rank, is_dead=is_dead)
+        if self._state is None and not len(self._absences):
+            self._take_over()
+
+    def _drop(self, rank: int, error: str) -> None:
+        peer = self._peers.pop(rank, None)
+        if peer is None:
+            return
+        self._selector.unregister(peer.link)
+        peer.link.close()
+        is_member = rank in (self._known if self._state is None else self._state.members)
+        if is_member and not peer.is_leaving and self._end_s is None:
+            log.info("the link to rank %d broke: %s", rank, error)
+            self._absences.begin(rank, peer.join.place)
+
+    # -- decisions ---------------------------------------------------------------------------------------------
+
+    def _lose(self, rank: int, *, is_dead: bool) -> None:
+        if not is_dead:
+            self._out_of_reach.add(rank)
+        if self._state is None:
+            self._lost_early.append((rank, is_dead))
+            return
+        if self._is_isolated():
+            text = f"ranks {sorted(self._out_of_reach)} cannot be reached and may go on elsewhere"
+            self._advance(Isolated(reason=text, at_s=clock.now_s()))
+            return
+        kind, summary = m.FaultKind.LINK_LOST, f"its monitor process was out of reach for {RETURN_S:g} s"
+        if is_dead:
+            kind, summary = m.FaultKind.DIED, "its process and its monitor process are gone"
+        self._advance(Lost(initial_rank=rank, kind=kind, summary=summary, at_s=clock.now_s()))
+
+    def _is_isolated(self) -> bool:
+        """Whether most members may live out of reach; of two halves the one with the lowest rank goes on."""
+        if not self._known:
+            return False
+        num_lost, num_all = len(self._out_of_reach & self._known.keys()), len(self._known)
+        return 2 * num_lost > num_all or (2 * num_lost == num_all and min(self._known) in self._out_of_reach)
+
+    def _take_over(self) -> None:
+        """Everybody who could come has come: go on where the hub before this one was."""
+        standings = {rank: peer.join.standing for rank, peer in self._peers.items() if rank in self._known}
+        nodes = {rank: place.node for rank, place in self._known.items()}
+        self._state = take_over(standings, nodes, self._world_size, clock.now_s())
+        log.info("this process hosts the hub now: %s of iteration %d", self._state.phase, self._state.iteration)
+        for rank, standing in standings.items():
+            self._advance(Came(initial_rank=rank, node=nodes[rank], standing=standing, at_s=clock.now_s()))
+        for rank, is_dead in self._lost_early:
+            self._lose(rank, is_dead=is_dead)
+        for rank, peer in list(self._peers.items()):
+            early, peer.early = peer.early, []
+            for message in early:
+                self._hear(rank, peer, message)
+        self._settle()
+
+    def _advance(self, event: Event) -> None:
+        assert self._state is not None
+        before = self._state
+        self._state, actions = advance(before, event, self._limits)
+        if self._state.phase == Phase.RUNNING and self._state.members.keys() != self._known.keys():
+            self._know_members()
+        if self._state.iteration != before.iteration or self._state.phase != before.phase:
+            log.info("%s of iteration %d", self._state.phase, self._state.iteration)
+            if self._state.phase == Phase.RUNNING:
+                self._out_of_reach.clear()
+        for action in actions:
+            self._send_all(action.order, action.to)
+        if self._state.end is not None and self._end_s is None:
+            self._end_s = clock.now_s() + _END_S
+            self._absences.close()
+
+    def _know_members(self) -> None:
+        """Tell everybody who belongs to the group, for the time when this hub is gone."""
+        assert self._state is not None
+        self._known = {rank: self._places[rank] for rank in sorted(self._state.members)}
+        self._candidates = self._order_candidates()
+        self._send_all(self._describe(), list(self._peers))
+
+    def _order_candidates(self) -> tuple[m.Candidate, ...]:
+        able = [
+            m.Candidate(initial_rank=rank, node=peer.join.place.node, address=peer.join.address, life=peer.join.life)
+            for rank, peer in self._peers.items()
+            if rank != self._host.initial_rank and not peer.is_leaving
+        ]
+        return order_candidates([self._host, *able], self._host.initial_rank)
+
+    def _describe(self) -> m.Candidates:
+        return m.Candidates(candidates=self._candidates, members=self._known)

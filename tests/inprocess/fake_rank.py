@@ -1,0 +1,135 @@
+"""A rank without torch: it does what its monitor process orders, and what its standard input says.
+
+It prints one JSON object a line: what it was ordered, and when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+
+import msgspec
+
+from outlast.inprocess import messages as m
+from outlast.inprocess.monitor_link import MonitorLink
+from outlast.inprocess.monitor_task import MonitorTask
+from outlast.inprocess.page import Page, RankPhase
+
+
+class FakeRank:
+    def __init__(self, task: MonitorTask, active_world_size: int) -> None:
+        self.task, self.active_world_size = task, active_world_size
+        self.page = Page.create()
+        self.link = MonitorLink(task, self.page)
+        self.traits: set[str] = set()
+        self.iteration = -1
+        self.input = ""
+
+    def say(self, what: str, **facts: object) -> None:
+        print(json.dumps({"what": what, "at_ns": time.monotonic_ns(), **facts}), flush=True)
+
+    def run(self) -> None:
+        self.say("started", monitor=self.link.pid)
+        poll = select.poll()
+        poll.register(self.link, select.POLLIN)
+        poll.register(sys.stdin, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll(50)}
+            self.page.beat()
+            if "hang" not in self.traits:
+                self.page.stamp_progress()
+            if self.link.fileno() in ready:
+                before = self.link.pid
+                for message in self.link.receive():
+                    if self.obey(message):
+                        return
+                if self.link.pid != before:
+                    self.say("monitor", monitor=self.link.pid)
+            if sys.stdin.fileno() in ready:
+                line = sys.stdin.readline()
+                if not line:
+                    return
+                self.command(*line.split())
+
+    def command(self, word: str, *rest: str) -> None:
+        match word:
+            case "connect":
+                self.link.send(m.Connect(hub=f"{rest[0]} {rest[1]}", token=rest[2]))
+                self.get_ready(0)
+            case "fault":
+                consequence = "consequence" in rest
+                self.page.set_phase(RankPhase.OUT)
+                self.link.send(
+                    m.Fault(
+                        initial_rank=self.task.initial_rank,
+                        iteration=self.iteration,
+                        kind=m.FaultKind.EXCEPTION,
+                        summary="told to",
+                        is_consequence=consequence,
+                    )
+                )
+            case "complete":
+                self.page.set_phase(RankPhase.COMPLETED)
+                self.link.send(m.Completed(iteration=self.iteration))
+            case "left":
+                self.link.send(m.Left(reason="told to", fatal="fatal" in rest))
+                self.link.close()
+                self.say("left")
+                raise SystemExit
+            case "exit":
+                raise SystemExit
+            case trait:
+                self.traits.add(trait)
+
+    def get_ready(self, iteration: int) -> None:
+        self.page.set_phase(RankPhase.OUT)
+        if "unready" in self.traits:
+            return
+        self.page.set_phase(RankPhase.WAITING)
+        self.link.send(m.Ready(iteration=iteration, store_address=f"store-{self.task.initial_rank}-{iteration} 1"))
+
+    def obey(self, message: m.Listening | m.Order) -> bool:
+        self.say(type(message).__name__, **json.loads(msgspec.json.encode(message)))
+        match message:
+            case m.Restart(iteration=iteration):
+                if "stubborn" in self.traits:
+                    self.page.set_phase(RankPhase.LEAVING)
+                else:
+                    self.get_ready(iteration)
+            case m.Assign() as question:
+                if "dumb" not in self.traits:
+                    self.link.send(self.assign(question))
+            case m.Go() as go:
+                self.iteration = go.iteration
+                if self.task.initial_rank not in go.ranks:
+                    self.link.close()
+                    return True
+                if go.ranks[self.task.initial_rank] is not None:
+                    self.page.set_phase(RankPhase.STARTING, go.iteration)
+                    self.page.set_phase(RankPhase.IN_FN)
+            case m.Finish() | m.Abort() | m.Expel():
+                self.page.set_phase(RankPhase.OUT)
+                self.link.close()
+                return True
+        return False
+
+    def assign(self, question: m.Assign) -> m.Assigned:
+        living = [member for member in question.members if member.is_alive]
+        ranks = {member.initial_rank: member.active_rank for member in living}
+        if "shrink" in self.traits:
+            ranks = {member.initial_rank: at for at, member in enumerate(living)}
+        free = sorted(set(range(self.active_world_size)) - set(ranks.values()))
+        for rank in sorted(ranks):
+            if ranks[rank] is None and free:
+                ranks[rank] = free.pop(0)
+        if free and "shrink" not in self.traits:
+            return m.Assigned(ordinal=question.ordinal, error="no reserve is left")
+        return m.Assigned(ordinal=question.ordinal, ranks=ranks)
+
+
+if __name__ == "__main__":
+    told = msgspec.json.decode(sys.argv[1], type=MonitorTask)
+    FakeRank(msgspec.structs.replace(told, pid=os.getpid()), int(sys.argv[2])).run()
