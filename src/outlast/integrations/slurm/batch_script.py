@@ -1,0 +1,195 @@
+"""Batch scripts that start a run, and give its job back to the queue when that can help.
+
+What is rejected, and why: ``--signal=B:...`` reaches the batch shell alone, which has nothing to save; without ``B:``
+the signal goes to the job's steps, so to every agent. ``--kill-on-bad-exit=1`` would let the first worker that ends
+take the spares along. A trap in bash that re-queues would also do so for a run that is finished.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from outlast import env
+from outlast.config.base import require
+
+__all__ = ["BatchScript"]
+
+_NAME = re.compile(r"[A-Za-z0-9_.,\[\]@:+%-]+")
+_PATH = re.compile(r"[A-Za-z0-9_./+=:@-]+")
+_TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchScript:
+    """A job of a run: what Slurm is asked for, and what its nodes then do.
+
+    Raises:
+        ConfigError: A value is out of range or contradicts another; the message names both.
+    """
+
+    command: tuple[str, ...]
+    """What follows ``outlast run`` and its options that are made here: more options, the training script, its
+    arguments."""
+
+    run_id: str
+    """Names the run; the same in every job of it."""
+
+    run_dir: str
+    """The run directory, an absolute path that all nodes see."""
+
+    nodes: int = 1
+    """Nodes that train."""
+
+    spares: int = 0
+    """Nodes beside them that wait for the slot of a lost one."""
+
+    nproc_per_node: str = "auto"
+    """Workers on a node: a number, ``auto``, ``gpu`` or ``cpu``."""
+
+    job_name: str | None = None
+    """``None`` = the run's id."""
+
+    time: str | None = None
+    """Time limit in Slurm's words (``90``, ``4:00:00``, ``2-00``); ``None`` = the partition's."""
+
+    preempt_time: int = 60
+    """Seconds before the time limit, and before a preemption that leaves them, at which the workers are told to save
+    and leave; Slurm may be up to a minute early. 0 = they are not told."""
+
+    num_job_retries_on_failure: int = 2
+    """Failed jobs in a row, without progress in between, that are given back to the queue."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    gpus_per_node: str | None = None
+    """A number, or a type and a number (``h100:8``)."""
+    cpus_per_task: int | None = None
+    """CPUs of a node for its agent and workers together."""
+    mem: str | None = None
+    exclude: tuple[str, ...] = ()
+    """Nodes to keep away from; those that the run's ladder quarantines are added at each re-queue."""
+
+    directives: tuple[str, ...] = ()
+    """More ``#SBATCH`` options, each with its dashes (``--constraint=ib``)."""
+
+    setup: tuple[str, ...] = ()
+    """Lines of shell that run in the batch script before the job's step (``module load cuda``)."""
+
+    port: int = 29400
+    """Port on which the agents meet, on the first of the job's nodes that can host it."""
+
+    outlast: str = "outlast"
+    """The command on every node: a name on ``PATH``, or a path."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.command), "there is no training script; name one, for example: -- train.py --lr 3e-4")
+        require(self.nodes >= 1, f"nodes={self.nodes} must be at least 1")
+        require(self.spares >= 0, f"spares={self.spares} must not be negative")
+        require(self.preempt_time >= 0, f"preempt_time={self.preempt_time} must not be negative; 0 = not told")
+        require(self.preempt_time <= 65535, f"preempt_time={self.preempt_time} is more than Slurm takes; 65535 at most")
+        retries = self.num_job_retries_on_failure
+        require(retries >= 0, f"num_job_retries_on_failure={retries} must not be negative")
+        require(0 < self.port < 65536, f"port={self.port} is no port; take one above 1023")
+        require(self.cpus_per_task is None or self.cpus_per_task > 0, f"cpus_per_task={self.cpus_per_task} is not > 0")
+        require(
+            Path(self.run_dir).is_absolute(), f"run_dir={self.run_dir!r} must be an absolute path that all nodes see"
+        )
+        require(
+            self.run_id != "none" and env.clean_name(self.run_id) == self.run_id,
+            f"run_id={self.run_id!r} must consist of letters, digits, '.', '_' and '-', and not be 'none'",
+        )
+        require(
+            self.time is None or _TIME.fullmatch(self.time) is not None,
+            f"time={self.time!r} is no time limit; write minutes, hours:minutes:seconds or days-hours",
+        )
+        for name in ("job_name", "partition", "account", "qos", "gpus_per_node", "mem"):
+            value = getattr(self, name)
+            require(
+                value is None or _NAME.fullmatch(value) is not None, f"{name}={value!r} has a character too strange"
+            )
+        for node in self.exclude:
+            require(_NAME.fullmatch(node) is not None, f"exclude: {node!r} is no node")
+        for line in self.directives:
+            require(line.startswith("-") and "\n" not in line, f"{line!r} is no option of sbatch; write it with dashes")
+        for name in ("run_dir", "outlast"):
+            value = getattr(self, name)
+            strange = _PATH.fullmatch(value) is None
+            require(not strange, f"{name}={value!r} must be of letters, digits and '/._+=:@-', for Slurm's sake")
+        for word in (*self.setup, *self.command, self.nproc_per_node):
+            require("\n" not in word and "\0" not in word, f"{word!r} is more than one line; give each its own")
+        for word in self.command:
+            name = word.partition("=")[0].replace("_", "-")
+            require(name not in _OURS, f"{name} is made from other settings; leave it out ({_OURS.get(name, '')})")
+            if not word.startswith("-"):
+                break
+
+    def render(self) -> str:
+        """Return the script."""
+        directives = "".join(f"#SBATCH {line}\n" for line in self._directives())
+        setup = "".join(f"{line}\n" for line in self.setup)
+        step = "--ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0"
+        step += " --no-kill" if self.spares else ""
+        # srun does not take this one over from the job (since Slurm 22.05).
+        step += f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task is not None else ""
+        nnodes = f"{self.nodes}:{self.nodes + self.spares}" if self.spares else str(self.nodes)
+        options = [f"--nnodes={nnodes}", f"--nproc-per-node={shlex.quote(self.nproc_per_node)}"]
+        meeting = ""
+        if not any(word.replace("_", "-").startswith("--rdzv-endpoint") for word in self.command):
+            meeting = (
+                "# Where the agents meet: the first of these that lives hosts it.\n"
+                'endpoints=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 3 | '
+                f"sed 's/$/:{self.port}/' | paste -sd, -)\n\n"
+            )
+            options.append('--rdzv-endpoint="$endpoints"')
+        options += [f"--rdzv-id={self.run_id}", f"--run-dir={self.run_dir}"]
+        command = " ".join(shlex.quote(word) for word in self.command)
+        retries = self.num_job_retries_on_failure
+        return f"""#!/usr/bin/env bash
+# Made by `outlast slurm script`. Each node runs one agent. The time limit, and a preemption, are announced to the
+# agents' step; the workers then save, and the job ends with exit code 75.
+{directives}
+{setup}{meeting}srun {step} \\
+  bash -c 'exec {self.outlast} run --node-name="$SLURMD_NODENAME" "$@"' outlast \\
+  {" ".join(options)} \\
+  {command}
+code=$?
+
+# Told to leave (75, or 128 and a signal): back to the queue. A failure: at most {retries} times without progress.
+# Finished (0), and what needs a person (2, 17, 93): never.
+{self.outlast} slurm requeue --run-dir={self.run_dir} --exit-code="$code" --num-job-retries-on-failure={retries}
+exit "$code"
+"""
+
+    def _directives(self) -> list[str]:
+        lines = [
+            f"--job-name={self.job_name or self.run_id}",
+            f"--nodes={self.nodes + self.spares}",
+            "--ntasks-per-node=1",
+            "--requeue",
+            "--open-mode=append",
+            f"--output={self.run_dir}/slurm-%j.log",
+        ]
+        if self.preempt_time:
+            lines.append(f"--signal=TERM@{self.preempt_time}")
+        if self.spares:
+            lines.append("--no-kill")
+        if self.exclude:
+            lines.append(f"--exclude={','.join(self.exclude)}")
+        options = ("time", "partition", "account", "qos", "gpus_per_node", "cpus_per_task", "mem")
+        lines += [
+            f"--{name.replace('_', '-')}={value}" for name in options if (value := getattr(self, name)) is not None
+        ]
+        return [*lines, *self.directives]
+
+
+_OURS = {
+    "--nnodes": "nodes, spares",
+    "--nproc-per-node": "nproc_per_node",
+    "--rdzv-id": "run_id",
+    "--run-dir": "run_dir",
+    "--node-name": "Slurm's own names are used",
+}

@@ -1,0 +1,124 @@
+"""What a process knows of the Slurm job that it runs in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outlast import env
+from outlast.errors import ConfigError
+from outlast.integrations.slurm.notation import expand_counts, expand_nodes
+
+__all__ = ["SLURMInfo", "get_slurm_info", "is_requeued", "log_job_info"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SLURMInfo:
+    """A Slurm job, as its processes see it."""
+
+    job_id: str
+    """Number of the job, the same after it was re-queued."""
+    job_name: str = ""
+    node_list: str = ""
+    """The job's nodes in Slurm's short form; :attr:`nodes` has their names."""
+    num_nodes: int = 1
+    ntasks_per_node: int = 1
+    """Tasks on a node; the most that any has, where they differ."""
+    restart_count: int = 0
+    """How often the job was re-queued."""
+    partition: str = ""
+    array_task_id: str | None = None
+    """``None`` unless the job is part of an array."""
+    tasks_per_node: tuple[int, ...] = ()
+    """Tasks of each node, in the order of :attr:`nodes`; empty = not known."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the job's nodes."""
+        return expand_nodes(self.node_list)
+
+    @property
+    def is_requeued(self) -> bool:
+        """Whether the job ran before and was re-queued."""
+        return self.restart_count > 0
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        array = f", array task {self.array_task_id}" if self.array_task_id is not None else ""
+        times = "time" if self.restart_count == 1 else "times"
+        again = f", re-queued {self.restart_count} {times}" if self.is_requeued else ""
+        where = f"{self.num_nodes} node{'' if self.num_nodes == 1 else 's'} ({self.node_list})"
+        per_node = f"{self.ntasks_per_node} task{'' if self.ntasks_per_node == 1 else 's'} each"
+        partition = f", partition {self.partition}" if self.partition else ""
+        return f"Slurm job {self.job_id} {self.job_name!r}{array}: {where}, {per_node}{partition}{again}"
+
+
+def get_slurm_info(environment: Mapping[str, str] | None = None) -> SLURMInfo | None:
+    """Return the Slurm job of this process; ``None`` outside of Slurm.
+
+    Args:
+        environment: What to read instead of the environment of this process.
+
+    Raises:
+        ConfigError: A variable of Slurm has a value that Slurm does not give it.
+    """
+    values = env.environ() if environment is None else environment
+    job_id = values.get("SLURM_JOB_ID") or values.get("SLURM_JOBID")
+    if not job_id:
+        return None
+    node_list = values.get("SLURM_JOB_NODELIST") or values.get("SLURM_NODELIST") or ""
+    per_node = _counts(values, "SLURM_TASKS_PER_NODE")
+    wished = _counts(values, "SLURM_NTASKS_PER_NODE") or _counts(values, "SLURM_STEP_TASKS_PER_NODE") or per_node
+    names = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    return SLURMInfo(
+        job_id=job_id,
+        job_name=values.get("SLURM_JOB_NAME", ""),
+        node_list=node_list,
+        num_nodes=_number(values, *names, default=len(expand_nodes(node_list)) or 1),
+        ntasks_per_node=max(wished, default=1),
+        restart_count=_number(values, "SLURM_RESTART_COUNT", default=0),
+        partition=values.get("SLURM_JOB_PARTITION", ""),
+        array_task_id=values.get("SLURM_ARRAY_TASK_ID") or None,
+        tasks_per_node=per_node,
+    )
+
+
+def is_requeued(environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process's Slurm job ran before and was re-queued; outside of Slurm it was not."""
+    info = get_slurm_info(environment)
+    return info is not None and info.is_requeued
+
+
+def log_job_info(environment: Mapping[str, str] | None = None) -> SLURMInfo | None:
+    """Log the Slurm job in one line, once per job: by global rank 0, in the job's first cycle.
+
+    Returns:
+        The job; ``None`` outside of Slurm.
+    """
+    info = get_slurm_info(environment)
+    if info is not None:
+        place = env.read_worker(environment)
+        is_first_cycle = place.cycle == 0 or place.launcher in ("srun", "python")
+        if place.global_rank == 0 and is_first_cycle:
+            log.info("%s", info.describe())
+    return info
+
+
+def _number(values: Mapping[str, str], *names: str, default: int) -> int:
+    for name in names:
+        if text := values.get(name):
+            if not text.isdecimal():
+                raise ConfigError(f"environment variable {name}={text!r} is not a number; unset it")
+            return int(text)
+    return default
+
+
+def _counts(values: Mapping[str, str], name: str) -> tuple[int, ...]:
+    text = values.get(name)
+    try:
+        return expand_counts(text) if text else ()
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {name}: {error}; unset it") from None

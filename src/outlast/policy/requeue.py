@@ -1,0 +1,105 @@
+"""Whether the scheduler gets a job back that has ended: the exit-code table, and a budget for failures.
+
+A pure function: it is told how the job ended and what is remembered of the run's earlier jobs, and returns the answer
+with what is to be remembered. Jobs that were told to leave go back as often as it takes; failures at most
+``num_job_retries_on_failure`` times in a row, because more of them are usually not transient. Progress, a durable
+generation at a higher iteration than ever before, gives a run its retries back, where progress can be known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from outlast.errors import ExitReason
+
+__all__ = ["TOLD_TO_LEAVE", "JobEnd", "RequeueState", "Ruling", "rule"]
+
+TOLD_TO_LEAVE = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 140: "SIGUSR2", 143: "SIGTERM"}
+"""Exit codes of a job that was told to leave and could not save in time, with the signal's name."""
+
+_FOR_A_PERSON = {
+    ExitReason.BAD_INPUT: "the command line or a setting is wrong",
+    ExitReason.FAILED_VALIDATION: "an invalid result was judged, the diagnosis is in the journal",
+    ExitReason.NO_PROGRESS: "all restarts are spent without progress",
+}
+
+
+class RequeueState(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered of a run from job to job."""
+
+    failures: int = 0
+    """Jobs in a row that failed and were given back, without progress in between."""
+    best_durable: int | None = None
+    """Highest durable iteration when a job last ended; ``None`` = none known."""
+    excluded: tuple[str, ...] = ()
+    """Nodes that the run's jobs keep away from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnd:
+    """How a job ended."""
+
+    exit_code: int
+    """The highest exit code of its tasks; 128 + n: ended by signal n."""
+    finished: bool = False
+    """The run's own record says that it is done."""
+    durable_iteration: int | None = None
+    """Highest durable iteration of the run; ``None`` = none, or not known."""
+    quarantined: tuple[str, ...] = ()
+    """Nodes that the run gives no slot any more."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.exit_code <= 255, "an exit code is a byte"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """Whether a job goes back to the scheduler, and why."""
+
+    requeue: bool
+    reason: str
+    """One line for people."""
+    state: RequeueState
+    """What to remember."""
+
+
+def rule(state: RequeueState, end: JobEnd, *, num_job_retries_on_failure: int) -> Ruling:
+    """Say whether a job that ended goes back to the scheduler.
+
+    Args:
+        state: What is remembered of the run's earlier jobs.
+        end: How this one ended.
+        num_job_retries_on_failure: Failures in a row, without progress in between, after which a job goes back.
+    """
+    assert num_job_retries_on_failure >= 0
+    best, durable = state.best_durable, end.durable_iteration
+    progressed = durable is not None and (best is None or durable > best)
+    state = RequeueState(
+        failures=0 if progressed else state.failures,
+        best_durable=durable if progressed else best,
+        excluded=tuple(dict.fromkeys((*state.excluded, *end.quarantined))),
+    )
+    code = end.exit_code
+    if end.finished or code == ExitReason.FINISHED:
+        return _keep(state, "the run is finished")
+    if code in _FOR_A_PERSON:
+        return _keep(state, f"{_FOR_A_PERSON[ExitReason(code)]} (exit code {code})")
+    if code == ExitReason.PREEMPTED:
+        return Ruling(requeue=True, reason="told to leave, state saved", state=state)
+    if code in TOLD_TO_LEAVE:
+        reason = f"told to leave by {TOLD_TO_LEAVE[code]}, not saved in time"
+        return Ruling(requeue=True, reason=reason, state=state)
+    what = "an invalid result to disambiguate" if code == ExitReason.RESUME_TO_DISAMBIGUATE else "a failure"
+    if state.failures >= num_job_retries_on_failure:
+        limit = num_job_retries_on_failure
+        spent = f"all {limit} retries are used" if limit else "no retry is allowed"
+        return _keep(state, f"{what} (exit code {code}), and {spent} (num_job_retries_on_failure={limit})")
+    state = msgspec.structs.replace(state, failures=state.failures + 1)
+    count = f"retry {state.failures} of {num_job_retries_on_failure}"
+    return Ruling(requeue=True, reason=f"{what} (exit code {code}), {count}", state=state)
+
+
+def _keep(state: RequeueState, reason: str) -> Ruling:
+    return Ruling(requeue=False, reason=reason, state=state)
