@@ -12,6 +12,7 @@ from outlast import clock, env
 from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.errors import ConfigError, OutlastError, RankLeft, RestartAbort
 from outlast.inprocess import messages as m
+from outlast.inprocess.announcements import Announcements
 from outlast.inprocess.compose import labels_of
 from outlast.inprocess.handle import Handle, current_handle, handle_parameter, set_current
 from outlast.inprocess.interruption import Interruption, RestartRequested
@@ -68,6 +69,7 @@ class Rank:
         self._handle: Handle | None = None
         self._store: IterationStore | None = None
         self._interruption = Interruption(Rank._enter.__code__)
+        self._said: Announcements
         self._background: Background
         self._page: Page
         self._link: MonitorLink
@@ -91,6 +93,7 @@ class Rank:
         noting = connections.Noting(self._check_group)
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
         try:
+            self._said = Announcements(self._place, self._config)
             self._background = Background()
             self._host = own_address(self._place)
             self._page = Page.create()
@@ -140,6 +143,7 @@ class Rank:
                     self._go_into(order, function, args, kwargs, handle_name)
                 case m.Restart():
                     self._note_faults(order.faults)
+                    self._said.restart(order.iteration, order.faults)
                     if order.iteration > self._ready_for:
                         self._leave(None)
                         self._get_ready(order.iteration)
@@ -215,6 +219,7 @@ class Rank:
     ) -> None:
         self._go, self._iteration = go, go.iteration
         self._note_faults(go.faults)
+        self._said.begin(go)
         self._returned = None
         if self._place.global_rank not in go.ranks:
             self._part("the rank assignment leaves it out", tell=True)
@@ -277,11 +282,14 @@ class Rank:
 
     def _settle(self, outcome: _Returned | BaseException) -> None:
         """Report how the call ended, and leave it if it failed."""
+        if not isinstance(outcome, _Returned):
+            self._said.restart(self._iteration + 1)
         if isinstance(outcome, _Returned):
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
             if outcome.leaving is not None:
                 drop(outcome.leaving)
+            self._said.complete()
             self._link.send(m.Completed(iteration=self._iteration))
             return
         if isinstance(outcome, KeyboardInterrupt):
@@ -333,6 +341,7 @@ class Rank:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _finish(self) -> Any:
+        self._said.finish()
         state = self._state()
         self._handle = None
         set_current(None)
@@ -347,6 +356,7 @@ class Rank:
         """Leave for good, alone."""
         if tell:
             self._link.send(m.Left(reason=reason))
+        self._said.leave()
         self._terminate()
         log.warning("rank %d leaves for good: %s", self._place.global_rank, reason)
         raise RankLeft(f"rank {self._place.global_rank} leaves for good: {reason}")
@@ -391,6 +401,8 @@ class Rank:
             self._link.close()
         if hasattr(self, "_page"):
             self._page.close()
+        if hasattr(self, "_said"):
+            self._said.close()
         if self._store is not None:
             if self._returned is None:
                 self._store.close()
