@@ -6,22 +6,29 @@ does not import torch, and asking creates no CUDA context in a process that has 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from outlast import env
+from outlast import clock, env
 from outlast.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    import torch.profiler
 
 __all__ = [
     "abort_collectives",
     "check_collectives",
     "device_name",
     "device_rng_state",
+    "device_word",
     "empty_cache",
+    "kernel_seconds",
+    "profiled_activities",
     "set_device_rng_state",
     "settle_collectives",
+    "time_on_device",
+    "timing_event",
     "training_backend",
     "training_device",
     "use_device",
@@ -188,3 +195,49 @@ def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) 
         raise ConfigError(
             f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} must be longer than hard_timeout={hard_timeout_s:g}; unset it"
         )
+
+
+def device_word() -> str:
+    """Return what this machine trains on, for people: ``GPU`` or ``CPU``."""
+    return "GPU" if training_device().type == "cuda" else "CPU"
+
+
+def timing_event() -> Any:
+    """Return a new event that keeps time in the current device's streams; needs a device."""
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)
+
+
+def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
+    """Return what torch's profiler is to look at for kernel times: the device, else the CPU."""
+    from torch.profiler import ProfilerActivity
+
+    return [ProfilerActivity.CUDA if training_device().type == "cuda" else ProfilerActivity.CPU]
+
+
+def kernel_seconds(event: Any) -> float | None:
+    """Return the seconds of a profiler's event, itself alone, if it is a kernel; without a device, an operator.
+
+    Args:
+        event: Of ``torch.profiler.profile(...).events()``.
+    """
+    if training_device().type == "cuda":
+        return event.device_time_total / 1e6 if event.device_type.name == "CUDA" else None
+    return event.self_cpu_time_total / 1e6 if event.device_type.name == "CPU" else None
+
+
+def time_on_device(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that work takes on a device, until it is done.
+
+    Blocks: until the device has done all that it was given. Not for use in a training step.
+    """
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin_ns = clock.now_ns()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (clock.now_ns() - begin_ns) / 1e9
