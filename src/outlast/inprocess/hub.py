@@ -130,7 +130,7 @@ class Hub:
         if self._candidates != before:
             self._send_all(self._describe(), [other for other in self._peers if other != rank])
         if self._state is not None:
-            self._advance(Came(initial_rank=rank, node=join.place.node, standing=join.standing, at_s=clock.now_s()))
+            self._advance(self._came(rank, join))
         elif rank not in self._known:
             self._send(rank, m.Expel(reason="the others went on without this rank"))
         self._settle()
@@ -277,8 +277,8 @@ class Hub:
         nodes = {rank: place.node for rank, place in self._known.items()}
         self._state = take_over(standings, nodes, self._world_size, clock.now_s())
         log.info("this process hosts the hub now: %s of iteration %d", self._state.phase, self._state.iteration)
-        for rank, standing in standings.items():
-            self._advance(Came(initial_rank=rank, node=nodes[rank], standing=standing, at_s=clock.now_s()))
+        for rank in standings:
+            self._advance(self._came(rank, self._peers[rank].join))
         for rank, is_dead in self._lost_early:
             self._lose(rank, is_dead=is_dead)
         for rank, peer in list(self._peers.items()):
@@ -286,6 +286,10 @@ class Hub:
             for message in early:
                 self._hear(rank, peer, message)
         self._settle()
+
+    def _came(self, rank: int, join: m.Join) -> Came:
+        place = join.place
+        return Came(initial_rank=rank, node=place.node, labels=place.labels, standing=join.standing, at_s=clock.now_s())
 
     def _advance(self, event: Event) -> None:
         assert self._state is not None

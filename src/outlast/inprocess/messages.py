@@ -81,13 +81,15 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``host port``."""
 
 
-class MemberPlace(msgspec.Struct, frozen=True, kw_only=True):
+class MemberPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a living member's process is."""
 
     node: str
     space: str
     """Names the machine and the name space in which ``pid`` means something."""
     pid: int
+    labels: dict[str, str] = {}
+    """What the rank says of its place beyond its node."""
 
 
 class Candidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):

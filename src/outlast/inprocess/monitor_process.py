@@ -65,6 +65,7 @@ class MonitorProcess:
         self._selector = selectors.DefaultSelector()
         self._watch = RankWatch(page, task)
         self._record = Record()
+        self._joined_with = self._record.standing
         self._life = secrets.token_hex(8)
         self._space = name_space()
         self._token = ""
@@ -345,11 +346,12 @@ class MonitorProcess:
         self._search.start()
 
     def _make_join(self, wants: str) -> m.Join:
+        self._joined_with = self._record.standing
         return m.Join(
             token=self._token,
             initial_rank=self._task.initial_rank,
             initial_world_size=self._task.initial_world_size,
-            place=m.MemberPlace(node=self._task.node, space=self._space, pid=self._task.pid),
+            place=m.MemberPlace(node=self._task.node, space=self._space, pid=self._task.pid, labels=self._task.labels),
             address=self._address,
             life=self._life,
             wants=wants,
@@ -362,6 +364,9 @@ class MonitorProcess:
         self._link, self._answer_s = link, None
         self._next_beat_s = clock.now_s() + self._task.heartbeat_interval_s
         self._selector.register(link, selectors.EVENT_READ, partial(self._on_link, link))
+        if self._record.standing != self._joined_with:
+            for report in self._record.reports():
+                self._say(report)
         if self._last_words is not None:
             self._say_last_words()
         for message in came:

@@ -22,6 +22,13 @@ class Record:
     def __init__(self, standing: Standing | None = None) -> None:
         self.standing = Standing() if standing is None else standing
 
+    def reports(self) -> tuple[Report, ...]:
+        """Return what the rank reported that may still matter; a hub may hear it twice."""
+        standing = self.standing
+        completed = () if standing.completed < 0 else (Completed(iteration=standing.completed),)
+        ready = () if standing.ready is None else (standing.ready,)
+        return (*standing.faults, *completed, *ready)
+
     def note_order(self, order: Order) -> None:
         """Note an order that the rank got."""
         match order:
