@@ -98,7 +98,7 @@ class Training:
         port = free_ports(1)[0]
         arguments = ["--run-dir", str(folder / "run"), "--nproc-per-node=1", *options]
         # The nodes of this cluster are names of Slurm's alone, which no resolver knows.
-        command = ["--", f"--rdzv-endpoint=127.0.0.1:{port}", "--no-warm-start", str(script)]
+        command = ["--", f"--rdzv-endpoint=127.0.0.1:{port}", str(script)]
         self.job_id = slurm.call(str(OUTLAST), "slurm", "submit", *arguments, *command, cwd=folder).strip()
 
     def iterations(self, attempt: int) -> list[int]:
@@ -110,6 +110,12 @@ class Training:
         self.slurm.wait_until(
             lambda: max(self.iterations(attempt), default=-1) >= iteration, 90, lambda: output(self.folder, self.job_id)
         )
+
+    def trainers(self) -> list[str]:
+        """Return the nodes that have workers."""
+        journals = "".join(path.read_text() for path in (self.folder / "run" / "journal").iterdir())
+        events = [json.loads(line) for line in journals.splitlines()]
+        return sorted(event["node"] for event in events if event["kind"] == "cycle_started")
 
     def nodes(self) -> list[str]:
         """Return the job's nodes."""
@@ -159,7 +165,8 @@ def test_spare_takes_a_lost_nodes_slot_without_a_requeue(tmp_path: Path) -> None
     with run_slurm() as slurm:
         training = Training(slurm, tmp_path, "--nodes=2", "--spares=1", total=100)
         training.wait_for(0, 15)
-        slurm.power_off(training.trainers()[1])
+        head = training.nodes()[0]  # runs the batch script, without which Slurm has no job
+        slurm.power_off(next(node for node in training.trainers() if node != head))
         job = slurm.wait_for_end(training.job_id)
     assert job["JobState"] == "COMPLETED", training.output()
     assert job["Restarts"] == "0", training.output()

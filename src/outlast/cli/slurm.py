@@ -64,7 +64,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--exclude", metavar="NODES", help="Nodes to keep away from, such as n[3-5],n9."),
         click.option("--directive", "directives", multiple=True, metavar="OPTION", help="More for #SBATCH; repeat."),
         click.option("--setup", multiple=True, metavar="LINE", help="Shell line before the job's step; repeat."),
-        click.option("--port", type=int, default=29400, show_default=True, help="Where the agents meet."),
+        click.option("--port", type=int, default=0, help="Where agents meet; default from the job's number."),
         click.option("--outlast", default="outlast", show_default=True, metavar="PATH", help="Command on the nodes."),
         click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED),
     ]

@@ -79,8 +79,8 @@ class BatchScript:
     setup: tuple[str, ...] = ()
     """Lines of shell that run in the batch script before the job's step (``module load cuda``)."""
 
-    port: int = 29400
-    """Port on which the agents meet, on the first of the job's nodes that can host it."""
+    port: int = 0
+    """Port on which the agents of several nodes meet; 0 = one between 20000 and 29999, from the job's number."""
 
     outlast: str = "outlast"
     """The command on every node: a name on ``PATH``, or a path."""
@@ -93,7 +93,7 @@ class BatchScript:
         require(self.preempt_time <= 65535, f"preempt_time={self.preempt_time} is more than Slurm takes; 65535 at most")
         retries = self.num_job_retries_on_failure
         require(retries >= 0, f"num_job_retries_on_failure={retries} must not be negative")
-        require(0 < self.port < 65536, f"port={self.port} is no port; take one above 1023")
+        require(0 <= self.port < 65536, f"port={self.port} is no port; take one above 1023, or 0")
         require(self.cpus_per_task is None or self.cpus_per_task > 0, f"cpus_per_task={self.cpus_per_task} is not > 0")
         require(
             Path(self.run_dir).is_absolute(), f"run_dir={self.run_dir!r} must be an absolute path that all nodes see"
@@ -138,11 +138,13 @@ class BatchScript:
         nnodes = f"{self.nodes}:{self.nodes + self.spares}" if self.spares else str(self.nodes)
         options = [f"--nnodes={nnodes}", f"--nproc-per-node={shlex.quote(self.nproc_per_node)}"]
         meeting = ""
-        if not any(word.replace("_", "-").startswith("--rdzv-endpoint") for word in self.command):
+        has_endpoint = any(word.replace("_", "-").startswith("--rdzv-endpoint") for word in self.command)
+        if self.nodes + self.spares > 1 and not has_endpoint:
+            port = str(self.port or "$((20000 + SLURM_JOB_ID % 10000))")
             meeting = (
                 "# Where the agents meet: the first of these that lives hosts it.\n"
                 'endpoints=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 3 | '
-                f"sed 's/$/:{self.port}/' | paste -sd, -)\n\n"
+                f'sed "s/$/:{port}/" | paste -sd, -)\n\n'
             )
             options.append('--rdzv-endpoint="$endpoints"')
         options += [f"--rdzv-id={self.run_id}", f"--run-dir={self.run_dir}"]

@@ -1,0 +1,80 @@
+"""`resolve_resume_path` returns generations that prove valid, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from laid_generations import flip, two_nodes
+from laid_store import lay_in_store
+
+from outlast.errors import ConfigError
+from outlast.integrations.slurm import resolve_resume_path
+from outlast.policy.ladder import LadderState
+from outlast.policy.quarantine import Distrusted
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A global directory with generations 100, 200 and 300."""
+
+    def write(name: str, data: bytes) -> None:
+        path = tmp_path / "global" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    for iteration in (100, 200, 300):
+        lay_in_store(write, iteration)
+    return tmp_path / "global"
+
+
+def test_newest_valid_one(place: Path) -> None:
+    """The newest generation is returned when all of it is what was saved."""
+    assert resolve_resume_path(place) == place / "step-300"
+    assert resolve_resume_path(f"file://{place}") == place / "step-300"
+
+
+def test_damage_that_only_reading_shows(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One flipped bit in the newest is found, said, and the one before returned."""
+    flip(place / "step-300" / "__1_0.distcp", 5000)
+    assert resolve_resume_path(place) == place / "step-200"
+    assert "generation 300" in caplog.text
+    assert "differs from its digest" in caplog.text
+
+
+def test_torn_ones_are_passed_over(place: Path) -> None:
+    """A truncated file, and a missing one, leave an older generation; a tracker that lies changes nothing."""
+    with open(place / "step-300" / "__0_0.distcp", "r+b") as file:
+        file.truncate(100)
+    (place / "step-200" / "__1_0.distcp").unlink()
+    assert resolve_resume_path(place) == place / "step-100"
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    """A first start, with no directory or an empty one, has nothing to resume from."""
+    assert resolve_resume_path(tmp_path / "none") is None
+    assert resolve_resume_path(tmp_path) is None
+
+
+def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
+    """A file is not silently taken for an empty directory."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError):
+        resolve_resume_path(tmp_path / "file")
+
+
+def test_local_tier(tmp_path: Path) -> None:
+    """Of a local tier it is the folder on a node, when no rank's part is missing; saves for diagnosis never."""
+    two_nodes(tmp_path, 100)
+    two_nodes(tmp_path, 200, suspect=True)
+    assert resolve_resume_path(tmp_path) == tmp_path / "node0" / "step-100"
+    assert resolve_resume_path(tmp_path / "node0") == tmp_path / "node0" / "step-100"
+
+
+def test_what_led_to_invalid_results(place: Path, tmp_path: Path) -> None:
+    """A generation that the run's ladder distrusts is passed over, though its bytes are right."""
+    distrusted = Distrusted(generation=300, attempt="job-0-cafe.300", tier="global")
+    (tmp_path / "ladder.json").write_bytes(msgspec.json.encode(LadderState(distrusted=(distrusted,))))
+    assert resolve_resume_path(place, run_dir=tmp_path) == place / "step-200"
+    assert resolve_resume_path(place) == place / "step-300"

@@ -1,0 +1,179 @@
+"""Batch scripts: what they ask of Slurm, what they refuse, and that the examples are the tool's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from outlast.cli.slurm import slurm
+from outlast.errors import ConfigError, OutlastError
+from outlast.integrations.slurm import BatchScript
+from outlast.integrations.slurm.submitting import submit, with_known_exclusions
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
+
+
+def script(**settings: Any) -> BatchScript:
+    return BatchScript(**{"command": ("train.py", "--lr", "3e-4"), "run_id": "gpt", "run_dir": "/runs/gpt", **settings})
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def is_bash(text: str) -> bool:
+    return subprocess.run(["bash", "-n"], input=text, text=True, check=False, timeout=10).returncode == 0
+
+
+def test_steps_are_signalled_not_the_batch_shell() -> None:
+    """The signal before the limit goes to the job's steps, and one task's end leaves the others alone."""
+    text = script(preempt_time=90).render()
+    assert "--signal=TERM@90" in directives(text)
+    assert "--signal=B:" not in text
+    assert "--requeue" in directives(text)
+    assert "--kill-on-bad-exit=0" in text
+    assert is_bash(text)
+    assert not [line for line in directives(script(preempt_time=0).render()) if "signal" in line]
+
+
+def test_spares_are_nodes_of_the_job_that_outlives_one() -> None:
+    """With spares the job has as many nodes more, and neither job nor step ends with a node."""
+    text = script(nodes=4, spares=1).render()
+    assert {"--nodes=5", "--no-kill"} <= set(directives(text))
+    assert "--nnodes=4:5" in text
+    assert " --no-kill" in text.split("srun ")[1].splitlines()[0]
+    assert "--no-kill" not in script(nodes=4).render()
+
+
+def test_everything_asked_for_is_there() -> None:
+    """Each setting appears in the script, quoted where the shell would take it apart."""
+    text = script(
+        nodes=2,
+        command=("--ft-safety_factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"),
+        job_name="j.1",
+        time="2-00",
+        partition="big",
+        account="me",
+        qos="high",
+        gpus_per_node="h100:8",
+        cpus_per_task=12,
+        mem="100G",
+        exclude=("n1", "n7"),
+        directives=("--constraint=ib&hot",),
+        setup=("module load cuda",),
+        port=1234,
+        num_job_retries_on_failure=5,
+    ).render()
+    wanted = "job-name=j.1 time=2-00 partition=big account=me qos=high gpus-per-node=h100:8 cpus-per-task=12 mem=100G"
+    wanted += " exclude=n1,n7 constraint=ib&hot output=/runs/gpt/slurm-%j.log"
+    assert {f"--{option}" for option in wanted.split()} <= set(directives(text))
+    assert "\nmodule load cuda\n" in text
+    assert "--cpus-per-task=12" in text.split("srun ")[1].splitlines()[0]
+    assert 'sed "s/$/:1234/"' in text
+    assert "--num-job-retries-on-failure=5" in text
+    assert is_bash(text)
+    echoed = text[text.index("  --ft-safety_factor") :].splitlines()[0]
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {echoed}"], capture_output=True, text=True, check=True, timeout=10
+    )
+    assert done.stdout.splitlines() == ["--ft-safety_factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"]
+
+
+def test_own_meeting_point() -> None:
+    """Who names where the agents meet gets no other."""
+    text = script(nodes=2, command=("--rdzv-endpoint=head:1", "train.py")).render()
+    assert text.count("--rdzv-endpoint") == 1
+    assert "scontrol" not in text
+    assert "--rdzv-endpoint" not in script().render(), "a node alone needs none"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"command": ()}, "training script"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"spares": -1}, "spares=-1"),
+        ({"preempt_time": -5}, "preempt_time"),
+        ({"preempt_time": 100_000}, "65535"),
+        ({"num_job_retries_on_failure": -1}, "num_job_retries_on_failure"),
+        ({"port": 70000}, "port"),
+        ({"cpus_per_task": 0}, "cpus_per_task"),
+        ({"run_dir": "runs/gpt"}, "absolute"),
+        ({"run_dir": "/runs/a b"}, "run_dir"),
+        ({"run_id": "none"}, "run_id"),
+        ({"run_id": "a b"}, "run_id"),
+        ({"time": "four hours"}, "time"),
+        ({"partition": "a b"}, "partition"),
+        ({"exclude": ("n1 n2",)}, "exclude"),
+        ({"directives": ("constraint",)}, "dashes"),
+        ({"directives": ("--a\n#SBATCH --b",)}, "dashes"),
+        ({"setup": ("a\nb",)}, "one line"),
+        ({"outlast": "outlast; rm"}, "outlast"),
+        ({"command": ("--nnodes=3", "train.py")}, "--nnodes"),
+        ({"command": ("--run_dir=/x", "train.py")}, "--run-dir"),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_waits_in_a_queue(wrong: dict[str, Any], named: str) -> None:
+    """What contradicts itself or would break the script is refused, and the message names it."""
+    with pytest.raises(ConfigError, match=named):
+        script(**wrong)
+
+
+def test_arguments_of_the_training_script_are_its_own() -> None:
+    """An argument that is named like one of ours is the training script's business after its name."""
+    assert "train.py --nnodes=3" in script(command=("train.py", "--nnodes=3")).render()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--nodes", "2", "--", "--ft-rank_section_timeout=step:1", "train.py"], "rank_section_timeouts"),
+        (["--", "--max-restart=1", "train.py"], "--max-restarts"),
+        (["--nodes", "2", "--", "--ft-safety_factor=many", "train.py"], "safety_factor"),
+        (["--exclude", "n[1", "--", "train.py"], "n\\[1"),
+    ],
+)
+def test_mistyped_options_are_found_at_submission(arguments: list[str], named: str) -> None:
+    """What `outlast run` would refuse after hours in a queue is refused before."""
+    with pytest.raises(ConfigError, match=named):
+        CliRunner().invoke(slurm, ["script", *arguments], catch_exceptions=False)
+
+
+def test_names_are_taken_from_the_training_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a name, the run is called as its script is, and has its directory where it is submitted."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(slurm, ["script", "--", "code/train_big.py", "--lr", "1"], catch_exceptions=False)
+    assert "--job-name=train_big" in result.output
+    assert f"--run-dir={tmp_path}/outlast-runs/train_big " in result.output
+
+
+def test_nodes_that_earlier_jobs_found_bad_are_excluded(tmp_path: Path) -> None:
+    """A new job of a run keeps away from what the ladder and earlier jobs' ends exclude."""
+    (tmp_path / "ladder.json").write_text('{"quarantined": ["n3"]}')
+    (tmp_path / "requeue.json").write_text('{"excluded": ["n2", "n3"]}')
+    known = with_known_exclusions(script(run_dir=str(tmp_path), exclude=("n1",)))
+    assert known.exclude == ("n1", "n2", "n3")
+
+
+def test_finished_run_is_not_submitted_again(tmp_path: Path) -> None:
+    """A run that is done is not queued again by mistake."""
+    (tmp_path / "ladder.json").write_text('{"finished": true}')
+    with pytest.raises(OutlastError, match="finished"):
+        submit(script(run_dir=str(tmp_path)))
+
+
+@pytest.mark.process
+def test_examples_are_the_tools_own(tmp_path: Path) -> None:
+    """The batch scripts under examples/ are what the commands beside them print."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    subprocess.run([EXAMPLES / "generate.sh", tmp_path], env={**os.environ, "PATH": path}, check=True, timeout=30)
+    made = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert made == {file.name: file.read_text() for file in EXAMPLES.glob("*.sbatch")}, "run examples/slurm/generate.sh"
+    assert len(made) == 3
+    assert all(is_bash(text) for text in made.values())

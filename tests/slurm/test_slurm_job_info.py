@@ -1,0 +1,80 @@
+"""What a process knows of its Slurm job."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from outlast.errors import ConfigError
+from outlast.integrations.slurm import SLURMInfo, get_slurm_info, is_requeued, log_job_info
+
+JOB = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NAME": "llm",
+    "SLURM_JOB_NODELIST": "gpu[07-08],gpu12",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_JOB_PARTITION": "big",
+    "SLURM_NTASKS": "11",
+    "SLURM_PROCID": "0",
+}
+
+
+def test_outside_of_slurm_there_is_no_job() -> None:
+    """Without Slurm's variables the answer is None, and nothing was re-queued."""
+    assert get_slurm_info({}) is None
+    assert not is_requeued({})
+
+
+def test_every_field() -> None:
+    """The fields are those that users of SLURMInfo know."""
+    info = get_slurm_info({**JOB, "SLURM_RESTART_COUNT": "2", "SLURM_ARRAY_TASK_ID": "5"})
+    assert info == SLURMInfo(
+        job_id="4711",
+        job_name="llm",
+        node_list="gpu[07-08],gpu12",
+        num_nodes=3,
+        ntasks_per_node=4,
+        restart_count=2,
+        partition="big",
+        array_task_id="5",
+        tasks_per_node=(4, 4, 3),
+    )
+    assert info.is_requeued
+    assert info.nodes == ("gpu07", "gpu08", "gpu12")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("4(x2)", 4), ("8", 8), ("2,4(x3)", 4)])
+def test_tasks_of_a_node_in_all_forms(text: str, expected: int) -> None:
+    """SLURM_NTASKS_PER_NODE is understood in each form that Slurm gives it."""
+    info = get_slurm_info({**JOB, "SLURM_NTASKS_PER_NODE": text})
+    assert info is not None
+    assert info.ntasks_per_node == expected
+
+
+@pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "SLURM_TASKS_PER_NODE", "SLURM_JOB_NUM_NODES"])
+def test_nonsense_is_named(name: str) -> None:
+    """A value that Slurm does not give a variable is refused with the variable's name."""
+    with pytest.raises(ConfigError, match=name):
+        get_slurm_info({**JOB, name: "many"})
+
+
+@pytest.mark.parametrize(
+    ("more", "lines"),
+    [
+        ({}, 1),
+        ({"SLURM_PROCID": "3"}, 0),
+        ({"SLURM_RESTART_COUNT": "1"}, 1),
+        ({"RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RESTART_COUNT": "0"}, 1),
+        ({"RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RESTART_COUNT": "1"}, 0),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, 0),
+        ({"OUTLAST_RUN_ID": "r", "OUTLAST_BOARD": "b", "RANK": "0", "WORLD_SIZE": "8", "OUTLAST_CYCLE": "0"}, 1),
+        ({"OUTLAST_RUN_ID": "r", "OUTLAST_BOARD": "b", "RANK": "0", "WORLD_SIZE": "8", "OUTLAST_CYCLE": "1"}, 0),
+    ],
+)
+def test_a_job_is_logged_once(more: dict[str, str], lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 logs the job in the first cycle of each of its starts; no other rank, no restarted cycle does."""
+    with caplog.at_level(logging.INFO, "outlast"):
+        log_job_info({**JOB, **more})
+    assert len(caplog.records) == lines
