@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from outlast.config.base import require
 from outlast.config.checkpoint import CheckpointConfig
 from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.config.health import HealthConfig
 from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.config.replica_digest import ReplicaDigestConfig
 from outlast.config.rerun_state_machine import RerunStateMachineConfig
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "FaultToleranceConfig",
+    "HealthConfig",
     "InProcessRestartConfig",
     "ReplicaDigestConfig",
     "RerunStateMachineConfig",
@@ -54,6 +56,9 @@ class Config:
 
     in_process_restart: InProcessRestartConfig | None = None
     """Settings for that ``Wrapper``; none = the defaults."""
+
+    health: HealthConfig | None = None
+    """What a node must have to train, for `outlast doctor`; none = the defaults."""
 
     fault_plan: str | None = None
     """File (TOML, YAML or JSON) with a plan of faults to cause on purpose, in a test; none = no plan."""
