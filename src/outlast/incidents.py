@@ -55,6 +55,8 @@ class IncidentKind(StrEnum):
     """A copy led to invalid results soon after it was loaded; it and what descends from it is not loaded again."""
     INVALID_RESULT = "invalid_result"
     """A result of a step was rejected; the evidence holds the diagnosis."""
+    STRAGGLER = "straggler"
+    """A rank is slower than the others, or than it was, for several windows in a row; the evidence says in what."""
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -95,6 +97,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             IncidentKind.REPLICATION_FAILED: "could not copy its shard to another node",
             IncidentKind.COPY_UNTRUSTED: "loaded a copy that proved bad",
             IncidentKind.INVALID_RESULT: "computed an invalid result",
+            IncidentKind.STRAGGLER: "is slow",
         }[self.kind]
         where = f" in section {self.section!r}" if self.section else ""
         when = f" at iteration {self.iteration}" if self.iteration is not None else ""
@@ -164,6 +167,9 @@ class EventKind(StrEnum):
     """Worker: ``generation``, ``duration_s``, ``num_bytes``."""
     DETERMINISM_REPORT = "determinism_report"
     """Worker: ``report``: for each validated value how often, and by how much, two runs of a step differed."""
+    STRAGGLER_REPORT = "straggler_report"
+    """Rank 0: ``named`` (ranks), ``metrics`` (scores of all ranks), ``worst`` (rank -> relative score), ``why_nobody``,
+    ``notes``, ``machines``, ``processing_s``."""
     FAULT_SIMULATED = "fault_simulated"
     """Whoever causes it: ``fault``, ``target``. Of a fault plan also ``fault_id``, ``device``, and for a changed number
     ``tensor``, ``element``, ``bit``, ``before``, ``after``."""

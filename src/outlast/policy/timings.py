@@ -47,6 +47,8 @@ class RankTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Steps that were timed."""
     step_s: float = 0.0
     """Median seconds of a step, from its begin until the rank arrived at its end."""
+    pace_s: float = 0.0
+    """Mean seconds from one step's begin to the next one's, with all that lies between; 0 = not known."""
     wait_s: float | None = None
     """Median seconds that the rank waited for others at the step's end; ``None`` = not known."""
     sections: tuple[Timing, ...] = ()

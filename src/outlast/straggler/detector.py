@@ -1,0 +1,334 @@
+"""The search for slow ranks: what is timed, when ranks tell each other, and what comes of it.
+
+A window begins after a report and ends with the next one. When that is must be the same step on all ranks. A session
+agrees on it with the step's other decisions (:meth:`StragglerDetector.wishes_report`); without one, each report tells
+how fast the ranks go, from which all of them work out the step of the next (:meth:`StragglerDetector.is_due`): nothing
+is sent between two reports.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter_ns
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from outlast import clock
+from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.env import WorkerEnv, read_worker
+from outlast.errors import OutlastError, PeerLost
+from outlast.policy.machines import MachineVerdict, choose_others
+from outlast.policy.slowness import MIN_SAMPLES
+from outlast.policy.stragglers import Findings, Streaks, judge
+from outlast.policy.timings import RankTimings, lower_median
+from outlast.runtime.device import device_word, timing_event, training_device
+from outlast.runtime.gathering import gather_bytes
+from outlast.runtime.group import Group
+from outlast.runtime.journal import Journal
+from outlast.straggler.device_times import DeviceTimes
+from outlast.straggler.history import OwnBest
+from outlast.straggler.kernels import NUM_STEPS as NUM_KERNEL_STEPS
+from outlast.straggler.kernels import KernelTimes
+from outlast.straggler.machine_check import gather_machine_verdict
+from outlast.straggler.publisher import Metrics, Publisher
+from outlast.straggler.recorder import MAX_SAMPLES, STEP, Recorder
+from outlast.straggler.report import Report
+from outlast.straggler.sections import LeftOut, Section, Waiting, Wrappings
+
+__all__ = ["StragglerDetector"]
+
+FIRST_REPORT_STEPS = 16
+"""Timed steps after which the first report comes that paces itself: it tells how fast the ranks go."""
+MAX_GROWTH = 8
+"""Times as many steps as the window before that one may have: the first steps need not be like the later ones."""
+KERNELS_FROM = 3
+"""Step of a window from which kernels are timed."""
+MAX_CHECKED = 2
+"""Ranks whose machines are checked in one report, the worst ones."""
+
+
+class StragglerDetector:
+    """Time the steps of this rank, compare them with those of all others, and name the slow ones.
+
+    Args:
+        config: Settings; ``None`` = the defaults. It works whatever ``enabled`` says, which is for sessions.
+        place: This rank's place; read from the environment when not given.
+        journal: Where reports and incidents go, from rank 0; ``None`` = nowhere.
+        role: What this rank does, such as its stage of a pipeline: ranks of one role are compared with each other.
+        num_warmup_steps: First steps that are not timed.
+        log_metrics: Gets smallest, median and largest score of each report on rank 0, if ``enable_logging`` is on.
+        timeout_s: Seconds after which a report fails because a peer does not take part.
+
+    Thread: that of the training loop.
+    """
+
+    def __init__(
+        self,
+        config: StragglerDetectionConfig | None = None,
+        *,
+        place: WorkerEnv | None = None,
+        journal: Journal | None = None,
+        role: str = "",
+        num_warmup_steps: int = 3,
+        log_metrics: Metrics | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.config = config or StragglerDetectionConfig()
+        self._place = place or read_worker()
+        self._role, self._timeout_s = role, timeout_s
+        self._publisher = Publisher(self.config, self._place, journal, log_metrics)
+        self._device = training_device(self._place.local_rank)
+        self._recorder = Recorder(None if self._device.type == "cpu" else DeviceTimes(timing_event))
+        self._step = self._recorder.index(STEP, on_device=False)
+        self._kernels = KernelTimes() if self.config.profile_kernels else None
+        self._wrappings = Wrappings(self._recorder)
+        self._sections: dict[str, Section] = {}
+        self._waiting, self._left_out = Waiting(self._recorder), LeftOut(self._recorder)
+        self._best = OwnBest()
+        self._streaks = Streaks()
+        self._group: Group | None = None
+        self._num_warmup = num_warmup_steps
+        self._interval = self.config.profiling_interval
+        self._iteration = self._num_steps = 0
+        self._due_at = num_warmup_steps + FIRST_REPORT_STEPS * self._interval
+        self._begin_window()
+
+    def section(self, name: str, *, on_device: bool = True) -> Section:
+        """Return a context manager, also usable as a decorator, that times what is within it as part of a step.
+
+        Args:
+            name: Its name; ``step`` is taken.
+            on_device: Where there is a device, take the time of the work in its current stream; off: that of the host,
+                as for loading data.
+        """
+        if name == STEP:
+            raise OutlastError(f"the section {STEP!r} is the whole step's; choose another name")
+        if name not in self._sections:
+            self._sections[name] = Section(self._recorder, self._recorder.index(name, on_device=on_device))
+        return self._sections[name]
+
+    def waiting(self) -> Waiting:
+        """Return a context manager, also usable as a decorator, around waiting for other ranks: nobody's own time."""
+        return self._waiting
+
+    def leave_out(self) -> LeftOut:
+        """Return a context manager, also usable as a decorator, around what belongs to no step, such as a save."""
+        return self._left_out
+
+    def wrap(self, owner: Any, attribute: str, name: str | None = None, *, waits: bool = False) -> None:
+        """Time every call of a function or method, until :meth:`close`.
+
+        Args:
+            owner: The object, class or module that has it.
+            attribute: Its name there.
+            name: The section's name; ``None`` = the attribute.
+            waits: It waits for other ranks: what it takes is nobody's own time.
+
+        Raises:
+            OutlastError: There is no such callable.
+        """
+        self._wrappings.wrap(owner, attribute, self._waiting if waits else self.section(name or attribute))
+
+    def watch(self, state: Any) -> None:
+        """Time the forward of modules (section ``forward``) and the step of optimizers (``optimizer``) by hooks.
+
+        Args:
+            state: A module, an optimizer, or a mapping of them; everything else in it is ignored.
+        """
+        self._wrappings.watch(state, self.section)
+
+    def begin_step(self, iteration: int) -> None:
+        """Begin to time a step.
+
+        Args:
+            iteration: Number of optimizer steps done before it.
+        """
+        self._iteration = iteration
+        self._num_steps += 1
+        self._num_in_window += 1
+        recorder = self._recorder
+        recorder.drop_open()
+        recorder.active = self._num_steps > self._num_warmup and self._num_steps % self._interval == 0
+        if self._kernels is not None and self._profiles_kernels(self._num_in_window):
+            self._kernels.start()
+            recorder.active = False
+        recorder.enter(self._step)
+        self._step_began_ns = perf_counter_ns()
+
+    def end_step(self) -> None:
+        """End what :meth:`begin_step` began: this rank is done, and has not yet waited for the others."""
+        recorder = self._recorder
+        if recorder.active:
+            self._steps_ns.append(perf_counter_ns() - self._step_began_ns)
+            self._num_timed += 1
+        recorder.leave(self._step)
+        recorder.active = False
+        recorder.poll()
+        if (
+            self._kernels is not None
+            and self._kernels.is_running
+            and not self._profiles_kernels(self._num_in_window + 1)
+        ):
+            self._kernels.stop()
+
+    def note_wait(self, wait_s: float) -> None:
+        """Take in how long this rank waited for the others at the end of the step that was just timed."""
+        self._waits_s.append(wait_s)
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Time a step: :meth:`begin_step` and :meth:`end_step`; one that raises is not counted."""
+        self.begin_step(iteration)
+        try:
+            yield
+        except BaseException:
+            self._recorder.drop_open()
+            self._recorder.active = False
+            raise
+        self.end_step()
+
+    def wishes_report(self) -> bool:
+        """Return whether this rank's clock says that a report is due; ranks differ, so that they must agree on it."""
+        elapsed_s = (clock.now_ns() - self._window_began_ns) / 1e9
+        return self._num_timed >= MIN_SAMPLES and elapsed_s >= self.config.report_time_interval
+
+    def is_due(self) -> bool:
+        """Return whether a report is due after this step; the same on all ranks, which need not agree on it."""
+        return self._num_steps >= self._due_at
+
+    def report_if_due(self) -> Report | None:
+        """Make the report if it is due after this step, as :meth:`is_due` says.
+
+        Collective: all ranks of the default group, after each step.
+        Blocks: at a report, until all ranks have come; up to the timeout.
+        """
+        return self.report() if self.is_due() else None
+
+    def report(self) -> Report:
+        """Compare all ranks' timings of the window that ends here, and begin the next one.
+
+        The report goes to the logger and the journal from rank 0. When a rank is named that was not named in the window
+        before, its machine is checked, if ``check_machine`` is on.
+
+        Returns:
+            The report; what it says of ranks is the same on all of them.
+
+        Raises:
+            PeerLost: A peer is gone, or did not come in time.
+
+        Collective: all ranks of the default group, after the same step; the first one opens a group.
+        Blocks: until all ranks have come; up to the timeout.
+        """
+        begin_ns = clock.now_ns()
+        mine = self._close_window()
+        try:
+            ranks = self._gather(mine)
+            self._streaks, findings = judge(self._streaks, ranks, self.config)
+            machines = self._check_machines(ranks, findings) if self.config.check_machine else ()
+        except RuntimeError as error:
+            raise PeerLost(
+                f"a peer left or did not come to the report on slow ranks within {self._timeout_s:g} s ({error}); "
+                "its own log or the launcher's report says why",
+                iteration=self._iteration,
+            ) from error
+        self._pace(ranks)
+        report = Report(
+            iteration=self._iteration,
+            device=device_word(),
+            ranks=ranks,
+            findings=findings,
+            machines=machines,
+            should_stop=self.config.stop_if_detected and bool(findings.below_threshold),
+        )
+        report = replace(report, processing_s=(clock.now_ns() - begin_ns) / 1e9)
+        if self._place.global_rank == 0:
+            self._publisher.publish(report)
+        self._begin_window()
+        return report
+
+    def close(self) -> None:
+        """Take away what was put around callables, modules and optimizers, and give the group back. Idempotent.
+
+        Blocks: never, however the peers fare.
+        """
+        self._wrappings.undo()
+        if self._kernels is not None:
+            self._kernels.stop()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _begin_window(self) -> None:
+        self._window_began_ns = clock.now_ns()
+        self._num_in_window = self._num_timed = 0
+        self._step_began_ns = 0
+        self._steps_ns: deque[int] = deque(maxlen=MAX_SAMPLES)
+        self._waits_s: deque[float] = deque(maxlen=MAX_SAMPLES)
+
+    def _profiles_kernels(self, step: int) -> bool:
+        """Return whether kernels are timed in a step of the window; the first window's are past the warm-up."""
+        first = KERNELS_FROM + (self._num_warmup if self._num_steps - self._num_in_window < self._num_warmup else 0)
+        return first <= step < first + NUM_KERNEL_STEPS
+
+    def _close_window(self) -> RankTimings:
+        """Return what this rank timed, and note its own best."""
+        best_s = self._best.best_s()
+        if self._kernels is not None and self._kernels.is_running:
+            self._kernels.stop()
+        kernels = () if self._kernels is None else self._kernels.take(best_s)
+        sections = self._recorder.take(best_s)
+        self._best.note((*sections, *kernels))
+        elapsed_s = (clock.now_ns() - self._window_began_ns) / 1e9
+        return RankTimings(
+            rank=self._place.global_rank,
+            node=self._place.node,
+            role=self._role,
+            num_steps=self._num_timed,
+            step_s=lower_median(self._steps_ns) / 1e9 if self._steps_ns else 0.0,
+            pace_s=elapsed_s / self._num_in_window if self._num_in_window else 0.0,
+            wait_s=lower_median(self._waits_s) if self._waits_s else None,
+            sections=sections,
+            kernels=kernels,
+        )
+
+    def _gather(self, mine: RankTimings) -> tuple[RankTimings, ...]:
+        group = self._open_group()
+        if group is None:
+            return (mine,)
+        told = gather_bytes(group, msgspec.msgpack.encode(mine))
+        return tuple(msgspec.msgpack.decode(data, type=RankTimings) for data in told)
+
+    def _open_group(self) -> dist.ProcessGroup | None:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return None
+        if self._group is None:
+            self._group = Group.open(timeout_s=self._timeout_s)
+        assert self._group.process_group is not None, "closed"
+        return self._group.process_group
+
+    def _check_machines(self, ranks: tuple[RankTimings, ...], findings: Findings) -> tuple[MachineVerdict, ...]:
+        """Check the machines of the ranks that are named now and were not before."""
+        group = self._open_group()
+        if group is None:
+            return ()
+        nodes = {owner.rank: owner.node for owner in ranks}
+        roles = {owner.rank: owner.role for owner in ranks}
+        slow = tuple({one.rank for one in (*findings.named, *findings.suspects)})
+        verdicts = []
+        for rank in findings.newly_named[:MAX_CHECKED]:
+            others = choose_others(rank, nodes, roles, findings.relative, slow)
+            verdicts.append(gather_machine_verdict(group, rank, others, node=nodes[rank], device=self._device))
+        return tuple(verdicts)
+
+    def _pace(self, ranks: tuple[RankTimings, ...]) -> None:
+        """Work out the step of the next report, the same on all ranks."""
+        slowest_s = max(owner.pace_s for owner in ranks)
+        fewest = MIN_SAMPLES * self._interval + (NUM_KERNEL_STEPS + KERNELS_FROM if self._kernels is not None else 0)
+        most = max(fewest, MAX_GROWTH * max(1, self._num_in_window))
+        wanted = round(self.config.report_time_interval / slowest_s) if slowest_s > 0 else most
+        self._due_at = self._num_steps + min(most, max(fewest, wanted))

@@ -1,0 +1,107 @@
+"""A small benchmark on a rank that is slow and on two others: the same work for all, whatever training gives them.
+
+A matrix product and a memory copy on what the rank trains on, and messages between each pair of the three, over gloo:
+the nodes' network, not the one between GPUs. Each is done several times and its median taken. All other ranks wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from outlast import clock
+from outlast.policy.machines import MachineTimes, MachineVerdict, judge_machine
+from outlast.policy.timings import lower_median
+from outlast.runtime.device import time_on_device
+from outlast.runtime.gathering import gather_bytes
+
+__all__ = ["gather_machine_verdict", "time_copy", "time_product"]
+
+NUM_TIMES = 9
+"""Times that everything is done; the first one, which warms up, does not count."""
+SIDE, DEVICE_SIDE = 384, 4096
+"""Rows of the matrices, on a CPU and on a device."""
+COPY_BYTES, DEVICE_COPY_BYTES = 16 << 20, 256 << 20
+MESSAGE_BYTES = 1 << 20
+
+
+def gather_machine_verdict(
+    group: dist.ProcessGroup, suspect: int, others: Sequence[int], *, node: str, device: torch.device
+) -> MachineVerdict:
+    """Return what the benchmark says, the same on all ranks.
+
+    Args:
+        group: A gloo group of all ranks, whose numbers are the global ones.
+        suspect: The slow rank.
+        others: Ranks to compare it with, at most two.
+        node: The suspect's node.
+        device: What this rank trains on.
+
+    Raises:
+        RuntimeError: A peer is gone, or did not come in time.
+
+    Collective: all ranks of the group, with the same suspect and others.
+    Blocks: while they measure, about a second; up to the group's timeout.
+    """
+    rank, taking_part = dist.get_rank(group), (suspect, *others)
+    mine = b""
+    if rank in taking_part:
+        product_s, copy_s = time_product(device), time_copy(device)
+        exchange_s = {}
+        for first, second in combinations(taking_part, 2):
+            if rank in (first, second):
+                seconds = _time_exchange(group, second if rank == first else first, begins=rank == first)
+                if rank == first:
+                    exchange_s[str(second)] = seconds
+        mine = msgspec.msgpack.encode(
+            MachineTimes(rank=rank, product_s=product_s, copy_s=copy_s, exchange_s=exchange_s)
+        )
+    told = {
+        times.rank: times
+        for data in gather_bytes(group, mine)
+        if data
+        for times in [msgspec.msgpack.decode(data, type=MachineTimes)]
+    }
+    return judge_machine(told[suspect], [told[other] for other in others], node=node)
+
+
+def time_product(device: torch.device) -> float:
+    """Return the seconds of a matrix product."""
+    side = SIDE if device.type == "cpu" else DEVICE_SIDE
+    left, right = torch.ones(side, side, device=device), torch.ones(side, side, device=device)
+    result = torch.empty(side, side, device=device)
+    return _median_s(lambda: torch.mm(left, right, out=result), device)
+
+
+def time_copy(device: torch.device) -> float:
+    """Return the seconds of a copy within the device's memory."""
+    num_bytes = COPY_BYTES if device.type == "cpu" else DEVICE_COPY_BYTES
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return _median_s(lambda: target.copy_(source), device)
+
+
+def _median_s(work: object, device: torch.device) -> float:
+    assert callable(work)
+    with torch.no_grad():
+        return lower_median([time_on_device(work, device) for _ in range(NUM_TIMES)][1:])
+
+
+def _time_exchange(group: dist.ProcessGroup, peer: int, *, begins: bool) -> float:
+    """Return the seconds of a message there and back."""
+    data = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    times_s = []
+    for _ in range(NUM_TIMES):
+        begin_ns = clock.now_ns()
+        if begins:
+            dist.send(data, group=group, group_dst=peer)
+            dist.recv(data, group=group, group_src=peer)
+        else:
+            dist.recv(data, group=group, group_src=peer)
+            dist.send(data, group=group, group_dst=peer)
+        times_s.append((clock.now_ns() - begin_ns) / 1e9)
+    return lower_median(times_s[1:])

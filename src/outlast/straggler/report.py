@@ -1,0 +1,152 @@
+"""What a window's report says, in the layout that people know from NVIDIA's resiliency extension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outlast.incidents import Incident, IncidentKind
+from outlast.policy.machines import MachineVerdict
+from outlast.policy.slowness import Basis
+from outlast.policy.stragglers import Findings
+from outlast.policy.timings import RankTimings, lower_median
+
+__all__ = ["Report"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What all ranks know after a window; the same on all of them, but for the time that it took."""
+
+    iteration: int
+    """Number of optimizer steps done."""
+    device: str
+    """``GPU`` or ``CPU``."""
+    ranks: tuple[RankTimings, ...]
+    """What each rank timed, in order."""
+    findings: Findings
+    machines: tuple[MachineVerdict, ...] = ()
+    """Whether the machines of the ranks that were named in this window are slow."""
+    should_stop: bool = False
+    """Whether training is to stop for a rank: ``stop_if_detected`` is on, and one that is named is below a
+    threshold."""
+    processing_s: float = 0.0
+    """Seconds that the report took on this rank, waiting for others included."""
+
+    @property
+    def named_ranks(self) -> tuple[int, ...]:
+        """Global ranks that are named, worst first."""
+        return self.findings.named_ranks
+
+    def metrics(self) -> dict[str, float]:
+        """Return smallest, median and largest score of the ranks, for loggers."""
+        found = {}
+        for name, scores in (
+            ("gpu_relative_perf", self.findings.relative),
+            ("gpu_individual_perf", self.findings.individual),
+        ):
+            if scores:
+                values = scores.values()
+                found[f"{name}/min"] = min(values)
+                found[f"{name}/median"] = lower_median(values)
+                found[f"{name}/max"] = max(values)
+        return found
+
+    def render(self, num_scores: int = 5) -> str:
+        """Return the report's text.
+
+        Args:
+            num_scores: Worst and best ranks to list; where there are not more ranks than both together, all are.
+        """
+        nodes = {owner.rank: owner.node for owner in self.ranks}
+        lines = []
+        for title, scores in (("relative", self.findings.relative), ("individual", self.findings.individual)):
+            if scores:
+                lines += [f"{self.device} {title} performance:", *_list_scores(scores, nodes, num_scores)]
+        lines += _describe_arrivals(self.ranks)
+        lines += [f"Note: {note}" for note in self.findings.notes]
+        if self.findings.named:
+            lines += [f"Straggler: {one.describe()}" for one in self.findings.named]
+            lines += [f"Straggler: {verdict.describe()}" for verdict in self.machines]
+        else:
+            lines.append(f"No straggler: {self.findings.why_nobody}")
+        lines += [f"Not a straggler: {one.describe()}" for one in self.findings.waiting if self.findings.named]
+        lines.append(f"Straggler report processing time: {self.processing_s:.3f} sec.")
+        return "\n".join(lines)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return a line for each way in which ranks were found to be slow."""
+        affected = {
+            basis: [one.rank for one in self.findings.named if one.basis == basis]
+            for basis in (Basis.RELATIVE, Basis.INDIVIDUAL)
+        }
+        texts = {
+            Basis.RELATIVE: f"some {self.device}s have worse relative performance",
+            Basis.INDIVIDUAL: f"the performance of some {self.device}s dropped",
+        }
+        return tuple(
+            f"STRAGGLER DETECTION WARNING: {texts[basis]}. Affected ranks: {', '.join(map(str, ranks))}"
+            for basis, ranks in affected.items()
+            if ranks
+        )
+
+    def incidents(self, *, job: str = "", cycle: int = 0) -> tuple[Incident, ...]:
+        """Return an incident for each rank that was not named in the window before."""
+        verdicts = {verdict.rank: verdict for verdict in self.machines}
+        found = []
+        for rank in self.findings.newly_named:
+            one = next(one for one in self.findings.named if one.rank == rank)
+            verdict = verdicts.get(rank)
+            evidence = {
+                "summary": one.describe() + (f"; {verdict.describe()}" if verdict else ""),
+                "basis": str(one.basis),
+                "score": one.score,
+                "ratio": one.ratio,
+                "num_windows": one.num_windows,
+                "cause": str(verdict.cause) if verdict else "unknown",
+            }
+            found.append(
+                Incident(
+                    kind=IncidentKind.STRAGGLER,
+                    job=job,
+                    cycle=cycle,
+                    node=one.node,
+                    rank=rank,
+                    section=one.section,
+                    iteration=self.iteration,
+                    evidence=evidence,
+                )
+            )
+        return tuple(found)
+
+
+def _list_scores(scores: Mapping[int, float], nodes: Mapping[int, str], num_scores: int) -> list[str]:
+    """Return the worst ranks, worst first, and the best ones, best first."""
+
+    def line(rank: int) -> str:
+        return f"  Rank={rank} Node={nodes[rank]} Score={scores[rank]:.2f}"
+
+    worst_first = sorted(scores, key=lambda rank: (scores[rank], rank))
+    if len(scores) <= 2 * num_scores:
+        return [line(rank) for rank in worst_first]
+    best_first = sorted(scores, key=lambda rank: (-scores[rank], rank))
+    return [
+        f" Worst performing {num_scores}/{len(scores)} ranks:",
+        *map(line, worst_first[:num_scores]),
+        f" Best performing {num_scores}/{len(scores)} ranks:",
+        *map(line, best_first[:num_scores]),
+    ]
+
+
+def _describe_arrivals(ranks: tuple[RankTimings, ...]) -> list[str]:
+    """Return who comes last to the step's end, and how long the one that waits most waits for it."""
+    waits_s = {owner.rank: owner.wait_s for owner in ranks if owner.wait_s is not None}
+    if len(waits_s) < 2:
+        return []
+    last = min(waits_s, key=lambda rank: (waits_s[rank], rank))
+    skew_s = max(waits_s.values()) - waits_s[last]
+    step_s = max(owner.step_s for owner in ranks)
+    return [
+        f"Arrival at the step's end: rank {last} comes last, the longest wait of another one is "
+        f"{skew_s * 1e3:.3g} ms of {step_s * 1e3:.3g} ms"
+    ]
