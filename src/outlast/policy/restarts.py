@@ -36,6 +36,7 @@ from outlast.policy.restart_orders import (
     Ready,
     Report,
     Restart,
+    Standing,
 )
 from outlast.policy.restart_state import (
     Came,
@@ -104,9 +105,11 @@ class _Turn:
         if member is None:
             return self._send(rank, Expel(reason="the others went on without this rank"))
         self._set_member(rank, msgspec.structs.replace(member, node=event.node, labels=event.labels, is_here=True))
-        if state.phase == Phase.FORMING:
+        if self._catch_up(standing):
+            state = self.state  # the order to restart went to this member, too
+        elif state.phase == Phase.FORMING:
             if standing.restart < state.iteration and state.iteration > 0:
-                self._send(rank, Restart(iteration=state.iteration, faults=state.faults))
+                self._send(rank, Restart(iteration=state.iteration, faults=self._told_faults()))
             elif state.question is not None and state.question.to == rank:
                 self._ask_again()
         elif standing.iteration < state.iteration and state.go is not None:
@@ -242,6 +245,22 @@ class _Turn:
             self._form()
         else:
             self._finish_if_complete()
+
+    def _catch_up(self, standing: Standing) -> bool:
+        """Restart beyond what a member has seen, where that is more than this hub knows of; return whether it was."""
+        state = self.state
+        wanted = max(standing.restart, 0 if standing.iteration < 0 else standing.iteration + 1)
+        if wanted <= state.iteration + (state.phase == Phase.RUNNING and standing.restart <= state.iteration):
+            return False
+        if standing.iteration >= state.iteration:
+            members = {
+                rank: msgspec.structs.replace(member, active_rank=standing.ranks.get(rank))
+                for rank, member in state.members.items()
+            }
+            self._replace(members=members, fault_counts=standing.fault_counts)
+        self._replace(iteration=wanted - 1, question=None, last_call_s=None)
+        self._restart()
+        return True
 
     # -- what follows ------------------------------------------------------------------------------------------
 
