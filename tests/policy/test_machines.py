@@ -1,0 +1,72 @@
+"""Whether a machine or its work is slow, from the same work on three ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from outlast.policy.machines import Cause, MachineTimes, choose_others, judge_machine
+
+NODES = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
+ROLES = dict.fromkeys(NODES, "")
+
+
+def times(rank: int, product_s: float = 0.01, copy_s: float = 0.02, **exchange_s: float) -> MachineTimes:
+    named = {name.removeprefix("r"): seconds for name, seconds in exchange_s.items()}
+    return MachineTimes(rank=rank, product_s=product_s, copy_s=copy_s, exchange_s=named)
+
+
+OTHERS = (times(1, 0.0105, 0.021, r2=0.001), times(2, 0.0098, 0.0195))
+
+
+@pytest.mark.parametrize(
+    ("suspect", "cause"),
+    [
+        (times(0, 0.0135, 0.02, r1=0.001, r2=0.001), Cause.MACHINE),
+        (times(0, 0.01, 0.03, r1=0.001, r2=0.001), Cause.MACHINE),
+        (times(0, 0.01, 0.02, r1=0.002, r2=0.003), Cause.LINK),
+        (times(0, 0.01, 0.02, r1=0.001, r2=0.009), Cause.WORK),
+        (times(0, 0.0115, 0.023, r1=0.0012, r2=0.0011), Cause.WORK),
+        (times(0, 0.03, 0.02, r1=0.01, r2=0.01), Cause.MACHINE),
+    ],
+)
+def test_the_cause_is_what_is_slower_than_on_both_others(suspect: MachineTimes, cause: Cause) -> None:
+    """A product or copy slower than the slower one of the others: the machine; messages to both: its link; else the
+    work."""
+    verdict = judge_machine(suspect, OTHERS, node="n0")
+    assert verdict.cause == cause
+    assert "on rank 1 and 2" in verdict.describe()
+
+
+def test_with_one_other_rank_messages_are_not_judged() -> None:
+    """Of two ranks nobody can tell whose end of the connection is slow."""
+    verdict = judge_machine(times(0, 0.02, 0.02, r1=0.5), OTHERS[1:], node="n0")
+    assert verdict.cause == Cause.MACHINE
+    assert "messages" not in verdict.reason
+
+
+def test_with_nobody_to_compare_with_the_cause_is_unknown() -> None:
+    """When all others are slow too, nothing is claimed."""
+    assert judge_machine(times(0), (), node="n0").cause == Cause.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("suspect", "scores", "slow", "others"),
+    [
+        (0, dict.fromkeys(NODES, 1.0), (0,), (2, 4)),
+        (0, {2: 0.8, 3: 0.9, 4: 1.0, 5: 1.0}, (0,), (3, 4)),
+        (0, {}, (0, 2, 3), (1, 4)),
+        (0, {}, (0, 1, 2, 3, 4), (5,)),
+        (0, {}, tuple(NODES), ()),
+    ],
+)
+def test_others_are_sound_fast_and_on_other_nodes(
+    suspect: int, scores: dict[int, float], slow: tuple[int, ...], others: tuple[int, ...]
+) -> None:
+    """A suspect is compared with ranks that are not slow, of its role, and on nodes of their own if there are any."""
+    assert choose_others(suspect, NODES, ROLES, scores, slow) == others
+
+
+def test_others_of_the_same_role_come_first() -> None:
+    """A rank that does other work is taken only when there is no other."""
+    roles = {rank: "stage-0" if rank in (0, 3) else "stage-1" for rank in NODES}
+    assert 3 in choose_others(0, NODES, roles, {}, (0,))

@@ -1,0 +1,237 @@
+"""What is timed is a section's own time, and what is put around other people's code is taken away again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outlast.errors import OutlastError
+from outlast.policy.timings import Timing
+from outlast.straggler import StragglerDetector, recorder
+from outlast.straggler.recorder import Recorder
+
+
+class Time:
+    """A performance counter that is moved by hand, in seconds."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def passes(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    """The counter that sections read."""
+    moved = Time()
+    monkeypatch.setattr(recorder, "perf_counter_ns", moved)
+    return moved
+
+
+@pytest.fixture
+def detector() -> Iterator[StragglerDetector]:
+    """A detector of one rank that times from the first step."""
+    made = StragglerDetector(num_warmup_steps=0)
+    yield made
+    made.close()
+
+
+def timings(detector: StragglerDetector) -> dict[str, Timing]:
+    return detector.report().ranks[0].by_name
+
+
+def test_a_sections_time_is_its_own(detector: StragglerDetector, time: Time) -> None:
+    """Sections within a section, and marked waiting, are not part of its time; sections are told in the order in which
+    they end."""
+    for number in range(5):
+        with detector.step(number):
+            time.passes(0.001)
+            with detector.section("forward"):
+                time.passes(0.010)
+                with detector.section("attention"):
+                    time.passes(0.030)
+                with detector.waiting():
+                    time.passes(0.500)
+            with detector.leave_out(), detector.section("evaluation"):
+                time.passes(7.0)
+    found = timings(detector)
+    assert list(found) == ["attention", "forward", "step"]
+    assert {name: round(timing.median_s, 6) for name, timing in found.items()} == {
+        "attention": 0.030,
+        "forward": 0.010,
+        "step": 0.001,
+    }
+    assert {timing.count for timing in found.values()} == {5}
+
+
+def test_a_section_may_be_entered_many_times_and_within_itself(detector: StragglerDetector, time: Time) -> None:
+    """Each entry is a time of its own, less those within."""
+    section = detector.section("layer")
+    with detector.step(0):
+        for _ in range(3):
+            with section:
+                time.passes(0.002)
+                with section:
+                    time.passes(0.001)
+    found = timings(detector)["layer"]
+    assert found.count == 6
+    assert found.total_s == pytest.approx(0.009)
+
+
+def test_what_raises_is_not_counted(detector: StragglerDetector, time: Time) -> None:
+    """A section that ended by an exception has no time, and neither has its step; the next step is timed as ever."""
+
+    def fail() -> None:
+        with detector.step(0), detector.section("forward"):
+            time.passes(9.0)
+            raise ValueError("bad batch")
+
+    with pytest.raises(ValueError, match="bad batch"):
+        fail()
+    with detector.step(1), detector.section("forward"):
+        time.passes(0.01)
+    found = timings(detector)
+    assert (found["forward"].count, found["step"].count) == (1, 1)
+    assert found["forward"].median_s == pytest.approx(0.01)
+
+
+def test_an_open_section_does_not_outlive_what_is_around_it() -> None:
+    """What was entered and never left, as by a hook of a forward that raised, ends with the section around it."""
+    made = Recorder()
+    made.active = True
+    outer, inner = made.index("outer"), made.index("inner")
+    made.enter(outer)
+    made.enter(inner)
+    made.leave(outer)
+    made.leave(inner)
+    assert [timing.name for timing in made.take({})] == ["outer"]
+
+
+def test_steps_are_left_out_as_configured(time: Time) -> None:
+    """The first steps are not timed, and of the others one in profiling_interval."""
+    from outlast.config import StragglerDetectionConfig
+
+    made = StragglerDetector(StragglerDetectionConfig(profiling_interval=4), num_warmup_steps=3)
+    for number in range(20):
+        with made.step(number), made.section("forward"):
+            time.passes(100.0 if number < 3 else 0.01)
+    assert made.report().ranks[0].by_name["forward"].count == 5
+
+
+def test_sections_outside_of_steps_are_not_timed(detector: StragglerDetector) -> None:
+    """What lies between steps is no part of any; a rank that never begins one is said to have timed nothing."""
+    with detector.section("forward"):
+        pass
+    report = detector.report()
+    assert report.ranks[0].sections == ()
+    assert report.findings.notes == ("rank 0 timed nothing: it cannot be compared",)
+
+
+def test_other_threads_disturb_nothing(detector: StragglerDetector, time: Time) -> None:
+    """A section that another thread enters is not timed, and does not get into those of the thread that trains."""
+    section = detector.section("load")
+
+    def enter() -> None:
+        with section:
+            pass
+
+    with detector.step(0), detector.section("forward"):
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join(10)
+        time.passes(0.01)
+    assert list(timings(detector)) == ["forward", "step"]
+
+
+def test_decorated_and_wrapped_functions_are_timed(detector: StragglerDetector, time: Time) -> None:
+    """A decorator and wrap() time every call; close() gives back what was there before."""
+
+    class Model:
+        def forward(self) -> str:
+            time.passes(0.01)
+            return "out"
+
+    model = Model()
+    library = SimpleNamespace(recv=lambda: time.passes(5.0))
+    before = library.recv
+    detector.wrap(model, "forward")
+    detector.wrap(library, "recv", waits=True)
+
+    @detector.section("loss")
+    def loss() -> int:
+        time.passes(0.002)
+        library.recv()
+        return 3
+
+    for number in range(3):
+        with detector.step(number):
+            assert model.forward() == "out"
+            assert loss() == 3
+    found = timings(detector)
+    assert found["forward"].median_s == pytest.approx(0.01)
+    assert found["loss"].median_s == pytest.approx(0.002)
+    detector.close()
+    assert "forward" not in vars(model)
+    assert library.recv is before
+
+
+def test_what_cannot_be_timed_is_refused(detector: StragglerDetector) -> None:
+    """A name that is no callable, a coroutine, and the name of the whole step are refused at once."""
+    with pytest.raises(OutlastError, match="no callable 'forward'"):
+        detector.wrap(SimpleNamespace(), "forward")
+
+    async def work() -> None: ...
+
+    with pytest.raises(TypeError, match="returns before its work is done"):
+        detector.section("work")(work)
+    with pytest.raises(OutlastError, match="choose another name"):
+        detector.section("step")
+
+
+def test_modules_and_optimizers_are_watched_by_hooks(detector: StragglerDetector) -> None:
+    """The forward of a module and the step of an optimizer are sections; after close() they have no hooks left."""
+    model = torch.nn.Linear(3, 3)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    detector.watch({"model": model, "optim": optim, "note": "text"})
+    for number in range(4):
+        with detector.step(number):
+            model(torch.ones(2, 3)).sum().backward()
+            optim.step()
+    found = timings(detector)
+    assert list(found) == ["forward", "optimizer", "step"]
+    assert {timing.count for timing in found.values()} == {4}
+    detector.close()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_the_newest_times_make_the_median_and_all_are_counted(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
+    """Memory is bounded: of very many times the newest count for the median, and the count is that of all."""
+    monkeypatch.setattr(recorder, "MAX_SAMPLES", 8)
+    made = Recorder()
+    made.active = True
+    index = made.index("forward")
+    for number in range(40):
+        made.enter(index)
+        time.passes(1.0 if number < 32 else 0.01)
+        made.leave(index)
+    (found,) = made.take({})
+    assert (found.count, found.median_s) == (40, pytest.approx(0.01))
+
+
+def test_a_window_begins_anew_after_a_report(detector: StragglerDetector, time: Time) -> None:
+    """What was told is not told again, and a section that is not entered any more is gone."""
+    with detector.step(0), detector.section("once"):
+        time.passes(0.01)
+    assert "once" in timings(detector)
+    with detector.step(1):
+        time.passes(0.01)
+    assert list(timings(detector)) == ["step"]
