@@ -130,6 +130,8 @@ class Announcements:
 
 
 def _for_agent(faults: Iterable[m.Fault]) -> list[InProcessFault]:
+    """Return faults as the agent knows them, what may be a cause first: who waits for a rank that hangs hangs, too."""
+    ranked = sorted(faults, key=lambda fault: (fault.is_consequence, fault.kind == m.FaultKind.SOFT_TIMEOUT))
     return [
         InProcessFault(
             rank=fault.initial_rank,
@@ -137,7 +139,7 @@ def _for_agent(faults: Iterable[m.Fault]) -> list[InProcessFault]:
             summary=fault.summary or str(fault.kind).replace("_", " "),
             is_consequence=fault.is_consequence,
         )
-        for fault in faults
+        for fault in ranked
     ]
 
 

@@ -106,6 +106,10 @@ class Cycle:
         assert worker.exit_code
         return self.in_process.lose(worker, self._describe_exit(worker, worker.exit_code))
 
+    def has_lost(self, rank: int | None) -> bool:
+        """Return whether a rank ended, and the others go on without it."""
+        return any(worker.lost is not None for worker in self.workers.values() if worker.global_rank == rank)
+
     def describe_mended(self, mended: Mended) -> Incident:
         """Return the incident after which the workers restarted inside their processes."""
         return self.in_process.incident_of(mended, job=self.job, cycle=self.number, node=self.node)

@@ -138,7 +138,10 @@ class InProcess:
             )
         worker = next((one for one in self.workers.values() if one.global_rank == fault.rank), None)
         if worker is not None and worker.lost is not None:
-            return worker.lost
+            if fault.kind != IncidentKind.WORKER_HUNG:
+                return worker.lost
+            summary = f"{fault.summary}; it was ended for it"
+            return msgspec.structs.replace(worker.lost, kind=fault.kind, evidence={"summary": summary})
         state = self.board.read(worker.local_rank) if worker is not None else None
         return Incident(
             kind=fault.kind,

@@ -253,7 +253,7 @@ class NodeAgent:
         if mended is None or self._state != State.RUNNING:
             return
         incident = cycle.describe_mended(mended)
-        if incident.node == self._member.node and all(worker.lost is not incident for worker in cycle.workers.values()):
+        if incident.node == self._member.node and not cycle.has_lost(incident.rank):
             self._journal.write_incident(incident)
         log.warning("[outlast] restart %d inside the processes, after: %s", mended.iteration, incident.describe())
         self._member.report_restart(mended, incident, cycle)
