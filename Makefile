@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := src tests examples docs
-PEERS := safetensors torch-checkpointing nvidia-resiliency-ext
+PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml nvidia-ml-py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help setup test lint types unit docs demo bench bench-peers format clean
@@ -16,7 +16,7 @@ help:
 	@echo "make setup   only make $(VENV), with pinned packages"
 	@echo "make lint | types | unit | docs    one part of make test"
 	@echo "make bench   measure against the stock launcher and other checkpoint libraries"
-	@echo "make bench-peers   install more of those libraries, and measure checkpoints beside them"
+	@echo "make bench-peers   install more libraries, and measure restarts in process and checkpoints beside them"
 	@echo "make format  put the code into its form"
 	@echo "make clean   remove what was made here"
 
@@ -56,6 +56,7 @@ demo: setup
 bench: setup
 	$(BIN)/outlast bench heartbeat
 	$(BIN)/outlast bench restart
+	$(BIN)/outlast bench inprocess
 	$(BIN)/outlast bench rendezvous
 	$(BIN)/outlast bench save
 	$(BIN)/outlast bench load
@@ -66,6 +67,7 @@ bench: setup
 bench-peers: setup
 	@for peer in $(PEERS); do \
 	  $(PIP) --no-deps $$peer || echo "bench-peers: $$peer cannot be had here; it is left out" >&2; done
+	$(BIN)/outlast bench inprocess
 	$(BIN)/outlast bench save
 	$(BIN)/outlast bench load
 	$(BIN)/outlast bench replica

@@ -43,15 +43,21 @@ _MAX_BATCH = 1 << 16
 
 
 class Training:
-    """A model whose step takes about :data:`STEP_MS` on all ranks."""
+    """A model whose step takes about :data:`STEP_MS` on all ranks.
 
-    def __init__(self) -> None:
+    Args:
+        batch_size: What makes it so; ``None`` = find out.
+
+    Collective: both ranks, here and in each step.
+    """
+
+    def __init__(self, batch_size: int | None = None) -> None:
         torch.manual_seed(3)
         layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)]
         self.model = DistributedDataParallel(torch.nn.Sequential(*layers))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.batch = torch.randn(64, WIDTH)
-        for _ in range(10):
+        self.batch = torch.randn(batch_size or 64, WIDTH)
+        for _ in range(10 if batch_size is None else 0):
             rate = self.batch.shape[0] / (1e3 * min(timed(self.step)[0] for _ in range(5)))
             size = torch.tensor([min(_MAX_BATCH, max(8, int(rate * STEP_MS)))])
             dist.broadcast(size, src=0)

@@ -11,7 +11,16 @@ from outlast.errors import ExitReason, OutlastError
 
 __all__ = ["bench"]
 
-_REPEATS = {"heartbeat": 5, "restart": 5, "rendezvous": 5, "save": 7, "load": 7, "replica": 7, "numerics": 5}
+_REPEATS = {
+    "heartbeat": 5,
+    "restart": 5,
+    "inprocess": 5,
+    "rendezvous": 5,
+    "save": 7,
+    "load": 7,
+    "replica": 7,
+    "numerics": 5,
+}
 """The benchmarks, and the rounds that count unless others are asked for."""
 _SIZED = ("save", "load", "replica")
 """Those that move a state."""
@@ -24,6 +33,7 @@ _SIZED = ("save", "load", "replica")
 Benchmarks:
   heartbeat    a heartbeat, and entering and leaving a section, beside TCPStore.set
   restart      from SIGKILL of a rank to all ranks' next all-reduce, beside torchrun; death and hang noticed
+  inprocess    from a fault to the function restarted in process, beside nvidia-resiliency-ext; its quiet cost
   rendezvous   up to 512 agents meet on this machine, beside torchrun's c10d rendezvous
   save         what a save costs training, and when it is durable, beside torch.distributed.checkpoint and others
   load         from files or memory to live tensors, every byte verified, beside the same

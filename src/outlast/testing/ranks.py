@@ -14,9 +14,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import psutil
 
@@ -26,6 +27,8 @@ from outlast.errors import DeadlineExceeded
 from outlast.testing.reaping import TOKEN, end_processes, free_port, processes_with
 
 __all__ = ["RankProcesses"]
+
+T = TypeVar("T")
 
 _POLL_S = 0.01
 _TAIL_LINES = 40
@@ -201,6 +204,25 @@ class RankProcesses:
             if over or clock.now_s() >= deadline:
                 why = "ranks ended" if over else f"{timeout_s} s passed"
                 raise DeadlineExceeded(f"{why} without {text!r} from ranks {silent}\n{self.tails()}")
+            time.sleep(_POLL_S)
+
+    def wait_until(self, look: Callable[[], T | None], timeout_s: float) -> T:
+        """Return what ``look`` returns as soon as that is not ``None``.
+
+        Raises:
+            DeadlineExceeded: It did not come in time, or all ranks have ended without; the message holds the end of
+                every rank's output.
+
+        Blocks: up to ``timeout_s``.
+        """
+        deadline = clock.now_s() + timeout_s
+        while True:
+            over = not any(self.running(rank) for rank in range(self.world_size))  # asked before the look
+            if (found := look()) is not None:
+                return found
+            if over or clock.now_s() >= deadline:
+                why = "all ranks ended" if over else f"{timeout_s} s passed"
+                raise DeadlineExceeded(f"{why} without what was waited for\n{self.tails()}")
             time.sleep(_POLL_S)
 
     def output(self, rank: int) -> str:
