@@ -1,0 +1,141 @@
+"""What ranks do in the tests of the search for slow ranks: they take their time, meet, and tell what they found.
+
+A section takes its time by sleeping, so that other work on the machine does not decide who is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outlast.config import StragglerDetectionConfig
+from outlast.env import read_worker
+from outlast.runtime.journal import Journal
+from outlast.straggler import Report, StragglerDetector, machine_check
+
+FORWARD_S = 0.012
+STEPS = 10
+"""Steps in a window."""
+
+
+def _window(detector: StragglerDetector, factor: float, number: int) -> None:
+    met = torch.zeros(1)
+    for step in range(STEPS):
+        with detector.step(number * STEPS + step):
+            with detector.section("forward"):
+                time.sleep(FORWARD_S * factor)
+            with detector.section("backward"):
+                dist.all_reduce(met)  # everybody waits here for the slowest
+
+
+def _tell(report: Report) -> dict[str, Any]:
+    return {
+        "iteration": report.iteration,
+        "named": list(report.named_ranks),
+        "bases": sorted({str(one.basis) for one in report.findings.named}),
+        "sections": sorted({one.section for one in report.findings.named}),
+        "relative": report.findings.relative,
+        "individual": report.findings.individual,
+        "machines": [[one.rank, str(one.cause)] for one in report.machines],
+        "stop": report.should_stop,
+        "notes": list(report.findings.notes),
+        "text": report.render(),
+    }
+
+
+def slowed(rank: int) -> list[dict[str, Any]]:
+    """Rank 2 becomes 1.3 times as slow in the fifth window, and its machine takes twice as long for a product."""
+    product_s, copy_s = machine_check.time_product, machine_check.time_copy
+    machine_check.time_product = lambda device: product_s(device) * 0 + (0.02 if rank == 2 else 0.01)
+    machine_check.time_copy = lambda device: copy_s(device) * 0 + 0.01
+    place = read_worker()
+    journal = Journal(sys.argv[1], run_id="run", job="job", node=place.node, proc=f"rank-{rank}")
+    detector = StragglerDetector(StragglerDetectionConfig(), journal=journal, num_warmup_steps=0, timeout_s=30)
+    told = []
+    for number in range(8):
+        _window(detector, 1.3 if rank == 2 and number >= 4 else 1.0, number)
+        told.append(_tell(detector.report()))
+    detector.close()
+    journal.close()
+    machine_check.time_product, machine_check.time_copy = product_s, copy_s
+    return told
+
+
+def stopped(rank: int) -> list[dict[str, Any]]:
+    """Rank 1 has twice as much to do from the start, on a machine that is as fast as the others."""
+    machine_check.time_product = machine_check.time_copy = lambda device: 0.01
+    config = StragglerDetectionConfig(stop_if_detected=True, confirmations=2)
+    detector = StragglerDetector(config, num_warmup_steps=0, timeout_s=30)
+    told = []
+    for number in range(2):
+        _window(detector, 2.0 if rank == 1 else 1.0, number)
+        told.append(_tell(detector.report()))
+    detector.close()
+    return told
+
+
+def paced(rank: int) -> list[int]:
+    """All ranks find out by themselves when a report is due."""
+    detector = StragglerDetector(StragglerDetectionConfig(report_time_interval=0.1), timeout_s=30)
+    told = []
+    for number in range(100):
+        with detector.step(number), detector.section("forward"):
+            time.sleep(0.002 + rank * 0.0005)
+        if (report := detector.report_if_due()) is not None:
+            told.append(report.iteration)
+    detector.close()
+    return told
+
+
+def missing(rank: int) -> list[dict[str, Any]]:
+    """Rank 3 never enters a section that the others do."""
+    detector = StragglerDetector(num_warmup_steps=0, timeout_s=30)
+    for number in range(5):
+        with detector.step(number):
+            if rank != 3:
+                with detector.section("augment"):
+                    time.sleep(0.001)
+    told = [_tell(detector.report())]
+    detector.close()
+    return told
+
+
+def kernels(rank: int) -> dict[str, Any]:
+    """Operators are timed by torch's profiler in a few steps of each window."""
+    detector = StragglerDetector(StragglerDetectionConfig(profile_kernels=True), num_warmup_steps=0, timeout_s=30)
+    model = torch.nn.Linear(64, 64)
+    told = {}
+    for number in range(8):
+        with detector.step(number):
+            loss = model(torch.ones(8, 64)).sum()
+            loss.backward()
+            dist.all_reduce(loss.detach())
+    report = detector.report()
+    detector.close()
+    told["names"] = [[timing.name for timing in owner.kernels] for owner in report.ranks]
+    told["num_steps"] = [owner.num_steps for owner in report.ranks]
+    told["relative"] = report.findings.relative
+    return told
+
+
+def main() -> None:
+    """Play the scenes; arguments: the run directory, a folder for what is told, the scenes."""
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    told = {name: globals()[name](rank) for name in sys.argv[3:]}
+    Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

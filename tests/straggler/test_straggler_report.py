@@ -1,0 +1,117 @@
+"""A report has the layout that people search their logs for, and metrics for their loggers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from outlast.config import StragglerDetectionConfig
+from outlast.policy.stragglers import Streaks, judge
+from outlast.policy.timings import RankTimings, summarise
+from outlast.straggler import Report, StragglerDetector
+
+
+def report_of(times_s: Mapping[int, float], *, num_windows: int = 1, **facts: Any) -> Report:
+    """Return the report on ranks that take these times in ``forward``, having been at their best at 10 ms."""
+    ranks = tuple(
+        RankTimings(
+            rank=rank,
+            node=f"h100-{rank // 8:03}",
+            num_steps=10,
+            step_s=seconds,
+            sections=(summarise("forward", [seconds] * 10, best_s=0.01),),
+            wait_s=0.02 - seconds,
+        )
+        for rank, seconds in times_s.items()
+    )
+    streaks = Streaks()
+    for _ in range(num_windows):
+        streaks, findings = judge(streaks, ranks, StragglerDetectionConfig())
+    return Report(iteration=100, device="GPU", ranks=ranks, findings=findings, processing_s=0.042, **facts)
+
+
+def test_many_ranks_are_shown_by_the_worst_and_the_best() -> None:
+    """Of 512 ranks the five worst and the five best are listed, in the known form."""
+    times_s = dict.fromkeys(range(512), 0.01) | {76: 0.01 / 0.94, 13: 0.01 / 0.95}
+    lines = report_of(times_s).render().splitlines()
+    assert lines[:4] == [
+        "GPU relative performance:",
+        " Worst performing 5/512 ranks:",
+        "  Rank=76 Node=h100-009 Score=0.94",
+        "  Rank=13 Node=h100-001 Score=0.95",
+    ]
+    assert lines[7] == " Best performing 5/512 ranks:"
+    assert lines[13] == "GPU individual performance:"
+    assert lines[-1] == "Straggler report processing time: 0.042 sec."
+    assert "No straggler: all ranks are within noise of each other" in lines
+
+
+def test_few_ranks_are_all_shown() -> None:
+    """Where there are no more than twice the number, all ranks are listed, worst first."""
+    lines = report_of({0: 0.01, 1: 0.0125, 2: 0.01, 3: 0.01}).render().splitlines()
+    assert lines[:5] == [
+        "GPU relative performance:",
+        "  Rank=1 Node=h100-000 Score=0.80",
+        "  Rank=0 Node=h100-000 Score=1.00",
+        "  Rank=2 Node=h100-000 Score=1.00",
+        "  Rank=3 Node=h100-000 Score=1.00",
+    ]
+    assert "Arrival at the step's end: rank 1 comes last, the longest wait of another one is 2.5 ms of 12.5 ms" in lines
+
+
+def test_metrics_are_smallest_median_and_largest() -> None:
+    """Loggers get three numbers for each kind of score."""
+    assert report_of({0: 0.01, 1: 0.02, 2: 0.01}).metrics() == {
+        "gpu_relative_perf/min": 0.5,
+        "gpu_relative_perf/median": 1.0,
+        "gpu_relative_perf/max": 1.0,
+        "gpu_individual_perf/min": 0.5,
+        "gpu_individual_perf/median": 1.0,
+        "gpu_individual_perf/max": 1.0,
+    }
+
+
+def test_an_incident_says_who_and_where() -> None:
+    """Each rank that is newly named is one incident, with a line for people."""
+    (incident,) = report_of({0: 0.01, 1: 0.02, 2: 0.01, 3: 0.01}, num_windows=3).incidents(job="job", cycle=2)
+    assert (incident.rank, incident.node, incident.section, incident.cycle) == (1, "h100-000", "forward", 2)
+    assert "rank 1 on node h100-000 is slow in section 'forward' at iteration 100" in incident.describe()
+    assert "takes 2.00 times as long in 'forward' as the others" in incident.describe()
+    assert report_of({0: 0.01, 1: 0.02, 2: 0.01}, num_windows=4).incidents() == ()
+
+
+def test_what_is_printed_is_configurable(caplog: pytest.LogCaptureFixture) -> None:
+    """With num_gpu_perf_scores_to_print=0 a report without a named rank is not printed; without enable_logging no
+    metrics are given."""
+    taken: list[tuple[dict[str, float], int]] = []
+    for number, logs in ((0, False), (5, True)):
+        config = StragglerDetectionConfig(
+            num_gpu_perf_scores_to_print=number, enable_logging=logs, logger_name="outlast.straggler.test"
+        )
+        detector = StragglerDetector(
+            config, num_warmup_steps=0, log_metrics=lambda metrics, iteration: taken.append((dict(metrics), iteration))
+        )
+        with caplog.at_level(logging.INFO, logger="outlast"):
+            for iteration in range(5):
+                with detector.step(iteration):
+                    pass
+            detector.report()
+        assert len(caplog.messages) == (2 if logs else 0)
+        detector.close()
+    ((metrics, iteration),) = taken
+    assert iteration == 4
+    assert metrics["gpu_individual_perf/max"] == 1.0
+
+
+def test_a_stop_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says for which rank training should stop."""
+    from outlast.env import WorkerEnv
+    from outlast.straggler.publisher import Publisher
+
+    report = replace(report_of({0: 0.01, 1: 0.02, 2: 0.01, 3: 0.01}, num_windows=3), should_stop=True)
+    Publisher(StragglerDetectionConfig(), WorkerEnv(), None, None).publish(report)
+    assert "Detected stragglers. Training should be stopped: rank 1" in caplog.text
