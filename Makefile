@@ -62,6 +62,7 @@ bench: setup
 	$(BIN)/outlast bench load
 	$(BIN)/outlast bench replica
 	$(BIN)/outlast bench numerics
+	$(BIN)/outlast bench straggler
 
 # Alone, without what they ask for: that would replace torch by one with CUDA. What is needed of it is here already.
 bench-peers: setup

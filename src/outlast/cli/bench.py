@@ -20,6 +20,7 @@ _REPEATS = {
     "load": 7,
     "replica": 7,
     "numerics": 5,
+    "straggler": 5,
 }
 """The benchmarks, and the rounds that count unless others are asked for."""
 _SIZED = ("save", "load", "replica")
@@ -39,6 +40,7 @@ Benchmarks:
   load         from files or memory to live tensors, every byte verified, beside the same
   replica      a shard fetched from another node's writer, every byte verified, beside gloo's send and recv
   numerics     digests of replicas, beside torch.hash_tensor; what judging a step costs when nothing is wrong
+  straggler    what timing a step's sections costs, beside torch's record_function; a report on slow ranks
 
 \b
 Examples:
