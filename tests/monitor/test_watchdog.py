@@ -12,6 +12,7 @@ from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.deadlines import Subject, Timeouts
 from outlast.runtime import board_page
 from outlast.runtime.board import Board
+from outlast.runtime.in_process_mark import InProcessMark
 
 S = 1_000_000_000
 
@@ -215,3 +216,19 @@ def test_failure_of_the_thread_reaches_its_owner(board, caplog):
     assert dog.stop()
     assert "the watchdog failed" in caplog.text
     assert module.__name__ in {record.name for record in caplog.records}
+
+
+def test_a_watchdog_that_enforces_nothing_is_woken_for_a_restart(board):
+    """A restart inside a process has a time limit of its own; who goes into one has the sleeping watchdog look."""
+    reports: queue.Queue[HangReport] = queue.Queue()
+    dog = Watchdog(board, Timeouts(), node="worker-1", on_hang=reports.put)
+    dog.start()
+    mark = InProcessMark.open(board.path, 1)
+    try:
+        mark.arm(0, patience_s=0.05)
+        mark.restart(1)
+        dog.look()
+        assert reports.get(timeout=10).expired[0].subject == Subject.RESTART_IN_PROCESS
+    finally:
+        mark.close()
+        assert dog.stop()

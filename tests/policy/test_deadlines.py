@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from outlast.config import FaultToleranceConfig
 from outlast.policy.deadlines import Subject, Timeouts, deadlines, expired, wake_at_ns
+from outlast.policy.in_process import InProcessState
 from outlast.runtime.board import OpenSection, RankState
 
 S = 1_000_000_000
@@ -185,3 +186,46 @@ def test_sleeping_watchdog_never_oversleeps(scripts, first, beat, step, setup, o
         assert wake > now
         now = wake
     assert seen == all_seeing()
+
+
+def restarting(state: InProcessState, iteration: int = 1, **facts) -> RankState:
+    return rank(
+        in_process=state, in_process_iteration=iteration, in_process_since_ns=50 * S, in_process_patience_s=7.0, **facts
+    )
+
+
+def test_a_rank_in_a_restart_is_judged_by_that_alone():
+    """Whatever was open or due when the restart began counts no more; the restart has a time limit of its own."""
+    open_sections = (OpenSection("step", 20 * S, ordinal=5),)
+    state = restarting(InProcessState.RESTARTING, last_heartbeat_ns=20 * S, sections=open_sections)
+    assert subjects(state, ALL, 56.9) == []
+    assert subjects(state, ALL, 57) == [(Subject.RESTART_IN_PROCESS, None)]
+    assert subjects(state, Timeouts(), 57) == [(Subject.RESTART_IN_PROCESS, None)]
+    never_attached = replace(state, attached=False)
+    assert subjects(never_attached, ALL, 57) == [(Subject.RESTART_IN_PROCESS, None)]
+    assert wake_at_ns([state], Timeouts(), 51 * S) == 57 * S
+
+
+def test_what_began_before_a_restart_does_not_count_after_it():
+    """A rank that is back in the function starts anew: stale sections are passed over, all other clocks set back."""
+    stale = (OpenSection("setup", 20 * S),)
+    state = restarting(InProcessState.ACTIVE, last_heartbeat_ns=20 * S, sections=stale)
+    assert subjects(state, ALL, 54.9) == []
+    assert subjects(state, ALL, 55) == [(Subject.HEARTBEAT, None)]
+    fresh = replace(state, sections=(*stale, OpenSection("step", 51 * S, ordinal=1)), depth=2)
+    assert subjects(fresh, replace(ALL, heartbeat_s=None), 100) == [(Subject.SECTION, "step")]
+    outside = restarting(InProcessState.ACTIVE, left_ns=20 * S)
+    assert subjects(outside, Timeouts(out_of_section_s=3), 52.9) == []
+    assert subjects(outside, Timeouts(out_of_section_s=3), 53) == [(Subject.OUT_OF_SECTION, None)]
+
+
+def test_sections_around_a_wrapped_function_count_until_it_is_called_again():
+    """In the first call nothing was restarted: what was opened before it is judged as ever."""
+    state = restarting(InProcessState.ACTIVE, iteration=0, sections=(OpenSection("setup", 20 * S),))
+    assert (Subject.SECTION, "setup") in subjects(state, ALL, 60)
+
+
+def test_ranks_that_wait_in_a_wrapper_are_not_judged():
+    """A reserve, a rank that waits for the others to finish, and one that has left are never late."""
+    for state in (InProcessState.RESERVE, InProcessState.COMPLETED, InProcessState.LEFT):
+        assert subjects(restarting(state, last_heartbeat_ns=S), ALL, 9999) == []

@@ -294,3 +294,54 @@ def test_history_is_bounded() -> None:
     state, _ = climb(LadderState(), Limits(), *ends, max_cycles=100)
     assert len(state.history) == 64
     assert state.history[-1].cycle == 99
+
+
+def test_restart_in_process_is_charged_like_any_other() -> None:
+    """What was mended inside the processes and what was not share one budget; the last straw ends the job."""
+    mended = CycleEnd(cycle=0, incident=died(), mended_in_process=True)
+    _, verdicts = climb(LadderState(), Limits(max_restarts=3), mended, CycleEnd(cycle=0, incident=died()), mended)
+    assert [v.rung for v in verdicts] == [
+        Rung.RESTART_IN_PROCESS,
+        Rung.RESTART_WORKERS,
+        Rung.RESTART_IN_PROCESS,
+        Rung.STOP,
+    ]
+    assert verdicts[-1].exit_code == ExitReason.FAILED
+
+
+def test_restart_in_process_ends_no_cycle() -> None:
+    """However many restarts a cycle mends inside its processes, it counts once when it ends without progress."""
+    mended = CycleEnd(cycle=0, incident=died(), mended_in_process=True, progress_known=True)
+    state = LadderState()
+    for _ in range(4):
+        state, verdict = decide(state, mended, Limits(max_restarts=9))
+        assert verdict.rung == Rung.RESTART_IN_PROCESS
+        assert "from the start" not in verdict.reason
+    assert (state.cycles_without_progress, state.restarts_without_progress) == (0, 4)
+    state, _ = decide(state, CycleEnd(cycle=0, incident=died(), progress_known=True), Limits(max_restarts=9))
+    assert (state.cycles_without_progress, state.restarts_without_progress) == (1, 5)
+
+
+def test_progress_pays_for_restarts_in_process() -> None:
+    """A new durable generation before each lets restarts inside the processes go on for ever."""
+    ends = [CycleEnd(cycle=0, incident=died(), mended_in_process=True, durable_iteration=10 * n) for n in range(20)]
+    _, verdicts = climb(LadderState(), Limits(max_restarts=1), *ends, max_cycles=20)
+    assert [v.rung for v in verdicts] == [Rung.RESTART_IN_PROCESS] * 20
+
+
+def test_endless_restarts_in_process_stop_with_93() -> None:
+    """Where progress is known, mending the same place over and over is no progress."""
+    mended = CycleEnd(cycle=0, incident=died(), mended_in_process=True, progress_known=True)
+    _, verdicts = climb(LadderState(), Limits(max_restarts=2), mended)
+    assert [v.exit_code for v in verdicts] == [None, None, ExitReason.NO_PROGRESS]
+
+
+def test_restart_in_process_leaves_the_nodes_where_they_are() -> None:
+    """A node whose faults are all mended inside the processes keeps its slot until a cycle ends there."""
+    mended = CycleEnd(cycle=0, incident=died(), mended_in_process=True, num_spares=1)
+    state, limits = LadderState(), Limits(max_restarts=9, max_node_faults=2)
+    for _ in range(4):
+        state, verdict = decide(state, mended, limits)
+        assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_IN_PROCESS, ())
+    _, verdict = decide(state, CycleEnd(cycle=0, incident=died(), num_spares=1), limits)
+    assert (verdict.rung, verdict.quarantine) == (Rung.REPLACE_NODE, ("a",))

@@ -38,6 +38,13 @@ incidents = st.builds(
     iteration=st.none() | st.integers(0, 100),
     exit_code=st.sampled_from([1, 2, 16, 17, 75, 93, -9, -11]),
 )
+mended_incidents = st.builds(
+    Incident,
+    kind=st.sampled_from(KINDS[:3]),
+    node=st.sampled_from(["a", "b", "c", ""]),
+    rank=st.none() | st.integers(0, 7),
+    exit_code=st.sampled_from([None, 1, -9]),
+)
 loads = st.none() | st.builds(
     Load,
     cycle=st.sampled_from(["job-0", "job-1", "next-0"]),
@@ -73,6 +80,13 @@ def ends(*, durable: st.SearchStrategy[int | None] = durables) -> st.SearchStrat
         may_shrink=st.booleans(),
         load=loads,
         diagnosis=diagnoses,
+    ) | st.builds(
+        CycleEnd,
+        cycle=st.integers(0, 1000),
+        incident=mended_incidents,
+        mended_in_process=st.just(True),
+        durable_iteration=durable,
+        progress_known=st.booleans(),
     )
 
 
@@ -104,7 +118,7 @@ def follow(history: list[CycleEnd], limits: Limits) -> LadderState:
 
 
 def is_restart(rung: Rung) -> bool:
-    return rung in (Rung.RESTART_WORKERS, Rung.REPLACE_NODE)
+    return rung in (Rung.RESTART_IN_PROCESS, Rung.RESTART_WORKERS, Rung.REPLACE_NODE)
 
 
 @given(histories, st.lists(ends(durable=st.just(None)), min_size=1, max_size=60), limits_strategy)
@@ -128,7 +142,7 @@ def test_no_progress_bounds_cycles_over_jobs(stuck: list[CycleEnd], limits: Limi
         state, verdict = decide(state, end, limits)
         if verdict.rung == Rung.REQUEUE_JOB:  # a worker's 75: charged to nothing
             continue
-        cycles += known
+        cycles += known and verdict.rung != Rung.RESTART_IN_PROCESS
         if verdict.exit_code in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
             break
         if verdict.rung == Rung.STOP:

@@ -15,8 +15,8 @@ A script that saves through nothing of ours reports no progress. Unknown is not 
 by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it.
 
 A restart inside the processes is a restart as any other: it is granted from the same budgets, so that no sequence of
-rungs goes on for ever. It has happened by the time it is judged; one that is not granted ends the job. It ends no
-cycle, and so counts as no cycle without progress.
+rungs goes on for ever. It has happened by the time it is judged; one that is not granted ends the job. One that is
+ends no cycle, and so counts as no cycle without progress.
 
 What follows a result that a worker judged invalid (exit codes 16 and 17) is said by
 :mod:`outlast.policy.invalid_results`: another copy, another device, another try, or the end; within the same budgets.
@@ -61,14 +61,14 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     else:
         assert end.incident is not None
         faulty_node = end.incident.node if found is None else found.faulty_node
-        state = _count_failure(state, faulty_node, in_vain=not progressed and not end.mended_in_process)
+        ends_cycle = not end.mended_in_process or spent_budget(state, limits) is not None
+        state = _count_failure(state, faulty_node, in_vain=ends_cycle and not progressed)
         if found is not None:
             state, verdict = _judge_invalid_result(state, limits, found)
-        elif end.mended_in_process:
-            verdict = _judge(state, before, end, end.incident, limits, progressed=progressed)
         else:
             verdict = _judge(state, before, end, end.incident, limits, progressed=progressed)
-            state = drop_replay(state)
+            if ends_cycle:
+                state = drop_replay(state)
         if verdict.rung != Rung.STOP:
             state = msgspec.structs.replace(
                 state,

@@ -1,0 +1,119 @@
+"""The coordinator and restarts inside the processes: what is charged, to whom, and how such a job ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.launch import messages as m
+from outlast.launch.coordinator import Coordinator, Phase
+from outlast.launch.job import JobSettings
+from outlast.policy.ladder import LadderState, Limits
+
+FAULT = Incident(kind=IncidentKind.WORKER_FAILED, rank=3, evidence={"summary": "ValueError"})
+
+
+class Job:
+    """A coordinator of two nodes, a and b, with two ranks each, whose cycle 0 runs."""
+
+    def __init__(self, max_restarts: int = 5) -> None:
+        self.verdicts: list[Verdict] = []
+        self.incidents: list[Incident] = []
+        self.told: list[tuple[str, m.ToNode]] = []
+        settings = JobSettings(job="job", num_slots=2, limits=Limits(max_restarts=max_restarts))
+        self.coordinator = Coordinator(
+            settings, LadderState(), record=self._record, remember=lambda state: None, learn=lambda *_: None
+        )
+        for node in "ab":
+            self.join(node)
+        self.start(0)
+
+    def _record(self, kind: EventKind, cycle: int, data: dict[str, object]) -> None:
+        if kind == EventKind.VERDICT:
+            assert isinstance(data["verdict"], Verdict)
+            self.verdicts.append(data["verdict"])
+            if isinstance(incident := data.get("incident"), Incident):
+                self.incidents.append(incident)
+
+    def say(self, message: m.ToCoordinator) -> None:
+        self.told += [(node, reply) for node, _, reply in self.coordinator.handle(message, 0.0)]
+
+    def join(self, node: str, ended: m.CycleFacts | None = None) -> None:
+        self.say(m.Join(node=node, epoch="1", addr=node, nproc=2, ended=ended))
+
+    def start(self, cycle: int) -> None:
+        self.say(m.Master(node="a", epoch="1", cycle=cycle, addr="a", port=1))
+        assert self.coordinator.phase == Phase.RUNNING
+
+    def restarted(self, node: str, iteration: int, *, call: int = 0, cycle: int = 0, fault: Incident = FAULT) -> None:
+        self.say(m.Restarted(node=node, epoch="1", cycle=cycle, call=call, iteration=iteration, incident=fault))
+
+    def finished(self, node: str, lost: Incident | None = None) -> None:
+        self.say(m.Finished(node=node, epoch="1", facts=m.CycleFacts(cycle=0, incident=lost)))
+
+    @property
+    def rungs(self) -> list[Rung]:
+        return [verdict.rung for verdict in self.verdicts]
+
+
+def test_each_restart_is_charged_once_though_every_node_tells() -> None:
+    """The first word of an iteration counts; later ones, and late ones of an earlier one, change nothing."""
+    job = Job()
+    for node, iteration in (("a", 1), ("b", 1), ("a", 2), ("a", 3), ("b", 2), ("b", 3)):
+        job.restarted(node, iteration)
+    assert job.rungs == [Rung.RESTART_IN_PROCESS] * 3
+    assert job.coordinator.state.restarts_without_progress == 3
+    assert job.coordinator.phase == Phase.RUNNING
+
+
+def test_another_call_counts_anew() -> None:
+    """A second wrapped function of the same cycle counts its own iterations; a word of another cycle is passed over."""
+    job = Job()
+    job.restarted("a", 2)
+    job.restarted("a", 1, call=1)
+    job.restarted("b", 1, call=1)
+    job.restarted("b", 9, cycle=7)
+    assert job.rungs == [Rung.RESTART_IN_PROCESS] * 2
+
+
+@pytest.mark.parametrize(("rank", "node"), [(1, "a"), (3, "b"), (9, ""), (None, "")])
+def test_the_fault_counts_for_the_node_of_its_rank(rank: int | None, node: str) -> None:
+    """A node that tells of another node's rank does not know whose it is; the coordinator does."""
+    job = Job()
+    job.restarted("a", 1, fault=Incident(kind=IncidentKind.WORKER_FAILED, rank=rank))
+    assert job.incidents[0].node == node
+    assert job.coordinator.state.node_faults == ({node: 1} if node else {})
+
+
+def test_one_restart_too_many_ends_the_job() -> None:
+    """When the budget is spent every node is told to stop, though all ranks run."""
+    job = Job(max_restarts=1)
+    job.restarted("a", 1)
+    assert not any(isinstance(reply, m.Stop) for _, reply in job.told)
+    job.restarted("b", 2)
+    stops = [(node, reply.exit_code) for node, reply in job.told if isinstance(reply, m.Stop)]
+    assert stops == [("a", ExitReason.FAILED), ("b", ExitReason.FAILED)]
+
+
+def test_a_node_that_lost_all_waits_for_one_that_finished() -> None:
+    """One node whose ranks all were lost does not keep the job from finishing, whichever is done first."""
+    for order in ("ab", "ba"):
+        job = Job()
+        job.restarted("b", 1)
+        for node in order:
+            job.finished(node, FAULT if node == "a" else None)
+        assert job.verdicts[-1].exit_code == ExitReason.FINISHED
+
+
+def test_a_world_that_lost_all_has_not_finished() -> None:
+    """When no node finished anything the cycle has failed, and the next one starts."""
+    job = Job()
+    job.finished("a", FAULT)
+    job.finished("b", FAULT)
+    assert [node for node, reply in job.told if isinstance(reply, m.CycleOver)] == ["a", "b"]
+    for node in "ab":
+        job.join(node, ended=m.CycleFacts(cycle=0))
+    assert job.rungs == [Rung.RESTART_WORKERS]
+    job.start(1)
+    assert not job.coordinator.state.finished

@@ -1,0 +1,240 @@
+"""The wrapper under `outlast run` and `torchrun`: faults mended in process, and what is left to the launcher."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind, Rung
+from outlast.testing import Cluster
+from outlast.testing.reaping import TOKEN, end_processes, processes_with
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+TRAIN = """
+import hashlib, json, os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+from outlast import InProcessRestartConfig
+from outlast.errors import RestartAbort
+from outlast.inprocess import Handle, Wrapper
+
+here, active = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+faults = [fault.split(":") for fault in sys.argv[3:]]  # kind:initial rank:restart iteration[:cycle]
+initial, cycle = int(os.environ["RANK"]), int(os.environ.get("OUTLAST_CYCLE", "0"))
+
+def strike(iteration):
+    for kind, rank, restart, *when in faults:
+        if int(rank) != initial or restart not in ("*", str(iteration)) or (when and when[0] != str(cycle)):
+            continue
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "sleeps":
+            time.sleep(600)
+        if kind == "aborts":
+            raise RestartAbort("planted")
+        raise ValueError("planted")
+
+def train(handle: Handle):
+    dist.init_process_group("gloo")
+    weights, rank = torch.zeros(1000), dist.get_rank()
+    if "reports" in os.environ:
+        from outlast.monitor import RankMonitor
+        RankMonitor().report_progress()
+    for step in range(20):
+        if step == 7:
+            strike(handle.iteration)
+        grad = torch.full((1000,), float(rank + step))
+        dist.all_reduce(grad)
+        weights += grad * 0.37
+        handle.ping()
+    dist.barrier()
+    digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+    end = {"rank": rank, "iteration": handle.iteration, "pid": os.getpid(), "digest": digest}
+    (here / f"end-{cycle}-{initial}.json").write_text(json.dumps(end))
+    until = here / "until"
+    while until.exists():
+        time.sleep(0.02)
+        handle.ping()
+
+(here / f"pid-{cycle}-{initial}").write_text(str(os.getpid()))
+config = InProcessRestartConfig(active_world_size=active, soft_timeout=2.0, hard_timeout=4.0, granularity="rank")
+Wrapper(config)(train)()
+"""
+
+
+def digest_of(world_size: int) -> str:
+    """Return what the weights of an undisturbed run hash to."""
+    weights = torch.zeros(1000)
+    for step in range(20):
+        weights += torch.full((1000,), float(sum(rank + step for rank in range(world_size)))) * 0.37
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+
+
+def cluster(tmp_path: Path, active: int, *faults: str, **changes: Any) -> Cluster:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    settings = {"num_nodes": 1, "nproc_per_node": 5, **changes}
+    return Cluster(script, str(tmp_path), str(active), *faults, run_dir=tmp_path / "run", **settings)
+
+
+def ends(tmp_path: Path, cycle: int) -> dict[int, dict[str, Any]]:
+    """Return how each initial rank that was active at the end of a cycle ended."""
+    found = {}
+    for path in tmp_path.glob(f"end-{cycle}-*.json"):
+        found[int(path.stem.rpartition("-")[2])] = json.loads(path.read_text())
+    return found
+
+
+def started(tmp_path: Path, cycle: int, initial: int) -> int:
+    return int((tmp_path / f"pid-{cycle}-{initial}").read_text())
+
+
+def rungs(job: Cluster) -> list[int]:
+    return [event.data["verdict"]["rung"] for event in job.events() if event.kind == EventKind.VERDICT]
+
+
+@pytest.mark.parametrize("fault", ["killed:1:0", "killed:0:0", "stopped:2:0"])
+def test_a_reserve_takes_the_place_of_a_lost_rank(fault: str, tmp_path: Path) -> None:
+    """Whichever rank is killed, the one that hosts the store too, or is ended because it is stopped: the job finishes
+    in its first cycle, in the same processes, with the weights of an undisturbed run."""
+    victim = int(fault.split(":")[1])
+    with cluster(tmp_path, 4, fault) as job:
+        assert job.wait(timeout_s=90) == [0]
+        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.STOP]
+        ended = ends(tmp_path, 0)
+        assert {initial: end["rank"] for initial, end in ended.items()} == {
+            **{rank: rank for rank in range(4) if rank != victim},
+            4: victim,
+        }
+        assert {end["digest"] for end in ended.values()} == {digest_of(4)}
+        assert all(end["pid"] == started(tmp_path, 0, initial) for initial, end in ended.items())
+        assert all(end["iteration"] == 1 for end in ended.values())
+        (restarted,) = [event for event in job.events() if event.kind == EventKind.RESTARTED_IN_PROCESS]
+        assert (restarted.data["restart_iteration"], restarted.data["replaced"]) == (1, {str(victim): 4})
+        (verdict, _) = [event.data for event in job.events() if event.kind == EventKind.VERDICT]
+        assert verdict["incident"]["rank"] == victim
+        assert verdict["incident"]["kind"] == ("worker_hung" if "stopped" in fault else "worker_died")
+
+
+@pytest.mark.parametrize("fault", ["raises:1:0", "sleeps:3:0"])
+def test_what_ends_no_process_replaces_none(fault: str, tmp_path: Path) -> None:
+    """An exception, or a hang that can be interrupted, is mended in the same processes and the same places."""
+    with cluster(tmp_path, 4, fault) as job:
+        assert job.wait(timeout_s=90) == [0]
+        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.STOP]
+        ended = ends(tmp_path, 0)
+        assert {(initial, end["rank"], end["pid"]) for initial, end in ended.items()} == {
+            (rank, rank, started(tmp_path, 0, rank)) for rank in range(4)
+        }
+        assert {end["digest"] for end in ended.values()} == {digest_of(4)}
+
+
+def test_reserves_spent_leave_it_to_the_workers_restart(tmp_path: Path) -> None:
+    """The first loss takes the reserve; after the second nobody is left: the next cycle finishes, with all ranks."""
+    with cluster(tmp_path, 4, "killed:1:0:0", "killed:2:1:0") as job:
+        assert job.wait(timeout_s=90) == [0]
+        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.RESTART_WORKERS, Rung.STOP]
+        ended = ends(tmp_path, 1)
+        assert {initial: end["rank"] for initial, end in ended.items()} == {rank: rank for rank in range(4)}
+        assert {end["digest"] for end in ended.values()} == {digest_of(4)}
+        verdicts = [event.data for event in job.events() if event.kind == EventKind.VERDICT]
+        assert [verdict["incident"]["rank"] for verdict in verdicts[:2]] == [1, 2]
+
+
+def test_giving_up_in_every_cycle_ends_with_93(tmp_path: Path) -> None:
+    """Ranks that abort for ever cost what other restarts cost: the job ends, with the exit code for no progress."""
+    job = cluster(tmp_path, 2, "aborts:1:*", nproc_per_node=3, environment={"reports": "1"})
+    with job:
+        assert job.wait(timeout_s=90) == [ExitReason.NO_PROGRESS]
+        assert rungs(job) == [Rung.RESTART_WORKERS, Rung.RESTART_WORKERS, Rung.STOP]
+
+
+def test_a_reserve_on_another_node_takes_the_place(tmp_path: Path) -> None:
+    """On two nodes a rank of the first is lost; the reserve on the second goes in, and both agents end with 0."""
+    with cluster(tmp_path, 3, "killed:0:0", num_nodes=2, nproc_per_node=2) as job:
+        assert job.wait(timeout_s=90) == [0, 0]
+        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.STOP]
+        ended = ends(tmp_path, 0)
+        assert {initial: end["rank"] for initial, end in ended.items()} == {1: 1, 2: 2, 3: 0}
+        assert {end["digest"] for end in ended.values()} == {digest_of(3)}
+
+
+def test_all_ranks_of_a_node_can_be_replaced(tmp_path: Path) -> None:
+    """Two of four ranks, all that one node has, are killed at once: those of the other node finish without them."""
+    with cluster(tmp_path, 2, "killed:0:0", "killed:1:0", num_nodes=2, nproc_per_node=2) as job:
+        assert job.wait(timeout_s=90) == [0, 0]
+        assert {event.cycle for event in job.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
+        ended = ends(tmp_path, 0)
+        assert sorted(end["rank"] for end in ended.values()) == [0, 1]
+        assert set(ended) == {2, 3}
+        assert {end["digest"] for end in ended.values()} == {digest_of(2)}
+
+
+def test_nothing_outlives_an_agent(tmp_path: Path) -> None:
+    """Ranks, reserves and their monitor processes are gone within two seconds after their agent was killed."""
+    (tmp_path / "until").touch()
+    with cluster(tmp_path, 2, nproc_per_node=3) as job:
+        job.wait_for(lambda _: len(ends(tmp_path, 0)) == 2, timeout_s=60)
+        names = [" ".join(process.cmdline()) for process in job.processes()]
+        assert sum("outlast.inprocess.monitor_process" in name for name in names) == 3
+        job.agent(0).kill()
+        job.assert_no_orphans(within_s=2.0)
+
+
+def test_a_new_cycle_finds_nothing_of_the_old_one(tmp_path: Path) -> None:
+    """When the workers are restarted, the monitor processes of the cycle before end by themselves."""
+    (tmp_path / "until").touch()
+    with cluster(tmp_path, 2, "aborts:1:0:0", nproc_per_node=3) as job:
+        job.wait_for(lambda _: len(ends(tmp_path, 1)) == 2, timeout_s=60)
+        of_now = {started(tmp_path, 1, rank) for rank in range(3)}
+        monitors = [
+            process for process in job.processes() if "inprocess.monitor_process" in " ".join(process.cmdline())
+        ]
+        old = [process for process in monitors if process.ppid() not in of_now]
+        _, alive = psutil.wait_procs(old, timeout=5)
+        assert not alive
+        (tmp_path / "until").unlink()
+        assert job.wait(timeout_s=60) == [0]
+
+
+@pytest.mark.parametrize("launcher", [["torchrun"], [sys.executable, "-m", "torch.distributed.run"]])
+@pytest.mark.parametrize("fault", ["raises:1:0", "sleeps:1:0"])
+def test_stock_torchrun_mends_what_ends_no_process(launcher: list[str], fault: str, tmp_path: Path) -> None:
+    """Under torchrun exceptions and hangs that can be interrupted are mended in process, and the log says once what
+    this launcher does not allow."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    token = f"torchrun-{os.getpid()}-{tmp_path.name}"
+    command = [*launcher, "--standalone", "--nproc-per-node=2", str(script), str(tmp_path), "2", fault]
+    if launcher[0] == "torchrun":
+        command[0] = str(Path(sys.executable).with_name("torchrun"))
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, TOKEN: token, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        ended = ends(tmp_path, 0)
+        assert {(initial, end["rank"], end["iteration"]) for initial, end in ended.items()} == {(0, 0, 1), (1, 1, 1)}
+        assert {end["digest"] for end in ended.values()} == {digest_of(2)}
+        assert done.stderr.count("torchrun ends all ranks when the process of one ends") == 1
+        psutil.wait_procs(processes_with(token), timeout=5)
+        assert not processes_with(token)
+    finally:
+        end_processes(token)
