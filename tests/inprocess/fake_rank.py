@@ -59,6 +59,7 @@ class FakeRank:
             case "connect":
                 self.link.send(m.Connect(hub=f"{rest[0]} {rest[1]}", token=rest[2]))
                 self.get_ready(0)
+                self.say("connected")
             case "fault":
                 consequence = "consequence" in rest
                 self.page.set_phase(RankPhase.OUT)

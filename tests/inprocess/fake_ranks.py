@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from outlast.policy.restart_limits import RestartLimits
 
 TIMEOUT_S = 10.0
 TOKEN = "5e" * 16
+_PIDFD_GETFD = 438
 
 
 class Child:
@@ -175,5 +178,20 @@ class FakeRanks:
 
     def close(self) -> None:
         for child in self.children:
+            child.process.kill()
+        for child in self.children:
             child.close()
         self.wait_monitors()
+
+
+def shut_down_link(pid: int, port: int) -> None:
+    """Break another process's connection to a port of this machine, as a network would."""
+    process = psutil.Process(pid)
+    fd = next(c.fd for c in process.net_connections("tcp") if c.raddr and c.raddr.port == port)
+    pidfd = os.pidfd_open(pid)
+    libc = ctypes.CDLL(None, use_errno=True)
+    copy = libc.syscall(_PIDFD_GETFD, pidfd, fd, 0)
+    os.close(pidfd)
+    assert copy >= 0, os.strerror(ctypes.get_errno())
+    with socket.socket(fileno=copy) as connection:
+        connection.shutdown(socket.SHUT_RDWR)

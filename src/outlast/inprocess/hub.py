@@ -147,6 +147,13 @@ class Hub:
                 self._advance(Tick(at_s=now_s))
                 self._settle()
 
+    def excuse_silence(self) -> None:
+        """Hold nobody's silence against them: this process did not run, and could not hear them."""
+        now_ns = clock.now_ns()
+        for peer in self._peers.values():
+            peer.link.heard_ns = now_ns
+        self._next_hearing_s = clock.now_s() + self._heartbeat_timeout_s
+
     def close(self) -> None:
         """Let everybody go.
 

@@ -76,6 +76,7 @@ class MonitorLink:
                     msgspec.json.encode(self._task).decode(),
                 ],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # who reads the rank's output waits for its end, not for this process's
                 pass_fds=[theirs.fileno(), self._page.fd],
                 env=variables,
                 start_new_session=True,  # Ctrl-C is for the rank; this process ends with it

@@ -47,6 +47,8 @@ _LAST_WORDS_S = 1.0
 """Seconds that a process whose rank is gone has to tell the hub."""
 _CLOSED_S = 1.0
 """Seconds between the end of the rank's socket and the end of its process; later, it left the wrapper and lives."""
+_LATE_S = 0.5
+"""Seconds that this process may be late before it excuses the silence of others by its own."""
 _MAX_STRANGERS = 256
 
 
@@ -83,6 +85,7 @@ class MonitorProcess:
         self._closed_s: float | None = None
         self._kill_s: float | None = None
         self._next_beat_s = 0.0
+        self._looked_s = clock.now_s()
         self._answer_s: float | None = None
         self._stuck: m.Fault | None = None
         family = socket.AF_INET6 if ":" in task.host else socket.AF_INET
@@ -123,6 +126,9 @@ class MonitorProcess:
     def _look(self) -> float:
         """Do what is due, and return when to look again."""
         now_s = clock.now_s()
+        if now_s > self._looked_s + self._task.process_interval_s + _LATE_S:
+            self._excuse_silence()
+        self._looked_s = now_s
         due = [now_s + self._task.process_interval_s]
         if not self._rank_is_gone:
             due.append(self._look_at_rank(now_s))
@@ -141,6 +147,14 @@ class MonitorProcess:
             self._hub.look()
             due.append(self._hub.deadline_s)
         return min(due)
+
+    def _excuse_silence(self) -> None:
+        """This process was stopped, or starved: what others said meanwhile is still to be read."""
+        log.info("this process did not run for a while")
+        if self._link is not None:
+            self._link.heard_ns = clock.now_ns()
+        if self._hub is not None:
+            self._hub.excuse_silence()
 
     def _look_at_rank(self, now_s: float) -> float:
         due = [now_s + self._task.process_interval_s]
@@ -193,16 +207,24 @@ class MonitorProcess:
     # -- the rank ----------------------------------------------------------------------------------------------
 
     def _on_rank(self, _: int) -> None:
-        try:
-            data = self._rank.recv(m.MAX_PACKET_BYTES)
-        except BlockingIOError:
+        if (data := self._receive()) is None:
             return
-        except OSError:
-            data = b""
-        if not data:
+        if data:
+            self._hear_rank(data)
+        else:
             self._selector.unregister(self._rank)
             self._closed_s = clock.now_s() + (0.0 if self._is_over or self._last_words else _CLOSED_S)
-            return
+
+    def _receive(self) -> bytes | None:
+        """Return a packet of the rank's; empty: it was the last one; ``None``: there is none now."""
+        try:
+            return self._rank.recv(m.MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def _hear_rank(self, data: bytes) -> None:
         match m.decode_from_rank(data):
             case m.Connect(hub=hub, token=token):
                 self._token = token
@@ -225,6 +247,8 @@ class MonitorProcess:
                 self._report(report)
 
     def _on_death(self, _: int) -> None:
+        while data := self._receive():
+            self._hear_rank(data)  # what it said before it ended
         fault = self._stuck or self._fault(
             max(0, self._record.standing.iteration), m.FaultKind.DIED, "its process is gone"
         )

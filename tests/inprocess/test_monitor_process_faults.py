@@ -1,0 +1,384 @@
+"""Real monitor processes, with ranks that have no torch: who dies when, the others agree and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fake_ranks import TOKEN, FakeRanks, shut_down_link
+
+from outlast.inprocess import messages as m
+
+pytestmark = pytest.mark.process
+
+
+def kinds(order: dict[str, Any]) -> dict[int, str]:
+    return {fault["initial_rank"]: fault["kind"] for fault in order["faults"]}
+
+
+def test_exception_restarts_all_with_ranks_unchanged() -> None:
+    """A fault that one rank reports brings all into the next iteration; the reserve stays one."""
+    with FakeRanks(5, active=4) as ranks:
+        ranks.connect()
+        first = ranks.go(0)
+        ranks[2].tell("fault")
+        second = ranks.go(1)
+        assert second["ranks"] == first["ranks"] == {"0": 0, "1": 1, "2": 2, "3": 3, "4": None}
+        assert kinds(second) == {2: "exception"}
+        assert second["fault_counts"] == {"2": 1}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_death_brings_the_reserve_in(victim: int) -> None:
+    """The reserve takes the place of a dead rank, of the hub's own, too; all finish, and no process is left."""
+    with FakeRanks(4, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[victim].send(signal.SIGKILL)
+        order = ranks.go(1, but=(victim,))
+        assert order["ranks"] == {str(rank): rank for rank in range(3) if rank != victim} | {"3": victim}
+        assert kinds(order) == {victim: "died"}
+        for rank in {0, 1, 2, 3} - {victim}:
+            ranks[rank].tell("complete")
+        for rank in {0, 1, 2, 3} - {victim}:
+            ranks[rank].wait_for("Finish")
+        ranks.wait_monitors(2.0)
+        assert not any(psutil.pid_exists(pid) and _is_ours(pid) for pid in ranks.monitors())
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "monitor_process" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_death_of_a_reserve_disturbs_nobody() -> None:
+    """Nobody restarts for a reserve, and it is not in the next iteration."""
+    with FakeRanks(4, active=2) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[3].send(signal.SIGKILL)
+        ranks[3].wait_end()
+        ranks[1].tell("fault")
+        assert ranks.go(1, but=(3,))["ranks"] == {"0": 0, "1": 1, "2": None}
+
+
+def test_two_deaths_at_once() -> None:
+    """Two dead ranks, one of them the hub's, are both replaced in one or two restarts."""
+    with FakeRanks(6, active=4) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        for victim in (0, 3):
+            ranks[victim].send(signal.SIGKILL)
+        while True:
+            order = ranks[1].wait_for("Go")
+            if set(order["ranks"]) == {"1", "2", "4", "5"}:
+                break
+        assert sorted(order["ranks"].values()) == [0, 1, 2, 3]
+        assert (order["ranks"]["1"], order["ranks"]["2"]) == (1, 2)
+
+
+def test_death_before_the_first_iteration() -> None:
+    """A rank that dies before all have come is done without."""
+    with FakeRanks(4, active=3) as ranks:
+        ranks[3].tell("unready")
+        ranks.connect()
+        ranks[3].wait_for("connected")
+        ranks[3].send(signal.SIGKILL)
+        order = ranks.go(0, but=(3,))
+        assert order["ranks"] == {"0": 0, "1": 1, "2": 2}
+
+
+def test_death_while_a_restart_forms() -> None:
+    """A rank that dies instead of getting ready is replaced in the same restart."""
+    with FakeRanks(5, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[2].tell("unready")
+        ranks[1].tell("fault")
+        ranks[2].wait_for("Restart")
+        ranks[2].send(signal.SIGKILL)
+        order = ranks.go(1, but=(2,))
+        assert order["ranks"] == {"0": 0, "1": 1, "3": 2, "4": None}
+        assert kinds(order) == {1: "exception", 2: "died"}
+
+
+def test_death_of_the_one_who_assigns() -> None:
+    """Where the rank that was asked for the assignment dies, the next one is asked."""
+    with FakeRanks(4, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[0].tell("dumb")
+        ranks[1].tell("fault")
+        ranks[0].wait_for("Assign", lambda said: said["iteration"] == 1)
+        ranks[0].send(signal.SIGKILL)
+        order = ranks.go(1, but=(0,))
+        assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
+        assert ranks[1].orders("Assign")
+
+
+def test_member_that_does_not_leave_is_expelled() -> None:
+    """A rank that is not ready in time is ended by its monitor process, and the others go on."""
+    with FakeRanks(4, active=3, barrier_timeout_s=1.0) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[1].tell("unready")
+        ranks[0].tell("fault")
+        order = ranks.go(1, but=(1,))
+        assert order["ranks"] == {"0": 0, "2": 2, "3": 1}
+        assert kinds(order)[1] == "barrier_timeout"
+        assert ranks[1].wait_end() == -signal.SIGKILL or ranks[1].orders("Expel")
+
+
+def test_hub_process_killed() -> None:
+    """Another monitor process hosts the hub; the rank whose monitor process was killed starts another one and stays."""
+    with FakeRanks(4, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        os.kill(ranks[0].monitors[0], signal.SIGKILL)
+        ranks[0].wait_for("monitor")
+        ranks[2].tell("fault")
+        order = ranks.go(1)
+        assert order["ranks"] == {"0": 0, "1": 1, "2": 2, "3": None}
+        assert kinds(order) == {2: "exception"}
+        ranks[0].send(signal.SIGKILL)
+        assert ranks.go(2, but=(0,))["ranks"] == {"1": 1, "2": 2, "3": 0}
+
+
+def test_hub_process_and_its_rank_killed_together() -> None:
+    """The others find each other at the next candidate and replace the rank."""
+    with FakeRanks(4, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        os.kill(ranks[0].monitors[0], signal.SIGKILL)
+        ranks[0].send(signal.SIGKILL)
+        order = ranks.go(1, but=(0,))
+        assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
+        assert kinds(order) == {0: "died"}
+
+
+def test_hub_process_killed_while_a_restart_forms() -> None:
+    """The restart goes on at the next candidate, with what was reported before."""
+    with FakeRanks(4, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[2].tell("unready")
+        ranks[1].tell("fault")
+        ranks[2].wait_for("Restart")
+        os.kill(ranks[0].monitors[0], signal.SIGKILL)
+        ranks[0].wait_for("monitor")
+        ranks[2].send(signal.SIGKILL)
+        assert ranks.go(1, but=(2,))["ranks"] == {"0": 0, "1": 1, "3": 2}
+
+
+def test_three_hubs_killed_one_after_the_other() -> None:
+    """Each time another process takes over."""
+    with FakeRanks(4, active=4) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        for victim in (0, 1, 2):
+            os.kill(ranks[victim].monitors[0], signal.SIGKILL)
+            ranks[victim].wait_for("monitor")
+            ranks[3].tell("fault")
+            assert ranks.go(victim + 1)["ranks"] == {"0": 0, "1": 1, "2": 2, "3": 3}
+
+
+def test_monitor_process_of_another_rank_killed() -> None:
+    """Its rank starts another one, and nobody is disturbed."""
+    with FakeRanks(3, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        os.kill(ranks[2].monitors[0], signal.SIGKILL)
+        ranks[2].wait_for("monitor")
+        for rank in range(3):
+            ranks[rank].tell("complete")
+        for rank in range(3):
+            assert ranks[rank].wait_for("Finish")["iteration"] == 0
+            assert not ranks[rank].orders("Restart")
+
+
+def test_broken_link_is_made_anew() -> None:
+    """A member whose link to the hub breaks comes back, and nobody is disturbed."""
+    with FakeRanks(4, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        shut_down_link(ranks[1].monitors[0], int(ranks.hub.split(" ")[1]))
+        ranks[2].tell("fault")
+        order = ranks.go(1)
+        assert order["ranks"] == {"0": 0, "1": 1, "2": 2, "3": None}
+        assert kinds(order) == {2: "exception"}
+        assert len(ranks[1].monitors) == 1
+
+
+def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
+    """Its monitor process kills it, and the reserve takes its place."""
+    with FakeRanks(4, active=3, soft_timeout_s=0.5, hard_timeout_s=1.0) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[1].send(signal.SIGSTOP)
+        order = ranks.go(1, but=(1,))
+        assert kinds(order) == {1: "hard_timeout"}
+        assert order["ranks"] == {"0": 0, "2": 2, "3": 1}
+        assert ranks[1].wait_end() == -signal.SIGKILL
+
+
+def test_rank_without_progress_is_interrupted_after_the_soft_timeout() -> None:
+    """It is told to restart with all others, and stays."""
+    with FakeRanks(3, active=3, soft_timeout_s=0.5, hard_timeout_s=5.0) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[1].tell("hang")
+        order = ranks.go(1)
+        assert kinds(order) == {1: "soft_timeout"}
+        assert order["ranks"] == {"0": 0, "1": 1, "2": 2}
+
+
+def test_rank_that_cannot_be_interrupted_is_ended() -> None:
+    """A rank that makes progress but does not leave has the hard timeout from the order on."""
+    with FakeRanks(3, active=2, soft_timeout_s=0.5, hard_timeout_s=1.0) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[1].tell("stubborn")
+        ranks[0].tell("fault")
+        order = ranks.go(1, but=(1,))
+        assert order["ranks"] == {"0": 0, "2": 1}
+        assert kinds(order) == {0: "exception", 1: "hard_timeout"}
+
+
+def test_stopped_hub_process_is_left() -> None:
+    """A hub that shows no sign of life for long is left by all; when it wakes up, it disturbs nobody."""
+    with FakeRanks(4, active=3, heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        os.kill(ranks[0].monitors[0], signal.SIGSTOP)
+        order = ranks.go(1, but=(0,))
+        assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
+        os.kill(ranks[0].monitors[0], signal.SIGCONT)
+        ranks[0].wait_end()
+        assert not ranks[0].orders("Go")[1:]
+        for rank in (1, 2, 3):
+            ranks[rank].tell("complete")
+        for rank in (1, 2, 3):
+            assert ranks[rank].wait_for("Finish")["iteration"] == 1
+
+
+def test_everything_killed_leaves_nothing() -> None:
+    """Where all ranks are killed at once, their monitor processes end within two seconds."""
+    with FakeRanks(4, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        for child in ranks.children:
+            child.send(signal.SIGKILL)
+        ranks.wait_monitors(2.0)
+
+
+def test_error_in_the_assignment_stops_all() -> None:
+    """What the assignment says is the reason everywhere, with the counts."""
+    with FakeRanks(3, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[1].send(signal.SIGKILL)
+        for rank in (0, 2):
+            order = ranks[rank].wait_for("Abort")
+            assert order["reason"] == "no reserve is left"
+            assert order["fault_counts"] == {"1": 1}
+        ranks.wait_monitors(2.0)
+
+
+def test_fatal_leave_stops_all() -> None:
+    """Where one rank says that all have to stop, all do."""
+    with FakeRanks(3, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[2].tell("left fatal")
+        for rank in (0, 1):
+            assert ranks[rank].wait_for("Abort")["reason"] == "told to"
+        ranks.wait_monitors(2.0)
+
+
+def test_leaving_is_no_fault_of_a_ready_rank() -> None:
+    """A rank that leaves while a restart forms is done without."""
+    with FakeRanks(4, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[1].tell("unready")
+        ranks[0].tell("fault")
+        ranks[1].wait_for("Restart")
+        ranks[1].tell("left")
+        order = ranks.go(1, but=(1,))
+        assert order["ranks"] == {"0": 0, "2": 2, "3": 1}
+        assert kinds(order) == {0: "exception"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<I", 1 << 31) + b"x" * 64,
+        struct.pack("<I", 5) + b"\x93\x01\x02\x03\x04",
+        struct.pack("<I", 200) + b"not all of it",
+    ],
+    ids=["http", "huge", "garbage", "short"],
+)
+def test_strangers_are_shut_out(words: bytes) -> None:
+    """Whoever connects with anything but the secret gets no answer, and the members notice nothing."""
+    with FakeRanks(3, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        host, port = ranks.hub.split(" ")
+        with socket.create_connection((host, int(port)), timeout=5.0) as stranger:
+            stranger.sendall(words)
+            ranks[1].tell("fault")
+            assert ranks.go(1)["ranks"] == {"0": 0, "1": 1, "2": 2}
+            stranger.settimeout(10.0)
+            try:
+                assert stranger.recv(100) == b""
+            except ConnectionResetError:
+                pass
+
+
+def test_wrong_secret_is_refused() -> None:
+    """A greeting that is right in all but the secret is not taken."""
+    with FakeRanks(3, active=3) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        place = m.MemberPlace(node="here", space="", pid=1)
+        join = m.Join(
+            token="0" * len(TOKEN), initial_rank=1, initial_world_size=3, place=place, address="x 1", life="x"
+        )
+        data = m.encode(join)
+        host, port = ranks.hub.split(" ")
+        with socket.create_connection((host, int(port)), timeout=5.0) as stranger:
+            stranger.sendall(struct.pack("<I", len(data)) + data)
+            assert stranger.recv(100) == b""
+        ranks[1].tell("fault")
+        assert ranks.go(1)["ranks"] == {"0": 0, "1": 1, "2": 2}
+
+
+def test_world_of_one() -> None:
+    """A rank alone restarts with itself, and finishes."""
+    with FakeRanks(1) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[0].tell("fault")
+        ranks.go(1)
+        ranks[0].tell("complete")
+        ranks[0].wait_for("Finish")
+
+
+def test_log_goes_where_it_is_told(tmp_path: Path) -> None:
+    """With a folder for logs, a monitor process says in its file what became of its rank."""
+    with FakeRanks(2, active=1, log_dir=tmp_path) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[0].send(signal.SIGKILL)
+        ranks.go(1, but=(0,))
+        assert f"rank 0 (pid {ranks[0].pid}) is gone" in (tmp_path / "monitor-0.log").read_text()
