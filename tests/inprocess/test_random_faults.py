@@ -1,0 +1,51 @@
+"""Whatever fails, and whenever: ranks go on to the same weights, or stop with the reason; they never hang.
+
+The sequences are drawn from seeds; here a few are played. All five hundred take some fifteen minutes::
+
+    python tests/inprocess/fault_sequences.py $(seq 0 499)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fault_sequences
+import pytest
+
+from outlast.testing import RankProcesses
+
+SEEDS = range(25)
+"""Those that are played here; a run of this test takes about a minute and a half."""
+CHUNK = 5
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("first", SEEDS[::CHUNK])
+def test_any_sequence_of_faults_ends_whole(first: int) -> None:
+    """A sequence ends with the bits of the undisturbed run on every rank, or with a RestartAbort that has counts."""
+    seeds = [str(seed) for seed in range(first, first + CHUNK)]
+    with RankProcesses(Path(fault_sequences.__file__), *seeds, world_size=1) as runner:
+        assert runner.wait(timeout_s=220) == [0], runner.tails()
+        undisturbed, *played = [json.loads(line) for line in runner.output(0).splitlines() if line.startswith("{")]
+    assert undisturbed["verdict"] == "completed", undisturbed
+    assert [str(one["seed"]) for one in played] == seeds
+    for one in played:
+        assert one["verdict"] in ("completed", "aborted"), one
+        if one["verdict"] == "completed":
+            assert one["values"] == undisturbed["values"], one
+
+
+def test_sequences_of_five_hundred_seeds_have_everything() -> None:
+    """Each kind of fault is met at each place, alone, two at once, and during a restart; a seed is always the same."""
+    drawn = [fault_sequences.draw(seed) for seed in range(500)]
+    assert drawn == [fault_sequences.draw(seed) for seed in range(500)]
+    met = {(event.where, event.kind) for events in drawn for event in events}
+    kinds = {"exception", "kill", "sleep", "stop", "gil"}
+    for where in ("step", "initialize", "finalize", "health_check"):
+        assert {kind for place, kind in met if place == where} == kinds
+    assert {kind for place, kind in met if place == "outside"} == {"kill", "stop"}
+    places = [[(event.where, event.iteration, event.step) for event in events] for events in drawn]
+    assert sum(len(set(some)) < len(some) for some in places) > 50, "two at once"
+    assert all(events[0].where in ("step", "outside") for events in drawn)
