@@ -131,7 +131,7 @@ class Announcements:
 
 def _for_agent(faults: Iterable[m.Fault]) -> list[InProcessFault]:
     """Return faults as the agent knows them, what may be a cause first: who waits for a rank that hangs hangs, too."""
-    ranked = sorted(faults, key=lambda fault: (fault.is_consequence, fault.kind == m.FaultKind.SOFT_TIMEOUT))
+    ranked = sorted(faults, key=lambda fault: (fault.is_consequence, fault.is_victims))
     return [
         InProcessFault(
             rank=fault.initial_rank,

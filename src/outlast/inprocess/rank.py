@@ -25,6 +25,7 @@ from outlast.inprocess.monitor_thread import MonitorThread, Notice
 from outlast.inprocess.page import Page, RankPhase
 from outlast.inprocess.plugins import Plugins
 from outlast.inprocess.state import State
+from outlast.monitor import stacks
 from outlast.policy.rank_assignment import Member, assign
 from outlast.policy.restart_limits import RestartLimits
 from outlast.runtime import connections, device
@@ -90,6 +91,7 @@ class Rank:
             name = None
         device.settle_collectives()
         self._interruption.install()
+        stacks.register()
         noting = connections.Noting(self._check_group)
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
         try:
@@ -419,7 +421,7 @@ class Rank:
         ranks = self._go.ranks if self._go is not None else {}
         counts: dict[int, int] = {}
         for fault in self._faults.values():
-            if not fault.is_consequence:
+            if not fault.is_consequence and not fault.is_victims:
                 counts[fault.initial_rank] = counts.get(fault.initial_rank, 0) + 1
         return State(
             initial_rank=self._place.global_rank,
@@ -435,7 +437,8 @@ class Rank:
     def _note_faults(self, faults: tuple[m.Fault, ...]) -> None:
         for fault in faults:
             key = (fault.iteration, fault.initial_rank)
-            if key not in self._faults or self._faults[key].is_consequence:
+            known = self._faults.get(key)
+            if known is None or known.is_consequence or known.is_victims:
                 self._faults[key] = fault
 
     def _abort(self) -> None:

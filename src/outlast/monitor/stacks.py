@@ -75,7 +75,12 @@ class Frame:
         return f'File "{self.file}", line {self.line} in {self.name}'
 
 
-_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/distributed.py")
+_WAITS = (
+    "/torch/distributed/",
+    "/torch/autograd/",
+    "/torch/nn/parallel/distributed.py",
+    *(f"{_OUTLAST}runtime/{module}.py" for module in ("group", "dissemination", "consensus", "gathering")),
+)
 _MAY_WAIT = re.compile(r"\.(wait|backward|item|synchronize|result|join)\(|\b(barrier|all_reduce|recv)\(")
 
 

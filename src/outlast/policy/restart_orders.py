@@ -30,6 +30,10 @@ __all__ = [
 ]
 
 
+WAITS = "waits_in_collective"
+"""Key of a fault's evidence: ``yes`` where the rank waited for others."""
+
+
 class FaultKind(StrEnum):
     """What went wrong on a rank."""
 
@@ -62,6 +66,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     is_consequence: bool = False
     """It only says that a connection to another rank broke: another rank's fault is the cause."""
     evidence: dict[str, str] = {}
+
+    @property
+    def is_victims(self) -> bool:
+        """Whether the rank only waited for another one that hung; it is not held against it."""
+        return self.kind == FaultKind.SOFT_TIMEOUT and self.evidence.get(WAITS) == "yes"
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):

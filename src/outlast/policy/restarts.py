@@ -374,12 +374,13 @@ class _Turn:
         if (fault.initial_rank, fault.iteration, fault.kind) in known:
             return
         counts = {**self.state.fault_counts}
-        if not fault.is_consequence:
+        if not fault.is_consequence and not fault.is_victims:
             counts[fault.initial_rank] = counts.get(fault.initial_rank, 0) + 1
         self._replace(faults=(*self.state.faults, fault), fault_counts=counts)
 
     def _told_faults(self) -> tuple[Fault, ...]:
-        return tuple(sorted(self.state.faults, key=lambda fault: fault.is_consequence)[:_MAX_FAULTS])
+        ranked = sorted(self.state.faults, key=lambda fault: (fault.is_consequence, fault.is_victims))
+        return tuple(ranked[:_MAX_FAULTS])
 
     def _remove(self, rank: int) -> None:
         """Take a member out; ranks that were being assigned are out of date then."""
