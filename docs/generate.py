@@ -21,6 +21,7 @@ from outlast.config import (
     FaultToleranceConfig,
     InProcessRestartConfig,
     RerunStateMachineConfig,
+    StragglerDetectionConfig,
 )
 from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
@@ -87,6 +88,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fault-tolerance": lambda: settings_table(FaultToleranceConfig, flag="--ft-"),
     "in-process-restart": lambda: settings_table(InProcessRestartConfig),
     "rerun-state-machine": lambda: settings_table(RerunStateMachineConfig),
+    "straggler-detection": lambda: settings_table(StragglerDetectionConfig),
     "exit-codes": lambda: words_table(ExitReason, "reason", value="code"),
     "incidents": lambda: words_table(IncidentKind, "kind", value="word"),
     "events": lambda: words_table(EventKind, "kind", value="word"),

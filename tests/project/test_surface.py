@@ -23,6 +23,7 @@ PUBLIC = [
     "outlast.errors",
     "outlast.monitor",
     "outlast.numerics",
+    "outlast.straggler",
     "outlast.testing",
 ]
 COMMITTED = Path(__file__).with_name("surface.txt")
