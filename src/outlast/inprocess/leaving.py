@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from outlast.errors import OutlastError, PeerLost
-from outlast.runtime import connections, device
+from outlast.runtime import connections
 
 __all__ = ["Background", "describe", "drop", "is_consequence", "leave"]
 
@@ -101,12 +101,13 @@ def leave(callbacks: Iterable[Callable[[], None]], error: BaseException | None, 
         raise OutlastError("a collective of the iteration that was left does not end; this rank cannot go on")
     _destroy_groups()
     gc.collect()
+    # Destroying a group closes what gloo did not close by itself, unless somebody still holds the group.
+    if connections.num_open() and not connections.wait_until_at_rest(_AT_REST_S, patience_s=_AT_REST_S):
+        raise OutlastError(
+            "a process group of the iteration that was left is still in use and its connections do not close; this "
+            "rank cannot go on: let the function hold its groups and DistributedDataParallel itself"
+        )
     connections.forget()
-
-
-def empty_cache() -> None:
-    """Give back the memory that the device's allocator caches, where a device is in use."""
-    device.empty_cache()
 
 
 def _destroy_groups() -> None:
@@ -120,7 +121,7 @@ def _destroy_groups() -> None:
         for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
             getattr(world, name).clear()
         world.pg_coalesce_state.clear()
-        c10d._unregister_all_process_groups()
+        c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
         world.group_count = 0
 
 

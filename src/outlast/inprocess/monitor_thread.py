@@ -156,8 +156,10 @@ class MonitorThread:
         """Cut whatever the main thread may wait on and interrupt it; return when to do it again."""
         if self._interruption.is_atomic:
             return _FIRST_POKE_S
-        connections.cut_all()
-        self._interruption.poke()
+        connections.cut_all(both_ways=self._poke_s >= _LONGEST_POKE_S)
+        self._interruption.poke()  # first: a wait that is woken below must not come back to the function
+        if self._poke_s > _FIRST_POKE_S:
+            connections.end_lost_waits()
         if self._must_abort:
             self._must_abort = False
             self._abort()

@@ -9,6 +9,10 @@ force, every process group and every store client that ``torch.distributed`` mak
 Other things that wait on peers say so by :func:`register`. A descriptor that meanwhile belongs to something else is
 recognised by its inode. Listening sockets are left alone: gloo ends the process when its listener fails.
 
+Only the reading side is shut down at first: gloo then sees the connection's end and closes it by itself, with nothing
+lost on the way out. Whoever waits for a message of which half had come is not told by gloo
+(:mod:`outlast.runtime.gloo_waits`), and is woken here.
+
 Rejected: to diff ``/proc/self/fd`` over the whole life of a group (cuts the user's own connections as well).
 """
 
@@ -30,8 +34,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outlast import clock
+from outlast.runtime import gloo_waits
 
-__all__ = ["Noting", "connected_sockets", "cut_all", "noting", "register", "shut_down", "wait_until_at_rest"]
+__all__ = [
+    "Noting",
+    "connected_sockets",
+    "cut_all",
+    "end_lost_waits",
+    "forget",
+    "noting",
+    "num_open",
+    "register",
+    "shut_down",
+    "wait_until_at_rest",
+]
 
 log = logging.getLogger(__name__)
 _MAKERS = (
@@ -53,6 +69,8 @@ class Cuttable(Protocol):
 _registered: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.RLock()
 _noted: set[tuple[int, int]] = set()
+_of_stores: set[tuple[int, int]] = set()
+"""Those of ``_noted`` through which nothing comes into a tensor; they live as long as somebody holds the store."""
 _pending: dict[int, frozenset[tuple[int, int]]] = {}
 _uncounted = 0
 
@@ -64,8 +82,12 @@ def register(cuttable: Cuttable) -> None:
 
 
 @contextmanager
-def noting() -> Iterator[None]:
-    """Note the connections that are opened within, by whatever thread."""
+def noting(*, is_store: bool = False) -> Iterator[None]:
+    """Note the connections that are opened within, by whatever thread.
+
+    Args:
+        is_store: They are those of a store: nothing comes into a tensor through them.
+    """
     global _uncounted
     before = connected_sockets()
     with _lock:
@@ -79,12 +101,17 @@ def noting() -> Iterator[None]:
         with _lock:
             _pending.pop(number, None)
             _noted.update(opened)
+            if is_store:
+                _of_stores.update(opened)
 
 
-def cut_all() -> int:
+def cut_all(*, both_ways: bool = False) -> int:
     """Shut down every noted connection and cut whatever is registered; return the number of connections.
 
     Idempotent; repeat it while somebody still waits, since a group may be about to open another connection.
+
+    Args:
+        both_ways: Also shut down the writing side.
 
     Blocks: never.
     Thread: any.
@@ -98,13 +125,13 @@ def cut_all() -> int:
     with _lock:
         _noted.update(noted)
     for fd, inode in noted:
-        shut_down(fd, inode)
+        shut_down(fd, inode, how=socket.SHUT_RDWR if both_ways else socket.SHUT_RD)
     for cuttable in registered:
         cuttable.cut()
     return len(noted)
 
 
-def shut_down(fd: int, inode: int) -> bool:
+def shut_down(fd: int, inode: int, *, how: int = socket.SHUT_RDWR) -> bool:
     """Shut down a connection unless its descriptor is something else by now; return whether it was there.
 
     Blocks: never.
@@ -119,34 +146,55 @@ def shut_down(fd: int, inode: int) -> bool:
         return False
     with socket.socket(fileno=copy) as connection:
         try:
-            connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(how)
         except OSError:
             pass  # its other end was faster
     return True
 
 
-def wait_until_at_rest(timeout_s: float) -> bool:
-    """Wait until nothing that was cut can write into a tensor any more; return whether that is so.
+def end_lost_waits() -> int:
+    """Wake those who wait for messages of closed connections, whom gloo forgot; return how many there were.
+
+    To be called once the connections were cut, and with the main thread about to leave. Where connections are still
+    open nothing is done.
+
+    Blocks: never.
+    Thread: any.
+    """
+    return 0 if num_open() else gloo_waits.end_waits()
+
+
+def num_open() -> int:
+    """Return how many of the noted connections through which something may come into a tensor are open."""
+    with _lock:
+        _noted.difference_update([noted for noted in _noted if not _is_open(*noted)])
+        _of_stores.intersection_update(_noted)
+        return len(_noted) - len(_of_stores)
+
+
+def wait_until_at_rest(timeout_s: float, *, patience_s: float = 0.03) -> bool:
+    """Wait until no collective runs any more; return whether that is so.
 
     Gloo closes a connection once it has seen that it was shut down, and from then on no byte of a peer reaches a
-    tensor. What it read before is dealt with by the threads that run collectives: they have to sleep, at several looks
-    in a row. What is proved to be closed is forgotten.
+    tensor. What it read before is dealt with by the threads that run collectives: they have to sleep, and not for a
+    message, at several looks in a row. Connections that are still open after ``patience_s`` (gloo forgets to look at
+    one whose message nobody waits for any more) are not waited for; destroying their group closes them.
 
     Blocks: a few milliseconds where there are groups, at most ``timeout_s``.
     """
-    end_ns = clock.now_ns() + int(timeout_s * 1e9)
+    begin_ns = clock.now_ns()
     num_resting = 0
     while True:
-        with _lock:
-            _noted.difference_update([noted for noted in _noted if not _is_open(*noted)])
-            still_open = len(_noted)
+        passed_s = (clock.now_ns() - begin_ns) / 1e9
+        is_closed = not num_open() or passed_s > patience_s
         running = _runs_collectives()
-        if running is None:
-            return True  # the groups are gone, and with them all that could write
-        num_resting = num_resting + 1 if not running else 0
-        if num_resting >= _RESTING_LOOKS and not still_open:
+        if running is None and is_closed:
             return True
-        if clock.now_ns() >= end_ns:
+        woken = gloo_waits.end_waits() if is_closed else 0
+        num_resting = num_resting + 1 if is_closed and not running and not woken else 0
+        if num_resting >= _RESTING_LOOKS:
+            return True
+        if passed_s > timeout_s:
             return False
         time.sleep(0.001)  # with the interpreter's lock free, which gloo's threads need
 
@@ -155,6 +203,7 @@ def forget() -> None:
     """Forget what was noted: for a new beginning, once all groups are gone. Thread: any."""
     with _lock:
         _noted.clear()
+        _of_stores.clear()
 
 
 class Noting:
@@ -186,7 +235,8 @@ class Noting:
         self._originals.clear()
 
     def _noted_within(self, maker: Callable[..., Any]) -> Callable[..., Any]:
-        check = self._check if maker.__name__ == "_new_process_group_helper" else None
+        is_store = maker.__name__ == _MAKERS[0][1]
+        check = None if is_store else self._check
 
         @functools.wraps(maker)
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +244,7 @@ class Noting:
                 timeout = kwargs.get("timeout")
                 backend = kwargs.get("backend", args[3] if len(args) > 3 else "")
                 check(str(backend), timeout.total_seconds() if timeout is not None else math.inf)
-            with noting():
+            with noting(is_store=is_store):
                 return maker(*args, **kwargs)
 
         return noted
