@@ -1,0 +1,43 @@
+"""Health checks: whether a node, its devices and a group of ranks are fit to train, as data.
+
+The names below are imported on first use: an agent that checks its node needs no torch for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outlast.health.gpu import check_gpu
+    from outlast.health.node import check_node
+    from outlast.health.process_group import ProcessGroupCheck, check_process_group
+    from outlast.health.result import CheckResult, Status, has_failed
+
+_HOMES = {
+    "CheckResult": "outlast.health.result",
+    "ProcessGroupCheck": "outlast.health.process_group",
+    "Status": "outlast.health.result",
+    "check_gpu": "outlast.health.gpu",
+    "check_node": "outlast.health.node",
+    "check_process_group": "outlast.health.process_group",
+    "has_failed": "outlast.health.result",
+}
+
+__all__ = [
+    "CheckResult",
+    "ProcessGroupCheck",
+    "Status",
+    "check_gpu",
+    "check_node",
+    "check_process_group",
+    "has_failed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'outlast.health' has no attribute {name!r}")

@@ -1,0 +1,54 @@
+"""Whether a node is fit to train: everything but its accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outlast import env
+from outlast.config.health import HealthConfig
+from outlast.health import tasks as t
+from outlast.health.prober import Prober
+from outlast.health.result import CheckResult
+
+__all__ = ["check_node"]
+
+
+def check_node(
+    config: HealthConfig | None = None, *, places: Sequence[str] = (), node: str | None = None
+) -> tuple[CheckResult, ...]:
+    """Look at this node: its disks, memory, clock, network, its CPU's arithmetic, the user's own checks.
+
+    Every check is made in a process of its own, and answered for when it takes too long.
+
+    Args:
+        config: What the node must have.
+        places: Folders and URLs of tiers, and the run directory; those that do not exist yet are looked at where they
+            will be made.
+        node: This node's name, for ``simulate_wrong_gemm``; the host's without it.
+
+    Blocks: up to ``check_timeout`` for each check; all of them together take a fraction of a second on a sound node.
+    """
+    config = config or HealthConfig()
+    asked: list[tuple[t.Task, str, str]] = []
+    for place in dict.fromkeys(places):
+        if "://" in place and not place.startswith("file://"):
+            asked.append((t.Store(url=place), "store", place))
+        else:
+            path = place.removeprefix("file://")
+            asked.append((t.Disk(path=path, min_free_bytes=_bytes(config.min_free_disk_gib)), "disk", path))
+            asked.append((t.Clock(path=path, max_skew_s=config.max_clock_skew), "clock", path))
+    flip = config.simulate_wrong_gemm == (node or env.clean_name(env.hostname()))
+    asked += [
+        (t.SharedMemory(min_free_bytes=_bytes(config.min_free_shm_gib)), "shm", "/dev/shm"),
+        (t.Memory(min_free_bytes=_bytes(config.min_free_memory_gib)), "memory", "node"),
+        (t.OpenFiles(min_open_files=config.min_open_files), "files", "process"),
+        (t.Network(interfaces=config.network_interfaces), "network", ",".join(config.network_interfaces) or "any"),
+        (t.Compute(flip=flip), "compute", "cpu"),
+        *((t.Command(command=command), "command", command) for command in config.commands),
+    ]
+    with Prober() as prober:
+        return tuple(prober.ask(task, name, target, timeout_s=config.check_timeout) for task, name, target in asked)
+
+
+def _bytes(gib: float) -> int:
+    return int(gib * 2**30)

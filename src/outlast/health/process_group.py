@@ -1,0 +1,223 @@
+"""Whether all ranks still answer each other: alive, gone, silent and wrong told apart.
+
+The ranks exchange numbers on a group of their own, made beside the training's groups: whatever happens to it, those
+are not touched. Gloo's own timeout is not used, because it closes connections before anybody can say why, and a rank
+that sees its connection closed would take a silent peer for a dead one. Instead the first rank that knows leaves its
+finding in the ranks' store, and only then cuts the connections.
+
+It says that the ranks' processes answer, not that their GPUs' links work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from outlast.clock import now_s
+from outlast.errors import ConfigError, RendezvousError
+from outlast.health.result import CheckResult, Outcome, Status
+from outlast.runtime.group import Group
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ProcessGroupCheck", "check_process_group"]
+
+_MARGIN_S = 3.0
+_LATE_S = 0.5
+"""How much later than others a rank may come before it counts as absent where a connection ended at once."""
+_SLACK = 6.0
+"""How many times longer than ours gloo's own timeout is."""
+
+
+class ProcessGroupCheck:
+    """Ask all ranks whether they answer, as often as wanted.
+
+    A context manager. Once a check has failed, the group is of no use; later ones return the same result at once.
+
+    Args:
+        timeout_s: How long all ranks may take to answer, the latest included.
+
+    Raises:
+        ConfigError: ``torch.distributed`` is not initialised.
+        RendezvousError: The ranks did not find each other.
+
+    Collective: all ranks of the default group make one, and call :meth:`run` equally often.
+    Blocks: making one, up to ``timeout_s``.
+    """
+
+    def __init__(self, *, timeout_s: float = 10.0) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise ConfigError("torch.distributed is not initialised; call init_process_group() first")
+        assert timeout_s > 0
+        self._timeout_s = timeout_s
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._group = Group.open(timeout_s=timeout_s * _SLACK)
+        self._name = _name_of(self._group)
+        self._round = 0
+        self._failed: CheckResult | None = None
+
+    def __enter__(self) -> ProcessGroupCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self) -> CheckResult:
+        """Ask once.
+
+        Returns:
+            ``OK``; ``LOST``: a rank is gone; ``TIMED_OUT``: a rank gives no answer; ``FAILED``: a rank gives a wrong
+            one; ``ERROR``: the ranks' store cannot be asked. The reason names the ranks that are known.
+
+        Collective: all ranks.
+        Blocks: up to ``timeout_s`` and some seconds, whatever the peers do.
+        """
+        if self._failed is not None:
+            return self._failed
+        self._round += 1
+        started_s = now_s()
+        exchange = _Exchange(self._group, f"{self._name}/{self._round}", self._rank, self._world_size, self._round)
+        outcome = exchange.run(self._timeout_s)
+        result = CheckResult(
+            name="process group",
+            target=f"{self._world_size} rank{'' if self._world_size == 1 else 's'}",
+            status=outcome.status,
+            reason=outcome.reason,
+            took_s=round(now_s() - started_s, 4),
+            facts=outcome.facts,
+        )
+        if result.has_failed:
+            self._failed = result
+        return result
+
+    def close(self) -> None:
+        """Leave the group. Blocks: never; peers that are in a check find this rank gone."""
+        self._group.close()
+
+
+def check_process_group(timeout_s: float = 10.0) -> CheckResult:
+    """Ask all ranks once whether they answer; a :class:`ProcessGroupCheck` of one use.
+
+    Raises:
+        ConfigError: ``torch.distributed`` is not initialised.
+
+    Collective: all ranks of the default group.
+    Blocks: up to about twice ``timeout_s`` times the slack that making a group takes; use one
+        :class:`ProcessGroupCheck` where it is asked often.
+    """
+    try:
+        with ProcessGroupCheck(timeout_s=timeout_s) as check:
+            return check.run()
+    except RendezvousError as error:
+        reason = f"no group could be made: {' '.join(str(error).split())[:300]}"
+        return CheckResult(name="process group", target="all ranks", status=Status.LOST, reason=reason, took_s=0.0)
+
+
+class _Exchange:
+    """One round: numbers that each rank can work out for each other one."""
+
+    def __init__(self, group: Group, key: str, rank: int, world_size: int, number: int) -> None:
+        self._group, self._key, self._rank = group, key, rank
+        self._expected = [_answer(rank, number) for rank in range(world_size)]
+        self._outcome: Outcome | None = None
+        self._done = threading.Event()
+        self._is_judging = False
+        self._lock = threading.Lock()
+
+    def run(self, timeout_s: float) -> Outcome:
+        # A thread, because a store or a collective whose peer has stopped can block past every timeout of its own.
+        threading.Thread(target=self._ask, name="outlast-group-check", daemon=True).start()
+        if not self._done.wait(timeout_s) and not (self._is_judging and self._done.wait(_MARGIN_S)):
+            judge = threading.Thread(target=self._give_up, args=(timeout_s,), name="outlast-group-judge", daemon=True)
+            judge.start()
+            if not self._done.wait(_MARGIN_S):
+                self._settle(Outcome(status=Status.TIMED_OUT, reason="neither the ranks nor their store answer"))
+            self._group.cut()
+        with self._lock:
+            assert self._outcome is not None
+            return self._outcome
+
+    def _settle(self, outcome: Outcome) -> None:
+        with self._lock:
+            if self._outcome is None:
+                self._outcome = outcome
+        self._done.set()
+
+    def _ask(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        try:
+            store = _store()
+            store.set(f"{self._key}/{self._rank}", "here")
+            mine = torch.tensor([self._expected[self._rank]])
+            theirs = [torch.zeros_like(mine) for _ in self._expected]
+            dist.all_gather(theirs, mine, group=self._group.process_group)
+        except RuntimeError as error:
+            if not self._done.is_set():
+                self._is_judging = True
+                self._settle(self._find(Status.LOST, " ".join(str(error).split())[:200]))
+                self._group.cut()
+            return
+        self._settle(self._compare(theirs))
+
+    def _compare(self, theirs: list[torch.Tensor]) -> Outcome:
+        wrong = [rank for rank, number in enumerate(theirs) if int(number) != self._expected[rank]]
+        if wrong:
+            reason = f"{_ranks(wrong)} answered with a wrong number"
+            return Outcome(status=Status.FAILED, reason=reason, facts={"wrong_ranks": wrong})
+        count = len(self._expected)
+        return Outcome(status=Status.OK, reason="alone" if count == 1 else f"all {count} ranks answer")
+
+    def _give_up(self, timeout_s: float) -> None:
+        self._settle(self._find(Status.TIMED_OUT, f"no answer in {timeout_s:g} s"))
+
+    def _find(self, status: Status, why: str) -> Outcome:
+        """Return what the first rank that knew said, which is this one unless another was faster."""
+        try:
+            store = _store()
+            absent = self._absent(store)
+            who = f"{_ranks(absent)} did not come" if absent else "all ranks came, and one fell silent or left"
+            mine = f"{status}|{','.join(map(str, absent))}|{who} ({why})"
+            said = store.compare_set(f"{self._key}/finding", "", mine).decode()
+        except RuntimeError as error:
+            text = " ".join(str(error).split())[:200]
+            return Outcome(status=status, reason=f"{why}; the ranks' store cannot be asked who it is ({text})")
+        first, ranks, reason = said.split("|", 2)
+        known = [int(rank) for rank in ranks.split(",") if rank]
+        return Outcome(status=Status(first), reason=reason, facts={"absent_ranks": known})
+
+    def _absent(self, store: Any) -> list[int]:
+        """Return the ranks that did not come; those that are a little late are waited for."""
+        since_s, absent = now_s(), list(range(len(self._expected)))
+        while absent and now_s() - since_s < _LATE_S:
+            still = [rank for rank in absent if not store.check([f"{self._key}/{rank}"])]
+            if still != absent:
+                since_s, absent = now_s(), still
+            time.sleep(0.02)
+        return absent
+
+
+def _answer(rank: int, number: int) -> int:
+    return (rank * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9) % (1 << 62)
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _name_of(group: Group) -> str:
+    """Return a name that is the same on all ranks and no other group's."""
+    assert group.process_group is not None
+    return f"outlast/health/{group.process_group.group_name}"
