@@ -49,10 +49,12 @@ class FakeRank:
                 if self.link.pid != before:
                     self.say("monitor", monitor=self.link.pid)
             if sys.stdin.fileno() in ready:
-                line = sys.stdin.readline()
-                if not line:
+                data = os.read(sys.stdin.fileno(), 4096).decode()
+                if not data:
                     return
-                self.command(*line.split())
+                *lines, self.input = (self.input + data).split("\n")
+                for line in lines:
+                    self.command(*line.split())
 
     def command(self, word: str, *rest: str) -> None:
         match word:

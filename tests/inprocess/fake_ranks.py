@@ -101,6 +101,15 @@ class Child:
         self.process.stdout.close()
 
 
+def is_monitor(pid: int) -> bool:
+    """Return whether this is a monitor process that runs."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "outlast.inprocess.monitor_process" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
 class FakeRanks:
     """A world of fake ranks; a context manager that leaves nothing behind."""
 
@@ -168,13 +177,9 @@ class FakeRanks:
     def wait_monitors(self, timeout_s: float = 5.0) -> None:
         """Every monitor process is gone within this time."""
         end_s = clock.now_s() + timeout_s
-        for pid in self.monitors():
-            try:
-                process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    process.wait(max(0.0, end_s - clock.now_s()))
-            except psutil.NoSuchProcess:
-                continue
+        while left := {pid for pid in self.monitors() if is_monitor(pid)}:
+            assert clock.now_s() < end_s, f"monitor processes {left} live {timeout_s:g} s later"
+            threading.Event().wait(0.005)
 
     def close(self) -> None:
         for child in self.children:
