@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -339,3 +340,28 @@ finish(everybody)
         assert job.wait(timeout_s=90) == [0]
         assert rungs(job) == [Rung.RESTART_WORKERS, Rung.STOP]
         assert "restart inside the process exceeded 0.5 s" in job.agent(0).output()
+
+
+def test_reserves_do_not_keep_a_preempted_job_from_having_saved(tmp_path: Path) -> None:
+    """A notice ends reserves, which have nothing to save; the others saved, and the job says so with 75."""
+    code = """
+def save(*_):
+    mark.complete()
+    mark.finish()
+    raise SystemExit(75)
+
+mark.arm(0, patience_s=60.0)
+meet("armed", everybody)
+if rank == 2:
+    mark.wait(0)
+else:
+    mark.activate(0)
+    signal.signal(signal.SIGTERM, save)
+say("runs")
+time.sleep(600)
+"""
+    with cluster(tmp_path, code) as job:
+        job.wait_for(lambda _: len(list(tmp_path.glob("runs-*"))) == 3, timeout_s=60)
+        job.agent(0).signal(signal.SIGTERM)
+        assert job.wait(timeout_s=90) == [ExitReason.PREEMPTED]
+        assert cycles(job) == {0}

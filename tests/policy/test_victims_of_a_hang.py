@@ -1,0 +1,38 @@
+"""Whose fault a hang is: that of the rank that hangs, not of those that wait for it."""
+
+from __future__ import annotations
+
+from outlast.policy import restart_orders as o
+from outlast.policy.restart_limits import RestartLimits
+from outlast.policy.restart_state import Came, Said, begin
+from outlast.policy.restarts import advance
+
+LIMITS = RestartLimits(barrier_timeout_s=120.0, completion_timeout_s=120.0, last_call_wait_s=1.0, max_iterations=6)
+
+
+def test_who_waits_for_a_rank_that_hangs_is_not_charged() -> None:
+    """All ranks exceed the timeout; the one that waits for nobody has the fault, and is named first."""
+    state, go = begin(3, 0.0), None
+
+    def say(rank: int, report: o.Report) -> None:
+        nonlocal state, go
+        state, actions = advance(state, Said(initial_rank=rank, report=report, at_s=1.0), LIMITS)
+        for action in actions:
+            if isinstance(action.order, o.Assign):
+                ordinal = action.order.ordinal
+                say(action.to[0], o.Assigned(ordinal=ordinal, ranks={0: 0, 1: 1, 2: 2}))
+            go = action.order if isinstance(action.order, o.Go) else go
+
+    for rank in range(3):
+        state, _ = advance(state, Came(initial_rank=rank, node="a", standing=o.Standing(), at_s=0.0), LIMITS)
+    for rank in range(3):
+        say(rank, o.Ready(iteration=0, store_address="127.0.0.1 1"))
+    for rank, waits in ((0, "yes"), (1, "yes"), (2, "no")):
+        evidence = {o.WAITS: waits}
+        say(rank, o.Fault(initial_rank=rank, iteration=0, kind=o.FaultKind.SOFT_TIMEOUT, summary="", evidence=evidence))
+    for rank in range(3):
+        say(rank, o.Ready(iteration=1, store_address="127.0.0.1 1"))
+    assert go is not None
+    assert go.iteration == 1
+    assert [fault.initial_rank for fault in go.faults] == [2, 0, 1]
+    assert go.fault_counts == {2: 1}
