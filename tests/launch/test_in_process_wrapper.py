@@ -139,6 +139,9 @@ def test_what_ends_no_process_replaces_none(fault: str, tmp_path: Path) -> None:
             (rank, rank, started(tmp_path, 0, rank)) for rank in range(4)
         }
         assert {end["digest"] for end in ended.values()} == {digest_of(4)}
+        incident = next(event.data["incident"] for event in job.events() if event.kind == EventKind.VERDICT)
+        assert incident["rank"] == int(fault.split(":")[1])  # the one that slept, not one that waited for it
+        assert "train.py" in incident["evidence"]["summary"]
 
 
 def test_reserves_spent_leave_it_to_the_workers_restart(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import msgspec
 from outlast import clock
 from outlast.errors import OutlastError
 from outlast.inprocess import messages as m
+from outlast.inprocess import whereabouts
 from outlast.inprocess.monitor_task import MonitorTask
 from outlast.inprocess.page import Page
 from outlast.inprocess.rank_watch import RankWatch, SoftTimeout
@@ -57,6 +58,7 @@ class MonitorProcess:
         self._closed_s: float | None = None
         self._kill_s: float | None = None
         self._stuck: m.Fault | None = None
+        self._confession: m.Fault | None = None
         self._looked_s = clock.now_s()
         self._uplink = Uplink(self._selector, task, on_order=self._order, on_candidates=self._tell_rank)
         rank.setblocking(False)
@@ -107,10 +109,13 @@ class MonitorProcess:
                 self._kill_s = None
             else:
                 due.append(self._kill_s)
+        if self._confession is not None:
+            self._uplink.report(self._confession)
+            self._confession = None
         found, next_ns = self._watch.look(clock.now_ns())
         if isinstance(found, SoftTimeout):
             log.warning("rank %d: %s", self._task.initial_rank, found.summary)
-            self._uplink.report(self._fault(found.iteration, m.FaultKind.SOFT_TIMEOUT, found.summary))
+            self._uplink.report(self._soft_timeout(found))
         elif found is not None and self._stuck is None:
             log.warning("rank %d is ended: %s", self._task.initial_rank, found.summary)
             self._stuck = self._fault(found.iteration, found.kind, found.summary)
@@ -175,7 +180,10 @@ class MonitorProcess:
             case m.Go(iteration=iteration, ranks=ranks):
                 if ranks.get(self._task.initial_rank) is not None:
                     self._watch.note_go(iteration, now_ns)
-            case m.Restart() | m.Finish() | m.Abort():
+            case m.Restart(faults=faults):
+                self._confession = self._own_up(faults)
+                self._watch.note_leave(now_ns)
+            case m.Finish() | m.Abort():
                 self._watch.note_leave(now_ns)
             case m.Expel():
                 self._expel()
@@ -201,6 +209,26 @@ class MonitorProcess:
             self._rank.send(m.encode(message))
         except OSError as error:
             log.debug("the rank takes nothing: %s", error)  # its end is seen elsewhere
+
+    def _own_up(self, faults: tuple[m.Fault, ...]) -> m.Fault | None:
+        """Return what this rank did while all who speak up waited for another; ``None`` = it waited, too.
+
+        It is about to be interrupted, a moment before its own timeout would have told.
+        """
+        if not faults or not all(fault.is_victims for fault in faults):
+            return None
+        idle = self._watch.describe_idle(clock.now_ns())
+        fault = None if idle is None else self._soft_timeout(idle)
+        return None if fault is None or fault.is_victims else fault
+
+    def _soft_timeout(self, found: SoftTimeout) -> m.Fault:
+        fault = self._fault(found.iteration, m.FaultKind.SOFT_TIMEOUT, found.summary)
+        place = whereabouts.look_up(self._task.pid)
+        if place is None:
+            return fault
+        what = "waiting for other ranks at" if place.waits else "at"
+        summary = f"{found.summary}, {what} {place.line}"
+        return msgspec.structs.replace(fault, summary=summary, evidence=place.evidence)
 
     def _fault(self, iteration: int, kind: m.FaultKind, summary: str) -> m.Fault:
         return m.Fault(initial_rank=self._task.initial_rank, iteration=iteration, kind=kind, summary=summary)

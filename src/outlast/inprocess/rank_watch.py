@@ -79,6 +79,16 @@ class RankWatch:
         if self._told_to_leave_ns is None:
             self._told_to_leave_ns = now_ns
 
+    def describe_idle(self, now_ns: int) -> SoftTimeout | None:
+        """Return how long a rank in the function has made no progress, if that is half a soft timeout, and untold."""
+        page = self._page
+        since_ns = now_ns - page.progress_ns
+        is_judged = page.phase == RankPhase.IN_FN and not page.is_paused and self._said_soft < page.iteration
+        if not is_judged or self._told_to_leave_ns is not None or since_ns < self._soft_ns // 2:
+            return None
+        self._said_soft = page.iteration
+        return SoftTimeout(page.iteration, f"no progress for {since_ns / 1e9:.1f} s while others waited")
+
     def look(self, now_ns: int) -> tuple[SoftTimeout | Stuck | None, int | None]:
         """Return what is found, and when to look again; ``None``: when anything else happens."""
         page, iteration = self._page, self._page.iteration
