@@ -210,7 +210,7 @@ def test_broken_link_is_made_anew() -> None:
 
 def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
     """Its monitor process kills it, and the reserve takes its place."""
-    with FakeRanks(4, active=3, soft_timeout_s=0.5, hard_timeout_s=1.0) as ranks:
+    with FakeRanks(4, active=3, soft_timeout_s=1.5, hard_timeout_s=2.5) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[1].send(signal.SIGSTOP)
@@ -222,7 +222,7 @@ def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
 
 def test_rank_without_progress_is_interrupted_after_the_soft_timeout() -> None:
     """It is told to restart with all others, and stays."""
-    with FakeRanks(3, active=3, soft_timeout_s=0.5, hard_timeout_s=5.0) as ranks:
+    with FakeRanks(3, active=3, soft_timeout_s=1.5, hard_timeout_s=8.0) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[1].tell("hang")
@@ -233,7 +233,7 @@ def test_rank_without_progress_is_interrupted_after_the_soft_timeout() -> None:
 
 def test_rank_that_cannot_be_interrupted_is_ended() -> None:
     """A rank that makes progress but does not leave has the hard timeout from the order on."""
-    with FakeRanks(3, active=2, soft_timeout_s=0.5, hard_timeout_s=1.0) as ranks:
+    with FakeRanks(3, active=2, soft_timeout_s=1.5, hard_timeout_s=2.5) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[1].tell("stubborn")

@@ -78,6 +78,7 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
     """Since the last order to go."""
     fault_counts: Mapping[int, int] = {}
+    """Causes by initial rank, up to the last order to go."""
     question: Question | None = None
     num_questions: int = 0
     last_call_s: float | None = None

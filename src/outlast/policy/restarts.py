@@ -323,13 +323,14 @@ class _Turn:
     def _go(self, ranks: Mapping[int, int | None]) -> None:
         state = self.state
         host = next(rank for rank, active in ranks.items() if active == 0)
+        counts = self._count_faults()
         go = Go(
             iteration=state.iteration,
             ranks=dict(ranks),
             active_world_size=sum(active is not None for active in ranks.values()),
             store_address=state.members[host].store_address or "",
             faults=self._told_faults(),
-            fault_counts=dict(state.fault_counts),
+            fault_counts=counts,
         )
         self._send_all(go)
         self._replace(
@@ -343,6 +344,7 @@ class _Turn:
             go=go,
             gone=(),
             faults=(),
+            fault_counts=counts,
             question=None,
             last_call_s=None,
         )
@@ -355,7 +357,7 @@ class _Turn:
             self._replace(phase=Phase.FINISHED, end=order)
 
     def _abort(self, reason: str) -> None:
-        order = Abort(reason=reason, iteration=self.state.iteration, fault_counts=dict(self.state.fault_counts))
+        order = Abort(reason=reason, iteration=self.state.iteration, fault_counts=self._count_faults())
         self._send_all(order)
         self._replace(phase=Phase.ABORTED, end=order, question=None)
 
@@ -371,16 +373,29 @@ class _Turn:
 
     def _note(self, fault: Fault) -> None:
         known = {(other.initial_rank, other.iteration, other.kind) for other in self.state.faults}
-        if (fault.initial_rank, fault.iteration, fault.kind) in known:
-            return
-        counts = {**self.state.fault_counts}
-        if not fault.is_consequence and not fault.is_victims:
-            counts[fault.initial_rank] = counts.get(fault.initial_rank, 0) + 1
-        self._replace(faults=(*self.state.faults, fault), fault_counts=counts)
+        if (fault.initial_rank, fault.iteration, fault.kind) not in known:
+            self._replace(faults=(*self.state.faults, fault))
+
+    def _judged_faults(self) -> tuple[Fault, ...]:
+        """Return the faults, causes first; who waited for a rank that had to be ended is not to blame."""
+        faults = self.state.faults
+        if any(fault.kind == FaultKind.HARD_TIMEOUT for fault in faults):
+            faults = tuple(
+                msgspec.structs.replace(fault, is_consequence=True) if fault.kind == FaultKind.SOFT_TIMEOUT else fault
+                for fault in faults
+            )
+        return tuple(sorted(faults, key=lambda fault: fault.is_consequence))
 
     def _told_faults(self) -> tuple[Fault, ...]:
-        ranked = sorted(self.state.faults, key=lambda fault: (fault.is_consequence, fault.is_victims))
-        return tuple(ranked[:_MAX_FAULTS])
+        return self._judged_faults()[:_MAX_FAULTS]
+
+    def _count_faults(self) -> dict[int, int]:
+        """Return the causes so far by initial rank."""
+        counts = {**self.state.fault_counts}
+        for fault in self._judged_faults():
+            if not fault.is_consequence:
+                counts[fault.initial_rank] = counts.get(fault.initial_rank, 0) + 1
+        return counts
 
     def _remove(self, rank: int) -> None:
         """Take a member out; ranks that were being assigned are out of date then."""

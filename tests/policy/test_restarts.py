@@ -1,0 +1,312 @@
+"""What the members of a restart in process are told, case by case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from outlast.policy import restart_orders as o
+from outlast.policy.restart_limits import RestartLimits
+from outlast.policy.restart_state import Came, Event, Isolated, Lost, Phase, RestartState, Said, Send, Tick, begin
+from outlast.policy.restart_state import take_over as follow
+from outlast.policy.restarts import advance, next_deadline_s
+
+LIMITS = RestartLimits(barrier_timeout_s=100.0, completion_timeout_s=50.0, last_call_wait_s=1.0)
+
+
+class Hub:
+    """The decision with a clock, and what it ordered last."""
+
+    def __init__(self, state: RestartState, limits: RestartLimits = LIMITS) -> None:
+        self.state, self.limits, self.now_s = state, limits, 0.0
+        self.orders: list[Send] = []
+
+    def on(self, event: Event) -> list[Send]:
+        self.state, actions = advance(self.state, event, self.limits)
+        self.orders += actions
+        return list(actions)
+
+    def come(self, rank: int, standing: o.Standing | None = None) -> list[Send]:
+        return self.on(Came(initial_rank=rank, node="n", standing=standing or o.Standing(), at_s=self.now_s))
+
+    def hear(self, rank: int, report: o.Report) -> list[Send]:
+        return self.on(Said(initial_rank=rank, report=report, at_s=self.now_s))
+
+    def ready(self, iteration: int, ranks: Iterable[int]) -> list[Send]:
+        found: list[Send] = []
+        for rank in ranks:
+            found += self.hear(rank, o.Ready(iteration=iteration, store_address=f"host {rank}"))
+        return found
+
+    def assign(self, ranks: dict[int, int | None]) -> list[Send]:
+        assert self.state.question is not None
+        return self.hear(self.state.question.to, o.Assigned(ordinal=self.state.question.ordinal, ranks=ranks))
+
+    def die(self, rank: int) -> list[Send]:
+        return self.on(Lost(initial_rank=rank, kind=o.FaultKind.DIED, summary="gone", at_s=self.now_s))
+
+    def fault(self, rank: int, iteration: int, *, is_consequence: bool = False) -> list[Send]:
+        kind = o.FaultKind.EXCEPTION
+        return self.hear(
+            rank, o.Fault(initial_rank=rank, iteration=iteration, kind=kind, is_consequence=is_consequence)
+        )
+
+    def wait(self) -> list[Send]:
+        due_s = next_deadline_s(self.state, self.limits)
+        assert due_s is not None
+        self.now_s = due_s
+        return self.on(Tick(at_s=self.now_s))
+
+
+def running(num_active: int, num: int, limits: RestartLimits = LIMITS) -> Hub:
+    hub = Hub(begin(num, 0.0), limits)
+    for rank in range(num):
+        hub.come(rank)
+    hub.ready(0, range(num))
+    hub.assign({rank: rank if rank < num_active else None for rank in range(num)})
+    assert hub.state.phase == Phase.RUNNING
+    return hub
+
+
+def only(actions: list[Send]) -> tuple[tuple[int, ...], o.Order]:
+    (action,) = actions
+    return action.to, action.order
+
+
+def test_first_iteration_begins_when_all_are_ready() -> None:
+    """Nobody goes before the last one is ready; then the lowest rank is asked, and all go with its answer."""
+    hub = Hub(begin(3, 0.0))
+    for rank in range(3):
+        assert hub.come(rank) == []
+    assert hub.ready(0, [2, 0]) == []
+    to, order = only(hub.ready(0, [1]))
+    assert to == (0,)
+    assert isinstance(order, o.Assign)
+    to, order = only(hub.assign({0: 1, 1: 0, 2: None}))
+    assert to == (0, 1, 2)
+    assert isinstance(order, o.Go)
+    assert (order.active_world_size, order.store_address) == (2, "host 1")
+
+
+def test_fault_restarts_everybody_once() -> None:
+    """The first fault orders all out of the function; others of the same iteration only add to what is known."""
+    hub = running(3, 4)
+    to, order = only(hub.fault(1, 0))
+    assert to == (0, 1, 2, 3)
+    assert isinstance(order, o.Restart)
+    assert order.iteration == 1
+    assert hub.fault(2, 0, is_consequence=True) == []
+    assert [fault.initial_rank for fault in hub.state.faults] == [1, 2]
+
+
+def test_stale_reports_change_nothing() -> None:
+    """What is said of an older iteration is dropped."""
+    hub = running(2, 2)
+    hub.fault(0, 0)
+    hub.ready(1, [0, 1])
+    hub.assign({0: 0, 1: 1})
+    before = hub.state
+    assert hub.fault(1, 0) == []
+    assert hub.ready(1, [1]) == []
+    assert hub.hear(1, o.Completed(iteration=0)) == []
+    assert hub.hear(1, o.Assigned(ordinal=1, ranks={0: None, 1: 0})) == []
+    assert hub.state == before
+
+
+def test_members_are_finished_together() -> None:
+    """The last active rank's completion ends it for all, the reserves too."""
+    hub = running(2, 3)
+    assert hub.hear(0, o.Completed(iteration=0)) == []
+    to, order = only(hub.hear(1, o.Completed(iteration=0)))
+    assert (to, order) == ((0, 1, 2), o.Finish(iteration=0))
+    assert hub.state.phase == Phase.FINISHED
+
+
+def test_completed_rank_may_die() -> None:
+    """A rank that has completed counts as completed when it dies before the others have."""
+    hub = running(2, 2)
+    hub.hear(0, o.Completed(iteration=0))
+    assert hub.die(0) == []
+    assert only(hub.hear(1, o.Completed(iteration=0))) == ((1,), o.Finish(iteration=0))
+
+
+def test_fault_restarts_completed_ranks_too() -> None:
+    """Those that had completed take part in the next iteration like all others."""
+    hub = running(2, 2)
+    hub.hear(0, o.Completed(iteration=0))
+    assert only(hub.fault(1, 0))[0] == (0, 1)
+    hub.ready(1, [0, 1])
+    hub.assign({0: 0, 1: 1})
+    assert hub.hear(1, o.Completed(iteration=1)) == []
+    assert hub.state.phase == Phase.RUNNING
+
+
+def test_late_completion_is_a_fault() -> None:
+    """Who has not completed long after the first is faulted, and all restart."""
+    hub = running(3, 3)
+    hub.hear(0, o.Completed(iteration=0))
+    hub.wait()
+    assert hub.now_s == LIMITS.completion_timeout_s
+    assert {(f.initial_rank, f.kind) for f in hub.state.faults} == {
+        (1, o.FaultKind.COMPLETION_TIMEOUT),
+        (2, o.FaultKind.COMPLETION_TIMEOUT),
+    }
+    assert (hub.state.phase, hub.state.iteration) == (Phase.FORMING, 1)
+
+
+def test_only_consequences_wait_for_their_cause() -> None:
+    """Where all faults are lost connections, the cause has a moment to be told; when it comes, nobody waits longer."""
+    hub = running(3, 3)
+    hub.fault(0, 0, is_consequence=True)
+    assert hub.ready(1, [0, 1, 2]) == []
+    assert next_deadline_s(hub.state, LIMITS) == LIMITS.last_call_wait_s
+    (action,) = hub.die(2)
+    assert isinstance(action.order, o.Assign)
+
+
+def test_cause_that_never_comes_is_waited_for_once() -> None:
+    """After the last call they go on with the consequences alone."""
+    hub = running(2, 2)
+    hub.fault(0, 0, is_consequence=True)
+    hub.ready(1, [0, 1])
+    (action,) = hub.wait()
+    assert isinstance(action.order, o.Assign)
+    assert hub.state.fault_counts == {}
+
+
+def test_known_cause_is_never_waited_for() -> None:
+    """With one cause known, the ranks are asked for at once."""
+    hub = running(2, 2)
+    hub.fault(0, 0)
+    (action,) = hub.ready(1, [0, 1])
+    assert isinstance(action.order, o.Assign)
+
+
+def test_soft_timeouts_around_a_stuck_rank_are_consequences() -> None:
+    """Ranks that waited for one that had to be ended are not blamed for it."""
+    hub = running(3, 4)
+    for rank in (0, 2):
+        kind = o.FaultKind.SOFT_TIMEOUT
+        hub.hear(rank, o.Fault(initial_rank=rank, iteration=0, kind=kind))
+    hub.ready(1, [0, 2, 3])
+    hub.on(Lost(initial_rank=1, kind=o.FaultKind.HARD_TIMEOUT, summary="stopped", at_s=0.0))
+    _, order = only(hub.assign({0: 0, 2: 2, 3: 1}))
+    assert isinstance(order, o.Go)
+    assert order.fault_counts == {1: 1}
+    assert [(f.initial_rank, f.is_consequence) for f in order.faults] == [(1, False), (0, True), (2, True)]
+
+
+def test_members_that_are_late_are_expelled() -> None:
+    """Who is not ready in time counts as dead; the others go on without."""
+    hub = running(3, 4)
+    hub.fault(0, 0)
+    hub.ready(1, [0, 2, 3])
+    expelled, asked = hub.wait()
+    assert hub.now_s == LIMITS.barrier_timeout_s
+    assert expelled.to == (1,)
+    assert isinstance(expelled.order, o.Expel)
+    assert isinstance(asked.order, o.Assign)
+    assert {(f.initial_rank, f.is_alive) for f in asked.order.members} == {(0, True), (1, False), (2, True), (3, True)}
+
+
+def test_silence_on_the_question_is_bounded() -> None:
+    """One that does not assign the ranks in time is expelled, and the next one is asked."""
+    hub = running(2, 2)
+    hub.fault(1, 0)
+    hub.ready(1, [0, 1])
+    expelled, asked = hub.wait()
+    assert (expelled.to, asked.to) == ((0,), (1,))
+    assert isinstance(expelled.order, o.Expel)
+
+
+@pytest.mark.parametrize("ranks", [{}, {0: None, 1: None}, {0: 0, 1: 0}, {0: 1, 1: 2}, {0: 0, 7: 1}])
+def test_assignments_without_sense_stop_all(ranks: dict[int, int | None]) -> None:
+    """Active ranks are 0, 1, 2, ... of living members, or nobody goes."""
+    hub = running(2, 2)
+    hub.fault(1, 0)
+    hub.ready(1, [0, 1])
+    to, order = only(hub.assign(ranks))
+    assert to == (0, 1)
+    assert isinstance(order, o.Abort)
+
+
+def test_restarts_are_bounded() -> None:
+    """After ``max_iterations`` restarts the next fault stops all, with the counts."""
+    hub = running(2, 2, msgspec.structs.replace(LIMITS, max_iterations=1))
+    hub.fault(1, 0)
+    hub.ready(1, [0, 1])
+    hub.assign({0: 0, 1: 1})
+    _, order = only(hub.fault(1, 1))
+    assert isinstance(order, o.Abort)
+    assert (order.iteration, order.fault_counts) == (1, {1: 2})
+
+
+def test_fatal_leave_stops_all() -> None:
+    """One that leaves and takes all with it says why."""
+    hub = running(2, 3)
+    assert only(hub.hear(2, o.Left(reason="enough", fatal=True))) == ((0, 1), o.Abort(reason="enough", iteration=0))
+
+
+def test_who_is_left_out_is_a_member_no_more() -> None:
+    """A member that the assignment leaves out hears so in the order to go, and is not waited for afterwards."""
+    hub = running(3, 3)
+    hub.fault(1, 0)
+    hub.ready(1, [0, 1, 2])
+    assert only(hub.assign({0: 0, 2: 1}))[0] == (0, 1, 2)
+    hub.fault(0, 1)
+    (action,) = hub.ready(2, [0, 2])
+    assert isinstance(action.order, o.Assign)
+
+
+def test_member_that_comes_back_hears_what_it_missed() -> None:
+    """An order that was given while a member's link was broken is given again when it comes back."""
+    hub = running(2, 2)
+    hub.fault(1, 0)
+    here = o.Standing(iteration=0, ranks={0: 0, 1: 1})
+    assert only(hub.come(0, here))[1] == o.Restart(iteration=1, faults=hub.state.faults)
+    hub.ready(1, [0, 1])
+    hub.assign({0: 0, 1: 1})
+    assert isinstance(only(hub.come(0, here))[1], o.Go)
+    hub.hear(0, o.Completed(iteration=1))
+    hub.hear(1, o.Completed(iteration=1))
+    assert only(hub.come(0, here))[1] == o.Finish(iteration=1)
+
+
+def test_dead_stay_dead() -> None:
+    """One that was given up and comes back is ended."""
+    hub = running(2, 3)
+    hub.die(1)
+    assert isinstance(only(hub.come(1))[1], o.Expel)
+
+
+def test_isolated_hub_stops_its_members() -> None:
+    """Where most members may go on elsewhere, those here stop."""
+    hub = running(3, 3)
+    assert isinstance(only(hub.on(Isolated(reason="alone", at_s=0.0)))[1], o.Abort)
+
+
+def test_next_hub_goes_on_with_what_runs() -> None:
+    """A new hub disturbs nobody where all are in the same iteration, and knows who has completed."""
+    ranks: dict[int, int | None] = {0: 0, 1: 1, 2: None}
+    standings = {
+        rank: o.Standing(iteration=3, ranks=ranks, restart=3, fault_counts={0: 3}, completed=3 if rank == 1 else 2)
+        for rank in ranks
+    }
+    hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 3, 0.0))
+    assert [hub.come(rank, standing) for rank, standing in standings.items()] == [[], [], []]
+    assert (hub.state.phase, hub.state.iteration, dict(hub.state.fault_counts)) == (Phase.RUNNING, 3, {0: 3})
+    assert isinstance(only(hub.hear(0, o.Completed(iteration=3)))[1], o.Finish)
+
+
+def test_next_hub_restarts_where_only_some_went() -> None:
+    """Where the old hub died while it gave the order to go, the iteration is left again by those who got it."""
+    ranks: dict[int, int | None] = {0: 0, 1: 1}
+    standings = {
+        0: o.Standing(iteration=1, ranks=ranks, restart=1),
+        1: o.Standing(iteration=0, ranks=ranks, restart=1, ready=o.Ready(iteration=1, store_address="b 1")),
+    }
+    hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 0.0))
+    orders = [only(hub.come(rank, standing))[1] for rank, standing in standings.items()]
+    assert orders == [o.Restart(iteration=2), o.Restart(iteration=2)]
