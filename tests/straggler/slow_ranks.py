@@ -19,6 +19,7 @@ from outlast.config import StragglerDetectionConfig
 from outlast.env import read_worker
 from outlast.runtime.journal import Journal
 from outlast.straggler import Report, StragglerDetector, machine_check
+from outlast.straggler import detector as detector_module
 
 FORWARD_S = 0.012
 STEPS = 10
@@ -95,15 +96,25 @@ def paced(rank: int) -> list[int]:
 
 
 def missing(rank: int) -> list[dict[str, Any]]:
-    """Rank 3 never enters a section that the others do."""
+    """Rank 3 never enters a section that the others do; what is gathered meanwhile is counted."""
+    gathered: list[int] = []
+    gather_bytes = detector_module.gather_bytes
+
+    def counted(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
+        gathered.append(len(data))
+        return gather_bytes(group, data)
+
+    detector_module.gather_bytes = counted
     detector = StragglerDetector(num_warmup_steps=0, timeout_s=30)
     for number in range(5):
         with detector.step(number):
             if rank != 3:
                 with detector.section("augment"):
                     time.sleep(0.001)
-    told = [_tell(detector.report())]
+    before = len(gathered)
+    told = [_tell(detector.report()) | {"gathered": [before, len(gathered)]}]
     detector.close()
+    detector_module.gather_bytes = gather_bytes
     return told
 
 

@@ -87,6 +87,11 @@ def test_a_section_that_a_rank_never_enters_is_said(told: list[dict[str, Any]]) 
     ]
 
 
+def test_ranks_tell_each_other_once_a_report(told: list[dict[str, Any]]) -> None:
+    """Steps gather nothing, and a report gathers once."""
+    assert all(rank["missing"][0]["gathered"] == [0, 1] for rank in told)
+
+
 def test_operators_are_timed_and_collectives_are_not(told: list[dict[str, Any]]) -> None:
     """Torch's profiler looks at two steps of the window, which are not timed otherwise; scores come of operators."""
     found = told[0]["kernels"]

@@ -34,6 +34,12 @@ __all__ = [
     "use_device",
 ]
 
+_COLLECTIVE = (
+    *("nccl", "rccl", "gloo", "c10d", "alltoall", "all_to_all", "allreduce", "all_reduce", "allgather", "all_gather"),
+    *("reduce_scatter", "broadcast", "sendrecv", "barrier", "wait"),
+)
+"""What the names of collectives, and of waiting for them, have in them."""
+
 
 def training_device(local_rank: int = 0) -> torch.device:
     """Return the device on which the worker ``local_rank`` of this node trains: its own GPU, else the CPU.
@@ -193,7 +199,8 @@ def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) 
     heartbeat = env.environ().get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
     if heartbeat is not None and heartbeat.isdecimal() and 0 < int(heartbeat) <= hard_timeout_s:
         raise ConfigError(
-            f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} must be longer than hard_timeout={hard_timeout_s:g}; unset it"
+            f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} must be longer than hard_timeout={hard_timeout_s:g}; "
+            "unset it"
         )
 
 
@@ -219,9 +226,17 @@ def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
 def kernel_seconds(event: Any) -> float | None:
     """Return the seconds of a profiler's event, itself alone, if it is a kernel; without a device, an operator.
 
+    Those of collectives do not count: they take as long as their ranks wait for each other.
+
     Args:
         event: Of ``torch.profiler.profile(...).events()``.
+
+    Returns:
+        Seconds; ``None`` = it is none of these.
     """
+    name = event.name.lower()
+    if any(part in name for part in _COLLECTIVE):
+        return None
     if training_device().type == "cuda":
         return event.device_time_total / 1e6 if event.device_type.name == "CUDA" else None
     return event.self_cpu_time_total / 1e6 if event.device_type.name == "CPU" else None

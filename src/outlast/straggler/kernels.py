@@ -20,10 +20,6 @@ NUM_STEPS = 2
 """Steps that are looked at in a window."""
 MAX_KERNELS = 50
 """Kernels of a rank that are told, those that took most time."""
-_COLLECTIVE = (
-    *("nccl", "rccl", "gloo", "c10d", "alltoall", "all_to_all", "allreduce", "all_reduce", "allgather", "all_gather"),
-    *("reduce_scatter", "broadcast", "sendrecv", "barrier", "wait"),
-)
 
 
 class KernelTimes:
@@ -67,9 +63,7 @@ class KernelTimes:
         stopped, self._profile = self._profile, None
         stopped.stop()
         for event in stopped.events() or ():
-            name = event.name.lower()
-            seconds = kernel_seconds(event)
-            if seconds and not any(part in name for part in _COLLECTIVE):
+            if seconds := kernel_seconds(event):
                 self._times_s.setdefault(event.name, []).append(seconds)
 
     def take(self, best_s: dict[str, float]) -> tuple[Timing, ...]:
