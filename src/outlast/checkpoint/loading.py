@@ -19,6 +19,7 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError
 from outlast.policy.quarantine import Distrusted
+from outlast.policy.recovery_point import Tier
 
 __all__ = ["Loader"]
 
@@ -99,6 +100,16 @@ class Loader:
         if loaded is None:
             return None
         return dataclasses.replace(loaded, known=known_generations(committed, distrusted, iteration))
+
+    def known(self, newest: int, distrusted: Sequence[Distrusted]) -> dict[int, set[Tier]]:
+        """Return the generations up to ``newest`` that all ranks could load, with the tiers that have all of each.
+
+        Raises:
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        return known_generations(self._gather(self._places), distrusted, newest)
 
     def _gather(self, places: Places) -> Table:
         return gather_copies(places, self._peers, self._writer, topology=self._topology)

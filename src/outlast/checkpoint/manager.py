@@ -96,6 +96,8 @@ class CheckpointManager:
         except BaseException:
             self._peers.close()
             self._writer.close()
+            if hasattr(self, "_committer"):
+                self._committer.stop(0.2)
             raise
         self._say_what_is_off()
         self._loader = Loader(config, self._places, self._peers, self._writer, self._arenas, topology=self._topology)
@@ -154,6 +156,26 @@ class CheckpointManager:
         self._may_save = True
         self._prepare(state)
         return self._restored
+
+    def go_on(self, state: Mapping[str, Any], iteration: int, origin: Restored | None) -> None:
+        """Go on from a state that all ranks have in memory already, instead of loading one.
+
+        Args:
+            state: As for :meth:`save`; nothing of it is touched.
+            iteration: Number of optimizer steps that it has done.
+            origin: What it goes back to, as an earlier manager loaded it; ``None`` = it was never loaded.
+
+        Raises:
+            PeerLost: A peer left.
+
+        Collective: all ranks, before the first save.
+        Blocks: until all ranks have looked at what there is.
+        """
+        known = self._loader.known(iteration, decode_distrusted(self._place.untrusted))
+        self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
+        self._take_for_committed(known, iteration)
+        self._may_save = True
+        self._prepare(state)
 
     def load_suspect(self, state: Mapping[str, Any], iteration: int) -> Restored | None:
         """Load what was saved at ``iteration`` for diagnosis, to look at the step that follows it once more.
@@ -386,12 +408,16 @@ class CheckpointManager:
             bytes_read={str(mine.tier): loaded.copy.num_bytes_read},
         )
         if is_ours:
-            self._restored_tiers = frozenset(loaded.known.get(point.generation, ()))
-            self._outcomes.durable = max(loaded.known, default=None)
-            self._committer.start_from(loaded.known)
-            if self._global is not None:
-                self._global.start_from(number for number, tiers in loaded.known.items() if Tier.GLOBAL in tiers)
+            self._take_for_committed(loaded.known, point.generation)
         self._reporter.restored(self._restored)
+
+    def _take_for_committed(self, known: dict[int, set[Tier]], iteration: int) -> None:
+        """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
+        self._restored_tiers = frozenset(known.get(iteration, ()))
+        self._outcomes.durable = max(known, default=None)
+        self._committer.start_from(known)
+        if self._global is not None:
+            self._global.start_from(number for number, tiers in known.items() if Tier.GLOBAL in tiers)
 
     # -- saving ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ peers may be gone, and nothing may wait for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from outlast.config import Config
@@ -42,11 +42,6 @@ class Enclosure:
     def is_restart(self) -> bool:
         """Whether the function is called again, after a fault."""
         return self.call is not None and self.call.iteration > 0
-
-    def on_leave(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called once the call is left."""
-        if self.call is not None:
-            self.call.on_leave(callback)
 
     def ping(self) -> None:
         """Say that training goes on."""

@@ -15,7 +15,7 @@ from outlast.session.state import give_back, without_wrappers
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager, Restored
 
-__all__ = ["recover", "recover_suspect"]
+__all__ = ["recover", "recover_suspect", "tell_loaded"]
 
 
 def recover(
@@ -48,6 +48,18 @@ def recover_suspect(
     return _load(manager, state, own, monitor, lambda loaded: manager.load_suspect(loaded, iteration))
 
 
+def tell_loaded(monitor: RankMonitor, restored: Restored, suspect_window: int) -> None:
+    """Write on the node's board which generation the state goes back to."""
+    monitor.set_restored(
+        LoadedCopy(
+            generation=restored.generation,
+            attempt=restored.attempt,
+            tier=Tier[tier_of_load(restored.tiers).upper()],
+            suspect_window=suspect_window,
+        )
+    )
+
+
 def _load(
     manager: CheckpointManager,
     state: Mapping[str, Any],
@@ -62,14 +74,7 @@ def _load(
         return None
     del loaded[OWN_STATE]
     give_back(state, given, loaded)
-    monitor.set_restored(
-        LoadedCopy(
-            generation=restored.generation,
-            attempt=restored.attempt,
-            tier=Tier[tier_of_load(restored.tiers).upper()],
-            suspect_window=manager.config.suspect_window,
-        )
-    )
+    tell_loaded(monitor, restored, manager.config.suspect_window)
     monitor.set_iteration(restored.iteration)
     monitor.set_durable_iteration(restored.iteration)
     return restored

@@ -14,12 +14,13 @@ from outlast.runtime.journal import Journal
 from outlast.session.attempts import OWN_STATE, Attempts
 from outlast.session.departure import Departure
 from outlast.session.place import has_near_tier
-from outlast.session.recovery import recover, recover_suspect
+from outlast.session.recovery import recover, recover_suspect, tell_loaded
 from outlast.session.rhythm import NEAR_TIERS, Due, Rhythm
 from outlast.session.state import without_wrappers
 
 if TYPE_CHECKING:
     from outlast.checkpoint import Restored, SaveHandle
+    from outlast.policy.in_place import Origin
 
 __all__ = ["Saves"]
 
@@ -50,7 +51,7 @@ class Saves:
     ) -> None:
         from outlast.checkpoint import CheckpointManager
 
-        self._monitor, self._section = monitor, section
+        self._place, self._monitor, self._section = place, monitor, section
         self._saved_iteration: int | None = None
         self._manager = CheckpointManager(config, env=place, journal=journal)
         self._rhythm = Rhythm(
@@ -68,11 +69,8 @@ class Saves:
         """Whether there is something to come back from."""
         return self._manager.durable_iteration is not None
 
-    def restore(self, state: Mapping[str, Any], own: Attempts) -> int | None:
-        """Load what is to be replayed, if anything, else the newest generation; return its iteration.
-
-        Returns:
-            Number of optimizer steps that were done; ``None`` when there is nothing to load.
+    def restore(self, state: Mapping[str, Any], own: Attempts) -> Restored | None:
+        """Load what is to be replayed, if anything, else the newest generation; ``None`` when there is nothing to load.
 
         Raises:
             CheckpointError: There are generations, but none that all ranks can load.
@@ -86,7 +84,41 @@ class Saves:
         if self._manager.config.directory is None or set(restored.tiers) == {"global"}:
             self._saved_iteration = restored.iteration
         self._rhythm.start_from(restored.iteration)
-        return restored.iteration
+        return restored
+
+    def go_on(self, state: Mapping[str, Any], own: Attempts, iteration: int, origin: Origin | None) -> None:
+        """Go on from a state that all ranks have in memory already.
+
+        Args:
+            state: As for :meth:`save`.
+            own: The session's own state.
+            iteration: Number of optimizer steps that it has done.
+            origin: What it goes back to.
+
+        Raises:
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        from outlast.checkpoint import Restored
+
+        loaded = None
+        if origin is not None:
+            loaded = Restored(
+                iteration=iteration,
+                generation=origin.generation,
+                attempt=origin.attempt,
+                tier=origin.tiers[self._place.global_rank],
+                tiers=origin.tiers,
+                rejected=[],
+                load_s=0.0,
+                bytes_read={},
+            )
+            tell_loaded(self._monitor, loaded, self._manager.config.suspect_window)
+        self._manager.go_on({**without_wrappers(state), OWN_STATE: own}, iteration, loaded)
+        if (durable := self._manager.durable_iteration) is not None:
+            self._monitor.set_durable_iteration(durable)
+        self._rhythm.start_from(iteration)
 
     def wish(self, iteration: int) -> Due:
         """Return what this rank wants to follow the step that begins after so many."""

@@ -24,6 +24,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import ExitReason, OutlastError, Untrusted
 from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import RankMonitor, SectionTimer
+from outlast.policy.in_place import Origin
 from outlast.policy.slots import OWN_VERDICTS
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
@@ -34,6 +35,7 @@ from outlast.session.departure import Departure
 from outlast.session.enclosure import Enclosure
 from outlast.session.place import as_initialised, is_initialised, say_what_is_off
 from outlast.session.replicas import ReplicaWatch
+from outlast.session.resuming import Resuming
 from outlast.session.rhythm import Due
 from outlast.session.rounds import Rounds
 from outlast.session.saves import Saves
@@ -104,6 +106,8 @@ class Session:
             wishes=self._wishes,
             faults=faults,
         )
+        if self._enclosure.is_restart:
+            self._attempts.replay = None  # it was for the cycle's begin
         self._rounds = Rounds(self._consensus, self._attempts, self._wishes)
         self._state: Mapping[str, Any] = {}
         self._journal.write(
@@ -134,7 +138,10 @@ class Session:
             stop_requested=self._monitor.stop_requested,
             write_end=self._write_end,
         )
-        self._enclosure.on_leave(self._abandon)
+        self._resuming = None
+        if self._enclosure.call is not None:
+            self._resuming = Resuming(self._enclosure.call, self._place, self._journal)
+            self._enclosure.call.on_leave(self._abandon)
         atexit.register(self._at_exit)
 
     @property
@@ -218,7 +225,7 @@ class Session:
         self._state = state
         self._attempts.watch(state)
         with self._section("setup"):
-            self._restore(state)
+            self._restore(state, replicas)
             if self.config.replica_digest is not None and self.config.replica_digest.interval:
                 self._replicas = ReplicaWatch(self.config.replica_digest, state, replicas, self._place, self._journal)
         try:
@@ -343,16 +350,35 @@ class Session:
                 self._monitor.set_leaving(error.code)
             self._let_go()
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any], replicas: dist.ProcessGroup | DeviceMesh | None) -> None:
+        """Go on from memory after a restart in process, if all ranks can, else from the newest generation."""
+        if self._resuming is not None:
+            iteration = self._resuming.resume(state, self._attempts, replicas)
+            if iteration is not None:
+                self._iteration = iteration
+                self._monitor.set_iteration(iteration)
+                if self._saves is not None:
+                    self._saves.go_on(state, self._attempts, iteration, self._resuming.origin)
+                return
+        origin = self._load(state)
+        if self._resuming is not None:
+            self._resuming.note_loaded(origin)
+            self._resuming.note(self._iteration)
+
+    def _load(self, state: Mapping[str, Any]) -> Origin | None:
         if self._saves is None:
-            return
+            return None
         try:
-            self._iteration = self._saves.restore(state, self._attempts) or 0
+            loaded = self._saves.restore(state, self._attempts)
         except Untrusted as error:
             if self._place.untrusted is None:
                 raise
             log.error("no generation is left to trust: %s", error)
             self._exit(ExitReason.FAILED_VALIDATION)
+        if loaded is None:
+            return None
+        self._iteration = loaded.iteration
+        return Origin(generation=loaded.generation, attempt=loaded.attempt, tiers=loaded.tiers)
 
     def _section(self, name: str) -> AbstractContextManager[None]:
         return self._enclosure.section(self._monitor, name)
@@ -371,6 +397,8 @@ class Session:
 
     def _end_step(self) -> dict[str, int]:
         """Count the step; return what all ranks agreed on: the signal on which they leave now, what they save."""
+        if self._resuming is not None:
+            self._resuming.note(self._iteration + 1)
         agreed = self._rounds.finish()
         self._iteration += 1
         self._monitor.end_section("step")
@@ -468,10 +496,21 @@ class Session:
         """Give up what is under way, since the function around this session was left. Blocks: some milliseconds."""
         if self._saves is not None:
             self._saves.close()
+        if hasattr(self, "_attempts"):  # else the call was left while the session was being made
+            self._attempts.close()
         self._let_go()
+        if self._resuming is not None:
+            self._resuming.release()
 
     def _let_go(self, *, keep_notices: bool = False) -> None:
-        """Close everything that closes without waiting for a peer."""
+        """Close everything that closes without waiting for a peer.
+
+        Where a restart was ordered it is the end of the call that does it: see :meth:`_abandon`.
+        """
+        with self._enclosure.undivided():
+            self._close_all(keep_notices=keep_notices)
+
+    def _close_all(self, *, keep_notices: bool) -> None:
         if self._closed:
             return
         self._closed = True

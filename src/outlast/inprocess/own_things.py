@@ -1,0 +1,275 @@
+"""What is a rank's own in a training state: random numbers, and everything that is neither module nor optimizer.
+
+It is small, and changes anywhere in a step; a copy is taken at the end of each, so it must cost next to nothing: what
+did not change is not encoded again, and what is simple is encoded in one go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from outlast.checkpoint.state import decode, flatten, is_stateful
+from outlast.errors import OutlastError
+from outlast.runtime.device import device_rng_state
+from outlast.runtime.random_numbers import restore_random
+
+__all__ = ["OwnThings"]
+
+_MT19937_BYTES = 624 * 4 + 4
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+_INT_MAX = 2**63
+
+
+class _Encoded(msgspec.Struct, frozen=True):
+    """One value, taken apart."""
+
+    tree: bytes
+    tensors: list[tuple[str, str, list[int], bytes]]
+
+
+class _Payload(msgspec.Struct, frozen=True):
+    """All that is a rank's own at the end of a step."""
+
+    python: bytes
+    numpy: bytes
+    torch: bytes
+    device: bytes
+    simple: dict[str, Any]
+    others: dict[str, bytes]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Payload)
+
+
+class OwnThings:
+    """Take a copy of a rank's own things, and put one back.
+
+    Args:
+        state: What training changes; what is a module or an optimizer in it is left out, but an optimizer's settings
+            (learning rates) are not.
+        optimizers: Its optimizers, by path.
+
+    Thread: that of the training loop.
+    """
+
+    def __init__(self, state: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._state, self._optimizers = state, dict(optimizers)
+        self._stateful = dict(_stateful_in(state, ""))
+        self._has_plain = _has_plain(state)
+        self._random = _Random()
+
+    def take(self) -> bytes:
+        """Return a copy of what they are now.
+
+        Raises:
+            OutlastError: Something cannot be copied so that it can be put back.
+        """
+        simple: dict[str, Any] = {}
+        others: dict[str, bytes] = {}
+        for path, optimizer in self._optimizers.items():
+            groups = [
+                {name: value for name, value in group.items() if name != "params"} for group in _groups(optimizer)
+            ]
+            others[f"groups {path}"] = _as_bytes(groups)
+        for path, value in self._stateful.items():
+            captured = value.state_dict()
+            if _is_simple(captured):
+                simple[path] = captured
+            else:
+                others[f"state {path}"] = _as_bytes(captured)
+        if self._has_plain:
+            for path, _, _, value in _plain_in(self._state, ""):
+                others[f"plain {path}"] = _as_bytes(value)
+        parts = self._random.take()
+        return _encoder.encode(_Payload(*parts, simple, others))
+
+    def put_back(self, data: bytes) -> None:
+        """Make them what they were when :meth:`take` returned ``data``, in this process or another one.
+
+        Raises:
+            OutlastError: They are not made of the same parts.
+        """
+        try:
+            payload = _decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise OutlastError(f"what was kept of a rank cannot be read ({error})") from error
+        for path, value in self._stateful.items():
+            if path in payload.simple:
+                value.load_state_dict(payload.simple[path])
+            else:
+                value.load_state_dict(_from_bytes(_of(payload.others, f"state {path}")))
+        for path, optimizer in self._optimizers.items():
+            groups = _from_bytes(_of(payload.others, f"groups {path}"))
+            if len(groups) != len(optimizer.param_groups):
+                raise OutlastError(
+                    f"optimizer {path!r} has another number of parameter groups than the one that was kept"
+                )
+            for group, kept in zip(optimizer.param_groups, groups, strict=True):
+                group.update(kept)
+        for path, mapping, name, value in list(_plain_in(self._state, "")):
+            kept = _from_bytes(_of(payload.others, f"plain {path}"))
+            if isinstance(value, torch.Tensor):
+                with torch.no_grad():
+                    value.copy_(kept)
+            elif isinstance(mapping, MutableMapping):
+                mapping[name] = kept
+            else:
+                raise OutlastError(f"state {path!r} is a plain value in a mapping that takes none back; give a dict")
+        _put_back_random(payload)
+
+
+class _Random:
+    """Random numbers of this process, encoded; what was not used since is not encoded again."""
+
+    def __init__(self) -> None:
+        self._python_address = _python_state_address()
+        self._python_seen: tuple[bytes, float | None] | None = None
+        self._python = b""
+        self._numpy_seen, self._numpy = b"", b""
+
+    def take(self) -> tuple[bytes, bytes, bytes, bytes]:
+        device = device_rng_state()
+        return (
+            self._take_python(),
+            self._take_numpy(),
+            torch.get_rng_state().numpy().tobytes(),
+            b"" if device is None else device,
+        )
+
+    def _take_python(self) -> bytes:
+        if self._python_address:
+            generator: Any = random._inst
+            seen = (ctypes.string_at(self._python_address, _MT19937_BYTES), generator.gauss_next)
+            if seen == self._python_seen:
+                return self._python
+            self._python_seen = seen
+        self._python = _encoder.encode(random.getstate())
+        return self._python
+
+    def _take_numpy(self) -> bytes:
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if type(generator).__name__ != "MT19937":
+            raise OutlastError("numpy's global generator is not its default one; it cannot be kept")
+        seen = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        if seen != self._numpy_seen or not self._numpy:
+            self._numpy_seen = seen
+            state: Any = np.random.get_state()
+            _, words, position, has_gauss, gauss = state
+            self._numpy = _encoder.encode((words.tobytes(), int(position), int(has_gauss), float(gauss)))
+        return self._numpy
+
+
+def _python_state_address() -> int:
+    """Return where CPython keeps the words of the global generator; 0 where that is not known for sure."""
+    address = id(random._inst) + object.__basicsize__
+    try:
+        seen = ctypes.string_at(address, _MT19937_BYTES)
+    except (ValueError, OSError):
+        return 0
+    *words, position = random.getstate()[1]
+    as_kept = position.to_bytes(4, "little") + np.array(words, dtype="<u4").tobytes()
+    return address if seen == as_kept else 0
+
+
+def _put_back_random(payload: _Payload) -> None:
+    version, words, gauss = msgspec.msgpack.decode(payload.python)
+    numpy_words, position, has_gauss, numpy_gauss = msgspec.msgpack.decode(payload.numpy)
+    restore_random(
+        {
+            "python": (version, tuple(words), gauss),
+            "numpy": ("MT19937", np.frombuffer(numpy_words, dtype=np.uint32), position, has_gauss, numpy_gauss),
+            "torch": torch.frombuffer(bytearray(payload.torch), dtype=torch.uint8),
+            "device": payload.device or None,
+        }
+    )
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return optimizer.param_groups
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(
+        is_stateful(inner) or isinstance(inner, torch.Tensor) or _is_nested(inner) for inner in value.values()
+    )
+
+
+def _stateful_in(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        here = f"{path}.{name}" if path else str(name)
+        if _is_part(value):
+            continue
+        if is_stateful(value):
+            yield here, value
+        elif _is_nested(value):
+            yield from _stateful_in(value, here)
+
+
+def _plain_in(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any], str, Any]]:
+    for name, value in state.items():
+        here = f"{path}.{name}" if path else str(name)
+        if _is_part(value) or is_stateful(value):
+            continue
+        if not isinstance(value, torch.Tensor) and _is_nested(value):
+            yield from _plain_in(value, here)
+        else:
+            yield here, state, name, value
+
+
+def _has_plain(state: Mapping[str, Any]) -> bool:
+    return next(_plain_in(state, ""), None) is not None
+
+
+def _is_simple(value: Any) -> bool:
+    """Say whether msgpack gives a value back as it is."""
+    if type(value) is not dict:
+        return False
+    for name, inner in value.items():
+        kind = type(inner)
+        if type(name) is not str or not (
+            kind in _SCALARS or (kind is list and all(type(one) in _SCALARS for one in inner))
+        ):
+            return False
+        if kind is int and not -_INT_MAX <= inner < _INT_MAX:
+            return False
+    return True
+
+
+def _as_bytes(value: Any) -> bytes:
+    flat = flatten(value)
+    tensors = []
+    for named in flat.tensors:
+        host = named.tensor.detach().cpu().contiguous()
+        kind = str(host.dtype).removeprefix("torch.")
+        tensors.append((named.name, kind, list(host.shape), host.reshape(-1).view(torch.uint8).numpy().tobytes()))
+    return _encoder.encode(_Encoded(flat.tree, tensors))
+
+
+def _from_bytes(data: bytes) -> Any:
+    encoded = msgspec.msgpack.decode(data, type=_Encoded)
+    tensors = {}
+    for name, kind, shape, content in encoded.tensors:
+        dtype = getattr(torch, kind)
+        if content:
+            tensors[name] = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+    return decode(encoded.tree, tensors.__getitem__)
+
+
+def _of(others: Mapping[str, bytes], name: str) -> bytes:
+    if name not in others:
+        raise OutlastError(f"nothing was kept of {name}; is the state made of the same parts on all ranks?")
+    return others[name]

@@ -1,0 +1,312 @@
+"""Going on from memory after a restart in process: survivors in place, reserves with what a survivor gives them.
+
+See :mod:`outlast.policy.in_place` for what is decided, and :mod:`outlast.inprocess.kept_state` for what is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from outlast import clock
+from outlast.checkpoint.restore import restore_into
+from outlast.checkpoint.state import capture, decode, flatten
+from outlast.errors import CheckpointError, OutlastError
+from outlast.inprocess.kept_state import KeptState, digest_parts, parts_of
+from outlast.inprocess.own_page import OwnPage
+from outlast.inprocess.own_things import OwnThings
+from outlast.policy.in_place import Holding, InPlacePlan, Origin, plan_in_place
+from outlast.runtime.gathering import gather_bytes
+from outlast.runtime.group import Group
+
+__all__ = ["Restore", "Resumed"]
+
+log = logging.getLogger(__name__)
+_TIMEOUT_S = 600.0
+
+
+class _Neighbour(msgspec.Struct, frozen=True):
+    """Where a rank's own things can be read by those on its node."""
+
+    node: str
+    pid: int
+    fd: int
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What is told before the tensors of a part are sent."""
+
+    tree: bytes
+    tensors: list[_Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """How training goes on from memory."""
+
+    iteration: int
+    """Number of optimizer steps done."""
+    sources: tuple[str, ...]
+    """For every rank ``in_place`` or ``peer``."""
+    source: str
+    """This rank's."""
+    took_s: float
+    """Seconds."""
+
+
+class Restore:
+    """Keep a training state over restarts in process, and go on from it where that is safe.
+
+    A session does this by itself. Without one::
+
+        @outlast.inprocess.Wrapper()
+        def train(call: outlast.inprocess.Handle):
+            torch.distributed.init_process_group("gloo")
+            model = call.keep("model", make_model)
+            optimizer = call.keep("optimizer", lambda: torch.optim.AdamW(model.parameters()))
+            restore = call.keep("restore", outlast.inprocess.Restore)
+            state = {"model": model, "optimizer": optimizer}
+            begin = restore.resume(state)
+            if begin is None:
+                begin = load_checkpoint(state)
+            restore.note(begin)
+            call.on_leave(restore.release)
+            for iteration in range(begin, total):
+                ...
+                restore.note(iteration + 1)
+
+    Thread: the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.last: Resumed | None = None
+        """What the last :meth:`resume` found; ``None`` = nothing to go on from."""
+        self.has_loaded: Origin | None = None
+        """The generation that the state goes back to, for whoever saves it."""
+        self._kept = KeptState()
+        self._state: Mapping[str, Any] = {}
+        self._own: Mapping[str, Any] = {}
+        self._neighbours: dict[int, OwnPage] = {}
+        self._was_used = False
+
+    def resume(
+        self,
+        state: Mapping[str, Any],
+        *,
+        own: Mapping[str, Any] | None = None,
+        replicas: Sequence[int] | None = None,
+        node: str | None = None,
+    ) -> int | None:
+        """Make ``state`` what it was before the restart, from memory, if all ranks can; and follow it from now on.
+
+        Args:
+            state: Name to what training changes, the same on all ranks: modules and optimizers of torch, anything else
+                with ``state_dict()`` and ``load_state_dict()``, tensors, plain values, mappings of these.
+            own: More of this rank with a state of its own.
+            replicas: Ranks that hold the same modules and optimizer state, this one included; ``None`` = all.
+            node: Name of this rank's node; ``None`` = this machine's.
+
+        Returns:
+            Number of optimizer steps done; ``None``: ``state`` is of no use, or new, and has to be loaded; the log says
+            why.
+
+        Raises:
+            RuntimeError: A peer left.
+
+        Collective: all ranks of the default group, in each call of the wrapped function.
+        Blocks: while this rank's part is digested and, where a rank lacks its own, until that was sent.
+        """
+        started_ns = clock.now_ns()
+        self._state, self._own = state, own or {}
+        self._was_used = self._kept.is_used(state)
+        if self._was_used:
+            for module in parts_of(state).modules.values():
+                module.zero_grad(set_to_none=True)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        ranks = tuple(range(world_size)) if replicas is None else tuple(sorted(replicas))
+        group = Group.open(timeout_s=_TIMEOUT_S) if world_size > 1 else None
+        try:
+            talk = _Talk(group.process_group if group is not None else None, rank)
+            plan = plan_in_place(talk.gather(self._holding(state, ranks), Holding))
+            problem = ""
+            if plan.iteration is not None:
+                problem = self._carry_out(plan, talk)
+            self._watch(state, talk, rank, world_size, node)
+            if plan.iteration is not None and not problem:
+                self._kept.note(plan.iteration)
+        finally:
+            if group is not None:
+                group.close()
+        self.last = None
+        if plan.iteration is None or problem:
+            why = problem or plan.reason
+            if why:
+                log.info("nothing is kept over this restart: %s", why)
+            return None
+        sources = tuple("peer" if one in plan.part_from else "in_place" for one in range(world_size))
+        self.has_loaded = plan.has_loaded
+        self.last = Resumed(
+            iteration=plan.iteration,
+            sources=sources,
+            source=sources[rank],
+            took_s=(clock.now_ns() - started_ns) / 1e9,
+        )
+        return plan.iteration
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether the state given to the last :meth:`resume` was trained before and is of no use as it is."""
+        return self._was_used and self.last is None
+
+    def note(self, iteration: int) -> None:
+        """Say that the state is that of ``iteration`` steps: before the first step, and at the end of each body."""
+        self._kept.note(iteration)
+
+    def release(self) -> None:
+        """Let go of the state, as the call has been left. Idempotent. Blocks: while it is digested."""
+        self._kept.release()
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        self._kept.close()
+        self._forget_neighbours()
+
+    # -- details -----------------------------------------------------------------------------------------------
+
+    def _holding(self, state: Mapping[str, Any], ranks: tuple[int, ...]) -> Holding:
+        kept = self._kept
+        iteration, reason, digest = kept.look(state)
+        own = {of: page.iterations() for of, page in self._neighbours.items()}
+        if kept.page is not None and kept.rank is not None:
+            own[kept.rank] = kept.page.iterations()
+        return Holding(
+            iteration=iteration,
+            reason=reason,
+            rank=kept.rank,
+            world_size=kept.world_size,
+            digest=digest,
+            is_shared=len(ranks) > 1 and not kept.has_changing_buffers,
+            replicas=ranks,
+            own=own,
+            has_loaded=self.has_loaded,
+        )
+
+    def _carry_out(self, plan: InPlacePlan, talk: _Talk) -> str:
+        """Do what was planned; return what went wrong on any rank, the same on all."""
+        assert plan.iteration is not None
+        problem, own = "", self._read_own(talk.rank, plan.iteration)
+        for taker, giver in plan.own_from.items():
+            if taker != giver and talk.rank in (taker, giver):
+                own = talk.pass_on(self._read_own(taker, plan.iteration), giver, taker) or own
+        parts = parts_of(self._state)
+        for taker, giver in plan.part_from.items():
+            if talk.rank == giver:
+                talk.send_part(parts.mapping, taker)
+            elif talk.rank == taker:
+                try:
+                    talk.receive_part(parts.mapping, giver)
+                    if digest_parts(parts) != plan.digests[taker]:
+                        problem = f"rank {taker} was given another state than rank {giver} has"
+                except (CheckpointError, OutlastError) as error:
+                    problem = str(error)
+        if not problem:
+            try:
+                OwnThings({"own": self._own, "state": self._state}, parts.optimizers).put_back(own)
+            except (CheckpointError, OutlastError, RuntimeError, KeyError, ValueError, TypeError) as error:
+                problem = f"rank {talk.rank}: {error}"
+        return next((text for text in talk.gather(problem, str) if text), "")
+
+    def _read_own(self, of: int, iteration: int) -> bytes:
+        page = self._kept.page if of == self._kept.rank else self._neighbours.get(of)
+        return (page.read(iteration) if page is not None else None) or b""
+
+    def _watch(self, state: Mapping[str, Any], talk: _Talk, rank: int, world_size: int, node: str | None) -> None:
+        """Follow the state from now on, and get at what is the own of the ranks on this node."""
+        self._kept.watch(state, self._own, rank=rank, world_size=world_size)
+        page = self._kept.page
+        assert page is not None
+        name = node if node is not None else os.uname().nodename
+        there = talk.gather(_Neighbour(node=name, pid=os.getpid(), fd=page.fd), _Neighbour)
+        self._forget_neighbours()
+        for other, neighbour in enumerate(there):
+            if other != rank and neighbour.node == name:
+                try:
+                    self._neighbours[other] = OwnPage.open(neighbour.pid, neighbour.fd)
+                except OSError as error:  # another container, or no right to: then nobody speaks for that rank
+                    log.debug("what is the own of rank %d cannot be read: %s", other, error)
+
+    def _forget_neighbours(self) -> None:
+        for page in self._neighbours.values():
+            page.close()
+        self._neighbours = {}
+
+
+class _Talk:
+    """What ranks tell each other in a restart.
+
+    Args:
+        group: A gloo group of all ranks; ``None``: this rank is alone.
+        rank: This rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int) -> None:
+        self._group, self.rank = group, rank
+
+    def gather(self, mine: Any, kind: Any) -> list[Any]:
+        """Return what every rank gave. Collective: all ranks."""
+        if self._group is None:
+            return [mine]
+        told = gather_bytes(self._group, msgspec.msgpack.encode(mine))
+        return [msgspec.msgpack.decode(data, type=kind) for data in told]
+
+    def pass_on(self, data: bytes, giver: int, taker: int) -> bytes:
+        """Send ``data`` if this rank is the giver; return it if this is the taker, else nothing."""
+        if self.rank == giver:
+            dist.send(torch.tensor([len(data)]), dst=taker, group=self._group)
+            if data:
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=taker, group=self._group)
+            return b""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, src=giver, group=self._group)
+        told = torch.zeros(int(length), dtype=torch.uint8)
+        if told.numel():
+            dist.recv(told, src=giver, group=self._group)
+        return told.numpy().tobytes()
+
+    def send_part(self, parts: Mapping[str, Any], taker: int) -> None:
+        """Send modules and optimizers."""
+        flat = flatten(capture(parts))
+        hosted = [(named.name, named.tensor.detach().cpu().contiguous()) for named in flat.tensors]
+        kinds = [_Tensor(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in hosted]
+        self.pass_on(msgspec.msgpack.encode(_Part(flat.tree, kinds)), self.rank, taker)
+        for _, one in hosted:
+            if one.numel():
+                dist.send(one.reshape(-1).view(torch.uint8), dst=taker, group=self._group)
+
+    def receive_part(self, parts: Mapping[str, Any], giver: int) -> None:
+        """Receive modules and optimizers into those given.
+
+        Raises:
+            CheckpointError: They do not fit.
+        """
+        told = msgspec.msgpack.decode(self.pass_on(b"", giver, self.rank), type=_Part)
+        tensors = {}
+        for kind in told.tensors:
+            one = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
+            if one.numel():
+                dist.recv(one.reshape(-1).view(torch.uint8), src=giver, group=self._group)
+            tensors[kind.name] = one
+        restore_into(dict(parts), decode(told.tree, tensors.__getitem__))
