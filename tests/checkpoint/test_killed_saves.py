@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from saving_ranks import start
 
+from outlast.checkpoint.writer_process import WriterProcess
+
 SAVE_AND_DIE = """
 STAGE, VICTIM = {stage!r}, {victim}
 pids = [None, None]
@@ -100,3 +102,46 @@ def test_a_killed_writer_fails_one_save_on_all_ranks(tmp_path: Path) -> None:
     assert [one["loaded"] for _, one in loaded] == [one["saved"] for _, one in ended]
     journal = (tmp_path / "ckpt-journal" / "journal").glob("*.jsonl")
     assert all("save_failed" in path.read_text() for path in journal)
+
+
+DIE_IN_THE_COPY = """
+from outlast.checkpoint import arena
+
+manager = manage()
+state["big"] = torch.arange(24 << 20, dtype=torch.float32)
+manager.save(state, 1).wait(20)
+tell(saved=content())
+train()
+copy, copied = arena.np.copyto, 0
+
+def copying(target, source):
+    global copied
+    copy(target, source)
+    copied += len(source)
+    if copied >= 64 << 20:
+        kill_self()
+
+arena.np.copyto = copying
+state["big"] += 1
+manager.save(state, 2)
+"""
+
+
+@pytest.mark.process
+def test_a_rank_killed_in_the_middle_of_its_copy_leaves_the_older_generation(tmp_path: Path) -> None:
+    """Nothing of a shard that is half copied is ever committed or listed: the older generation is loaded, and the
+    memory of the agent's writer serves the next save."""
+    folder = tmp_path / "ckpt"
+    writer = WriterProcess()
+    try:
+        ((code, told),) = start(folder, DIE_IN_THE_COPY, nodes={"ckpt": writer})
+        assert code == -9, told
+        load = "state['big'] = torch.zeros(24 << 20)\n" + LOAD
+        ((code, loaded),) = start(folder, load, cycle=1, nodes={"ckpt": writer})
+    finally:
+        writer.close()
+    assert code == 0, loaded
+    assert loaded["iteration"] == 1
+    assert loaded["rejected"] == []
+    assert loaded["loaded"] == told["saved"]
+    assert sorted(path.name for path in (folder / "ckpt").glob("step-*")) == ["step-1", "step-2"]

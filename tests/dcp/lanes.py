@@ -14,30 +14,12 @@ from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
 from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.manifest import topology_digest
+from outlast.checkpoint.own_store import OwnStore
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
 from outlast.errors import CheckpointError
 
 LONG_S = 15.0
-
-
-class SharedStore:
-    """The part of a store that the lanes need, for threads."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self._values[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self._values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
 
 
 @dataclass
@@ -95,7 +77,7 @@ class Lanes:
     lanes: list[GlobalLane] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        store = SharedStore()
+        store = OwnStore()
         self.directory = GlobalDirectory(self.url)
         self._images: dict[int, Image] = {}
         self._outcomes: dict[int, CheckpointError | None] = {}

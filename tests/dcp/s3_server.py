@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -80,9 +81,10 @@ class S3Server:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
                 break
             except OSError:
-                assert self._process.poll() is None, "the server ended"
                 assert time.monotonic() < end, "the server does not answer"
-                time.sleep(0.05)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = self._process.wait(0.05)  # as long as it takes until it may be asked again, or its end
+                    raise AssertionError(f"the server ended with code {code}") from None
         if is_new:
             self.client().create_bucket(Bucket=self.bucket)
         else:

@@ -13,10 +13,10 @@ import threading
 from pathlib import Path
 
 from outlast import env
-from outlast.bench.measuring import Rounds, describe_place, measure_in_process, plain_environment
-from outlast.bench.result import Bar, BenchResult
+from outlast.bench.measuring import describe_place, measure_in_process, plain_environment
+from outlast.bench.peer_figures import compared, missing_peers, times
+from outlast.bench.result import BenchResult
 from outlast.bench.rounds import Say
-from outlast.bench.save import missing_peers
 from outlast.bench.state_size import NUM_TENSORS, TENSOR_BYTES
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.errors import OutlastError
@@ -73,13 +73,13 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
     return BenchResult(
         bench="load",
         bars=(
-            _compared(rounds, "load_verified_vs_torch_load", "local", "torch_load", 0.5, "torch.load"),
-            _compared(rounds, "load_verified_vs_dcp_load", "local", "dcp_load", 0.6, "dcp.load"),
-            _compared(rounds, "load_memory_vs_torch_load", "memory", "torch_load", 0.5, "torch.load"),
+            compared(rounds, "load_verified_vs_torch_load", "local", "torch_load", 0.5, "torch.load"),
+            compared(rounds, "load_verified_vs_dcp_load", "local", "dcp_load", 0.6, "dcp.load"),
+            compared(rounds, "load_memory_vs_torch_load", "memory", "torch_load", 0.5, "torch.load"),
         ),
         notes=(
             f"{num_tensors} tensors of 16 MiB, {place}, all in the page cache; the values are compared after each load",
-            *(f"{what}: {median * 1e3:.1f} ms" for name, what in _SECONDS.items() if (median := rounds.median(name))),
+            *times(rounds, _SECONDS),
             *missing_peers(measured="meta" in rounds),
         ),
     )
@@ -104,14 +104,3 @@ def _save_and_kill(arguments: tuple[str, ...], variables: dict[str, str]) -> Non
             saver.kill()
     if said != _SAVED:
         raise OutlastError("the process that saves failed, or was too slow; its output is above")
-
-
-def _compared(rounds: Rounds, name: str, ours: str, peer: str, bar: float, called: str) -> Bar:
-    return Bar(
-        name=name,
-        value=rounds.ratio(ours, peer),
-        unit="x",
-        bar=bar,
-        peer=f"{called} (s)",
-        peer_value=rounds.median(peer),
-    )

@@ -5,16 +5,16 @@ Three processes measure one after the other: stalls and durations, training step
 
 from __future__ import annotations
 
-import importlib.metadata
 import tempfile
 from pathlib import Path
 
 from outlast.bench.measuring import Rounds, describe_place, measure_in_process
+from outlast.bench.peer_figures import compared, missing_peers, times
 from outlast.bench.result import Bar, BenchResult
 from outlast.bench.rounds import Say
 from outlast.bench.state_size import NUM_TENSORS, TENSOR_BYTES
 
-__all__ = ["NEEDS_CUDA", "measure"]
+__all__ = ["measure"]
 
 _TIMEOUT_S = 900.0
 _MOST_MEMORY_ROUNDS = 2
@@ -38,8 +38,6 @@ _SECONDS = {
     "meta_guard": "torch-checkpointing: the wait for its lock, if it came at once",
     "meta_total": "torch-checkpointing: until it is written (no fsync)",
 }
-NEEDS_CUDA = "nvidia-resiliency-ext"
-"""A peer whose saves and loads synchronise with CUDA even where all tensors lie in main memory."""
 
 
 def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchResult:
@@ -76,8 +74,8 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
     return BenchResult(
         bench="save",
         bars=(
-            _compared(saves, "stall_vs_dcp_async", "ours", "dcp_async", 0.7, "dcp.async_save"),
-            _compared(saves, "stall_vs_memcpy", "ours", "memcpy", 1.25, "warm copy, 2 threads"),
+            compared(saves, "stall_vs_dcp_async", "ours", "dcp_async", 0.7, "dcp.async_save"),
+            compared(saves, "stall_vs_memcpy", "ours", "memcpy", 1.25, "warm copy, 2 threads"),
             Bar(
                 name="stall_overlapped_ms",
                 value=_milliseconds(saves, "overlapped"),
@@ -86,7 +84,7 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
                 peer="dcp, asynchronous staging",
                 peer_value=_milliseconds(saves, "dcp_staging"),
             ),
-            _compared(
+            compared(
                 saves, "stall_overlapped_vs_dcp_staging", "overlapped", "dcp_staging", 0.6, "dcp, asynchronous staging"
             ),
             Bar(
@@ -97,8 +95,8 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
                 peer="dcp.async_save, thread (a step's growth)",
                 peer_value=steps.median("dcp_slowdown"),
             ),
-            _compared(saves, "durable_vs_dcp_save", "ours_durable", "dcp_save", 0.7, "dcp.save"),
-            _compared(saves, "durable_vs_bare_write", "ours_durable", "bare_write", 1.3, "bare O_DIRECT + fsync"),
+            compared(saves, "durable_vs_dcp_save", "ours_durable", "dcp_save", 0.7, "dcp.save"),
+            compared(saves, "durable_vs_bare_write", "ours_durable", "bare_write", 1.3, "bare O_DIRECT + fsync"),
             Bar(
                 name="extra_memory_mib",
                 value=memory.median("ours"),
@@ -110,35 +108,10 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
         ),
         notes=(
             f"{num_tensors} tensors of 16 MiB, {place}; each round removes what it wrote",
-            *(f"{what}: {median * 1e3:.1f} ms" for name, what in _SECONDS.items() if (median := saves.median(name))),
+            *times(saves, _SECONDS),
             *_of_steps(steps),
             *missing_peers(measured="meta" in saves),
         ),
-    )
-
-
-def missing_peers(*, measured: bool) -> list[str]:
-    """Return a line on each peer that is not measured.
-
-    Args:
-        measured: Whether torch-checkpointing was.
-    """
-    lines = [] if measured else ["torch-checkpointing is not installed (make bench-peers)"]
-    try:
-        version = importlib.metadata.version(NEEDS_CUDA)
-    except importlib.metadata.PackageNotFoundError:
-        return [*lines, f"{NEEDS_CUDA} is not installed (make bench-peers)"]
-    return [*lines, f"{NEEDS_CUDA} {version} is not measured: it waits for CUDA even where all tensors are in memory"]
-
-
-def _compared(rounds: Rounds, name: str, ours: str, peer: str, bar: float, called: str) -> Bar:
-    return Bar(
-        name=name,
-        value=rounds.ratio(ours, peer),
-        unit="x",
-        bar=bar,
-        peer=f"{called} (s)",
-        peer_value=rounds.median(peer),
     )
 
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +81,7 @@ class Staged:
 
     def wait(self) -> None:
         """Wait until everything is copied. Thread: any. Blocks: up to the rest of one memory copy."""
+        wait(self._copies)
         for copy in self._copies:
             copy.result()
 
@@ -131,16 +132,18 @@ class Stager:
                 pieces.append((slice(span.offset + start, span.offset + end), source[start:end]))
         if sum(len(source) for _, source in now) >= 4 * PIECE_BYTES:
             other = self._helpers.submit(_copy, target, now[1::2])
-            _copy(target, now[::2])
-            other.result()
+            try:
+                _copy(target, now[::2])
+            finally:
+                other.result()  # also when a signal ends our half: the arena gets another use
         else:
             _copy(target, now)
         copies = tuple(self._helpers.submit(_copy, target, later[half::2]) for half in (0, 1)) if later else ()
         return Staged(arena, size, (*self._describe(tensors, spans, len(head)), _tree_entry(spans[-1])), copies)
 
     def close(self) -> None:
-        """End the helper threads."""
-        self._helpers.shutdown(wait=False, cancel_futures=True)
+        """End the helper threads. Blocks: up to the rest of one memory copy, since its arena gets another use."""
+        self._helpers.shutdown(wait=True, cancel_futures=True)
 
     def _place(self, flat: FlatState, identity: Identity) -> tuple[bytes, list[Span], int]:
         """Lay a state out; as the last one, if nothing but plain values changed."""

@@ -24,7 +24,7 @@ from outlast import clock
 from outlast.checkpoint import frames as f
 from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.directory import Attempt, Directory
-from outlast.checkpoint.exchange import Exchange, NoWord, Stopped
+from outlast.checkpoint.exchange import Exchange
 from outlast.checkpoint.finite import MAY_BE_INFINITE
 from outlast.checkpoint.handle import SaveHandle
 from outlast.checkpoint.holdings import CopyKey
@@ -145,7 +145,7 @@ class Committer:
         self._claimed = False
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._exchange = Exchange(store, places.token, self._stop)
+        self._exchange = Exchange(store, places.token, self._stop, rank=rank)
         self._thread = threading.Thread(target=self._run, name="outlast-commit", daemon=True)
         self._thread.start()
 
@@ -191,7 +191,7 @@ class Committer:
     def _tell(self, listener: Callable[..., None], save: Save, *what: Any) -> None:
         try:
             listener(save, *what)
-        except Exception:
+        except Exception:  # a caller's own code, whose error is not the save's
             log.exception("what follows the save of iteration %d failed", save.iteration)
 
     def _commit(self, save: Save) -> tuple[f.CopyFailure, ...]:
@@ -380,19 +380,14 @@ class Committer:
     # -- words -------------------------------------------------------------------------------------------------
 
     def _await(self, save: Save, name: str, kind: type[Any], *, grace_s: float = 0.0) -> Any:
-        try:
-            return self._exchange.await_word(save.attempt.ordinal, name, kind, lambda: self._left_s(save) + grace_s)
-        except Stopped:
-            raise CheckpointError(
-                f"iteration {save.iteration} is given up: this rank leaves", rank=self._rank
-            ) from None
-        except NoWord:
-            raise CheckpointError(
-                f"iteration {save.iteration}: no word of {name} after {self._timeout_s:g} s (save_timeout); "
-                "see the log of that rank",
-                rank=self._rank,
-                iteration=save.iteration,
-            ) from None
+        return self._exchange.hear(
+            save.iteration,
+            save.attempt.ordinal,
+            name,
+            kind,
+            lambda: self._left_s(save) + grace_s,
+            timeout_s=self._timeout_s,
+        )
 
     def _replicates(self, save: Save) -> bool:
         return Tier.REPLICA in save.tiers and not save.suspect

@@ -263,7 +263,7 @@ class Opener:
             return _ShardCopy(
                 os.dup(arena.fd), manifest, rank, in_memory=True, on_close=lambda: self._hold(arena, copy, data)
             )
-        except BaseException:
+        except BaseException:  # whatever failed, the memory serves the next one
             self._arenas.give_back(arena)
             raise
 

@@ -79,7 +79,7 @@ def _new_file(path: Path, *, direct: bool) -> Iterator[int]:
         raise
     try:
         yield fd
-    except BaseException:
+    except BaseException:  # whatever ends it, half a file is of no use to anyone
         path.unlink(missing_ok=True)
         raise
     finally:

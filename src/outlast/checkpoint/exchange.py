@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from outlast import clock
+from outlast.errors import CheckpointError
 
 __all__ = ["Exchange", "NoWord", "Stopped", "deadline"]
 
@@ -34,12 +35,13 @@ class Exchange:
         store: A store connection for this thread alone.
         namespace: Unique for the ranks' processes and the thread's purpose.
         stop: Set when this rank leaves.
+        rank: This rank, which errors name.
 
     Thread: the one that owns it.
     """
 
-    def __init__(self, store: Any, namespace: str, stop: threading.Event) -> None:
-        self._store, self._namespace, self._stop = store, namespace, stop
+    def __init__(self, store: Any, namespace: str, stop: threading.Event, *, rank: int) -> None:
+        self._store, self._namespace, self._stop, self._rank = store, namespace, stop, rank
         self._posted: list[tuple[int, str]] = []
 
     def post(self, ordinal: int, name: str, value: msgspec.Struct) -> None:
@@ -72,6 +74,38 @@ class Exchange:
                 raise NoWord(name)
             pause_s = min(POLL_S, 2 * pause_s)
         return msgspec.json.decode(bytes(self._store.get(key)), type=kind)
+
+    def hear(
+        self, iteration: int, ordinal: int, name: str, kind: type[T], left_s: Callable[[], float], *, timeout_s: float
+    ) -> T:
+        """Do as :meth:`await_word`, with errors that tell people of the save.
+
+        Args:
+            iteration: What is saved.
+            ordinal: Number of the save.
+            name: As given to :meth:`post`.
+            kind: Type of the value.
+            left_s: Seconds to wait from now on.
+            timeout_s: The save's own limit, which the error names.
+
+        Raises:
+            CheckpointError: Nothing was said in time, or this rank leaves.
+
+        Blocks: until it is said, up to ``left_s()``.
+        """
+        try:
+            return self.await_word(ordinal, name, kind, left_s)
+        except Stopped:
+            raise CheckpointError(
+                f"iteration {iteration} is given up: this rank leaves", rank=self._rank, iteration=iteration
+            ) from None
+        except NoWord:
+            raise CheckpointError(
+                f"iteration {iteration}: no word of {name} after {timeout_s:g} s (save_timeout); "
+                "see the log of that rank",
+                rank=self._rank,
+                iteration=iteration,
+            ) from None
 
     def forget(self, before: int) -> None:
         """Delete what this rank said about earlier saves: all ranks have taken part in a later one since."""

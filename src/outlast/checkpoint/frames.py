@@ -249,7 +249,7 @@ def _receive(connection: socket.socket, kind: Any) -> Any:
         head += _receive_exactly(connection, 4 - len(head))
         data = _receive_exactly(connection, int.from_bytes(head, "little"))
         return msgspec.msgpack.decode(data, type=kind), fds[0] if fds else None
-    except BaseException as error:
+    except BaseException as error:  # whatever ends it, the descriptors came to stay nowhere
         for fd in fds:
             os.close(fd)
         if isinstance(error, msgspec.MsgspecError):

@@ -93,7 +93,7 @@ class CheckpointManager:
             )
             self._committer = self._open_committer(at_stage)
             self._global = self._open_global()
-        except BaseException:
+        except BaseException:  # nothing that was opened stays, whatever failed
             self._peers.close()
             self._writer.close()
             if hasattr(self, "_committer"):
@@ -261,7 +261,7 @@ class CheckpointManager:
         try:
             captured = capture(state)
             flat = flatten({"state": captured, "random": capture_random()})
-        except Exception as error:
+        except Exception as error:  # a state_dict() may raise anything; the peers wait for this rank's word
             self._submit(dataclasses.replace(save, error=str(error)))
             raise
         deferred = changed_only_by_step(state, flat) if self.config.overlap_staging else frozenset[str]()
@@ -486,6 +486,10 @@ class CheckpointManager:
             if taken:
                 self._arenas.give_back(taken[0])
             return dataclasses.replace(save, error=str(error))
+        except BaseException:  # a signal's, in the middle of the copy: the memory serves the next save
+            for arena in taken:
+                self._arenas.give_back(arena)
+            raise
         return dataclasses.replace(
             save,
             arena=staged.arena,

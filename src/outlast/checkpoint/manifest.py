@@ -6,8 +6,9 @@ import hashlib
 
 import msgspec
 
+from outlast.checkpoint.seal import seal, unseal
 from outlast.checkpoint.shard import num_chunks
-from outlast.errors import Corrupt, Untrusted
+from outlast.errors import Corrupt
 
 __all__ = [
     "MANIFEST",
@@ -84,11 +85,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return all(shard.finite for shard in self.shards)
 
 
-class _Sealed(msgspec.Struct, frozen=True):
-    manifest: msgspec.Raw
-    sha256: str
-
-
 def topology_digest(world_size: int) -> str:
     """Return what ranks of another arrangement do not share."""
     return hashlib.sha256(f"ranks={world_size}".encode()).hexdigest()[:16]
@@ -96,8 +92,7 @@ def topology_digest(world_size: int) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's file: the manifest and its SHA-256. Equal manifests give equal bytes."""
-    body = msgspec.json.encode(manifest)
-    return msgspec.json.encode(_Sealed(msgspec.Raw(body), hashlib.sha256(body).hexdigest()))
+    return seal(manifest)
 
 
 def decode_manifest(data: bytes) -> tuple[Manifest, str]:
@@ -110,24 +105,10 @@ def decode_manifest(data: bytes) -> tuple[Manifest, str]:
         Corrupt: It is not a manifest, or was changed after it was written.
         Untrusted: A later version of this package wrote it.
     """
-    try:
-        sealed = msgspec.json.decode(data, type=_Sealed)
-        body = bytes(sealed.manifest)
-        if hashlib.sha256(body).hexdigest() != sealed.sha256:
-            raise Corrupt("the manifest differs from its own SHA-256")
-        schema = msgspec.json.decode(body, type=_Schema).schema
-        if schema > SCHEMA:
-            raise Untrusted(f"the manifest has schema {schema}, this version reads up to {SCHEMA}; update outlast")
-        manifest = msgspec.json.decode(body, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Corrupt(f"the manifest cannot be read ({error})") from error
+    manifest, sha256 = unseal(data, Manifest, schema=SCHEMA)
     for rank, shard in enumerate(manifest.shards):
         if shard.rank != rank or len(shard.chunks) != num_chunks(shard.num_bytes):
             raise Corrupt(f"the manifest's entry of rank {rank} contradicts itself")
     if len(manifest.shards) != manifest.world_size:
         raise Corrupt("the manifest lacks ranks")
-    return manifest, sealed.sha256
-
-
-class _Schema(msgspec.Struct, frozen=True):
-    schema: int
+    return manifest, sha256

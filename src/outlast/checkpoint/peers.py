@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from outlast.checkpoint.own_store import OwnStore
 from outlast.errors import PeerLost
 from outlast.runtime.group import Group
 
@@ -61,7 +62,7 @@ class Peers:
     def store(self, *, timeout_s: float) -> Any:
         """Return a connection of its own to the ranks' store, for one thread."""
         if self._group is None:
-            return _OwnStore()
+            return OwnStore()
         from torch.distributed.distributed_c10d import _get_default_store
 
         default: Any = _get_default_store()
@@ -79,22 +80,3 @@ class Peers:
         """Fail whatever waits for a peer. Thread: any."""
         if self._group is not None:
             self._group.cut()
-
-
-class _OwnStore:
-    """The part of a store that one rank alone needs."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self._values[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self._values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None

@@ -97,7 +97,7 @@ class WriterClient:
         except OSError as error:
             self._drop(connection)
             raise CheckpointError(f"the checkpoint writer is gone ({error}); another one takes its place") from None
-        except BaseException:
+        except BaseException:  # the answer that is still to come must not meet another request
             self._drop(connection)
             raise
         with self._lock:

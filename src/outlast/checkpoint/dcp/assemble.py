@@ -208,7 +208,7 @@ def _write(path: Path, source: _Source) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-    except BaseException:
+    except BaseException:  # whatever ends it, half a file is of no use to anyone
         path.unlink(missing_ok=True)
         raise
     finally:

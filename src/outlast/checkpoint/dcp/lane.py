@@ -82,7 +82,7 @@ class GlobalLane:
         self._is_claimed, self._may_be_stale = False, True
         self._saves: queue.SimpleQueue[GlobalSave | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._exchange = Exchange(store, f"{token}/global", self._stop)
+        self._exchange = Exchange(store, f"{token}/global", self._stop, rank=rank)
         self._thread = threading.Thread(target=self._run, name="outlast-global", daemon=True)
         self._thread.start()
 
@@ -113,7 +113,7 @@ class GlobalLane:
                 error = CheckpointError(text, rank=self._rank, iteration=save.iteration)
             try:
                 self._on_outcome(save, error)
-            except Exception:
+            except Exception:  # a caller's own code, whose error is not the save's
                 log.exception("what follows the save of iteration %d failed", save.iteration)
 
     def _save(self, save: GlobalSave) -> None:

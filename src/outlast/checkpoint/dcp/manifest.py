@@ -6,15 +6,15 @@ alone, its plain values and tensors that differ from the other ranks', is listed
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 
 import msgspec
 
 from outlast.checkpoint.dcp.blob import ELEMENT_BYTES
+from outlast.checkpoint.seal import seal, unseal
 from outlast.checkpoint.shard import num_chunks
-from outlast.errors import Corrupt, Untrusted
+from outlast.errors import Corrupt
 
 __all__ = [
     "METADATA",
@@ -144,19 +144,9 @@ class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
                     yield f"outlast/rank-{rank}/{own.name}", own.where
 
 
-class _Sealed(msgspec.Struct, frozen=True):
-    manifest: msgspec.Raw
-    sha256: str
-
-
-class _Schema(msgspec.Struct, frozen=True):
-    schema: int
-
-
 def encode_global_manifest(manifest: GlobalManifest) -> bytes:
     """Return the manifest's file: the manifest and its SHA-256. Equal manifests give equal bytes."""
-    body = msgspec.json.encode(manifest)
-    return msgspec.json.encode(_Sealed(msgspec.Raw(body), hashlib.sha256(body).hexdigest()))
+    return seal(manifest)
 
 
 def decode_global_manifest(data: bytes) -> GlobalManifest:
@@ -166,17 +156,7 @@ def decode_global_manifest(data: bytes) -> GlobalManifest:
         Corrupt: It is not a manifest, was changed after it was written, or contradicts itself.
         Untrusted: A later version of this package wrote it.
     """
-    try:
-        sealed = msgspec.json.decode(data, type=_Sealed)
-        body = bytes(sealed.manifest)
-        if hashlib.sha256(body).hexdigest() != sealed.sha256:
-            raise Corrupt("the manifest differs from its own SHA-256")
-        schema = msgspec.json.decode(body, type=_Schema).schema
-        if schema > SCHEMA:
-            raise Untrusted(f"the manifest has schema {schema}, this version reads up to {SCHEMA}; update outlast")
-        manifest = msgspec.json.decode(body, type=GlobalManifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Corrupt(f"the manifest cannot be read ({error})") from error
+    manifest, _ = unseal(data, GlobalManifest, schema=SCHEMA)
     _check(manifest)
     return manifest
 

@@ -17,7 +17,7 @@ from outlast.checkpoint.dcp.manifest import FileEntry
 from outlast.checkpoint.dcp.ownership import assign
 from outlast.checkpoint.dcp.packing import Packing
 from outlast.checkpoint.directory import Attempt
-from outlast.checkpoint.exchange import Exchange, NoWord, Stopped, deadline
+from outlast.checkpoint.exchange import Exchange, deadline
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.errors import CheckpointError
 
@@ -181,17 +181,14 @@ class Step:
     def hear(self, name: str, kind: type[T], *, grace_s: float = 0.0) -> T:
         """Return what a rank says. Raises: CheckpointError, when it says nothing in time."""
         save = self.save
-        try:
-            return self._exchange.await_word(save.attempt.ordinal, name, kind, lambda: self._left_s() + grace_s)
-        except Stopped:
-            raise CheckpointError(f"iteration {save.iteration} is given up: this rank leaves", rank=self.rank) from None
-        except NoWord:
-            raise CheckpointError(
-                f"iteration {save.iteration}: no word of {name} after {self._timeout_s:g} s (save_timeout); "
-                "see the log of that rank",
-                rank=self.rank,
-                iteration=save.iteration,
-            ) from None
+        return self._exchange.hear(
+            save.iteration,
+            save.attempt.ordinal,
+            name,
+            kind,
+            lambda: self._left_s() + grace_s,
+            timeout_s=self._timeout_s,
+        )
 
     def _write(self, directory: GlobalDirectory, items: Items, duty: Duty, ask: AskWriter, file_bytes: int) -> Report:
         save, inventory = self.save, items.inventory

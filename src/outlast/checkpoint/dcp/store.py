@@ -138,7 +138,7 @@ class Store:
             try:
                 for piece in pieces:
                     file.write(piece)
-            except BaseException:
+            except BaseException:  # whatever ends it, no object must come of it
                 if isinstance(file, AbstractBufferedFile):
                     file.closed = True  # its end would make an object of the half that is there
                     file.discard()
@@ -182,7 +182,7 @@ class Store:
                 running = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, limit_s), file_system.loop)
                 try:
                     return running.result(limit_s + SLACK_S)
-                except BaseException:
+                except BaseException:  # nobody waits for it any more
                     running.cancel()
                     raise
             return _in_thread(lambda: getattr(file_system, method)(*args, **kwargs), limit_s)

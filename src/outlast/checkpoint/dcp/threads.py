@@ -28,7 +28,7 @@ def in_threads(work: Callable[[T], None], things: Iterable[T], *, is_remote: boo
         try:
             for one in running:
                 one.result()
-        except BaseException:
+        except BaseException:  # whatever it was: what has not begun need not begin
             for one in running:
                 one.cancel()
             raise

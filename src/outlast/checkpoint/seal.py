@@ -1,0 +1,57 @@
+"""A manifest's file: the manifest and its SHA-256, which tells what was changed later. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TypeVar
+
+import msgspec
+
+from outlast.errors import Corrupt, Untrusted
+
+__all__ = ["seal", "unseal"]
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class _Sealed(msgspec.Struct, frozen=True):
+    manifest: msgspec.Raw
+    sha256: str
+
+
+class _Schema(msgspec.Struct, frozen=True):
+    schema: int
+
+
+def seal(manifest: msgspec.Struct) -> bytes:
+    """Return the file of a manifest. Equal manifests give equal bytes."""
+    body = msgspec.json.encode(manifest)
+    return msgspec.json.encode(_Sealed(msgspec.Raw(body), hashlib.sha256(body).hexdigest()))
+
+
+def unseal(data: bytes, kind: type[T], *, schema: int) -> tuple[T, str]:
+    """Read the file of a manifest.
+
+    Args:
+        data: The file.
+        kind: The manifest's type, which has a field ``schema``.
+        schema: The newest that this version knows.
+
+    Returns:
+        The manifest and its SHA-256.
+
+    Raises:
+        Corrupt: It is not a manifest, or was changed after it was written.
+        Untrusted: A later version of this package wrote it.
+    """
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        body = bytes(sealed.manifest)
+        if hashlib.sha256(body).hexdigest() != sealed.sha256:
+            raise Corrupt("the manifest differs from its own SHA-256")
+        found = msgspec.json.decode(body, type=_Schema).schema
+        if found > schema:
+            raise Untrusted(f"the manifest has schema {found}, this version reads up to {schema}; update outlast")
+        return msgspec.json.decode(body, type=kind), sealed.sha256
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Corrupt(f"the manifest cannot be read ({error})") from error
