@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from outlast.config import StragglerDetectionConfig
+from outlast.policy.machines import Cause
 from outlast.policy.stragglers import Streaks, judge
 from outlast.policy.timings import RankTimings, summarise
 from outlast.straggler import Report, StragglerDetector
@@ -107,11 +108,23 @@ def test_what_is_printed_is_configurable(caplog: pytest.LogCaptureFixture) -> No
     assert metrics["gpu_individual_perf/max"] == 1.0
 
 
+def test_of_ranks_that_are_slow_alike_only_a_slow_machine_is_stopped_for() -> None:
+    """One of two ranks that are slow by the same amount may only wait for the other: the check of machines decides."""
+    config = StragglerDetectionConfig(stop_if_detected=True)
+    found = report_of({0: 0.01, 1: 0.02, 2: 0.02, 3: 0.01}, num_windows=3).findings
+    detector = StragglerDetector(config)
+    assert found.below_threshold == (1, 2)
+    assert detector._stop_for(found) == ()
+    detector._causes = {1: Cause.WORK, 2: Cause.MACHINE}
+    assert detector._stop_for(found) == (2,)
+    detector.close()
+
+
 def test_a_stop_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """The log says for which rank training should stop."""
     from outlast.env import WorkerEnv
     from outlast.straggler.publisher import Publisher
 
-    report = replace(report_of({0: 0.01, 1: 0.02, 2: 0.01, 3: 0.01}, num_windows=3), should_stop=True)
+    report = replace(report_of({0: 0.01, 1: 0.02, 2: 0.01, 3: 0.01}, num_windows=3), stop_for=(1,))
     Publisher(StragglerDetectionConfig(), WorkerEnv(), None, None).publish(report)
     assert "Detected stragglers. Training should be stopped: rank 1" in caplog.text

@@ -22,7 +22,7 @@ from outlast import clock
 from outlast.config.straggler_detection import StragglerDetectionConfig
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError, PeerLost
-from outlast.policy.machines import MachineVerdict, choose_others
+from outlast.policy.machines import Cause, MachineVerdict, choose_others
 from outlast.policy.slowness import MIN_SAMPLES
 from outlast.policy.stragglers import Findings, Streaks, judge
 from outlast.policy.timings import RankTimings, lower_median
@@ -91,6 +91,7 @@ class StragglerDetector:
         self._waiting, self._left_out = Waiting(self._recorder), LeftOut(self._recorder)
         self._best = OwnBest()
         self._streaks = Streaks()
+        self._causes: dict[int, Cause] = {}
         self._group: Group | None = None
         self._num_warmup = num_warmup_steps
         self._interval = self.config.profiling_interval
@@ -230,6 +231,7 @@ class StragglerDetector:
             ranks = self._gather(mine)
             self._streaks, findings = judge(self._streaks, ranks, self.config)
             machines = self._check_machines(ranks, findings) if self.config.check_machine else ()
+            self._causes.update({verdict.rank: verdict.cause for verdict in machines})
         except RuntimeError as error:
             raise PeerLost(
                 f"a peer left or did not come to the report on slow ranks within {self._timeout_s:g} s ({error}); "
@@ -243,7 +245,7 @@ class StragglerDetector:
             ranks=ranks,
             findings=findings,
             machines=machines,
-            should_stop=self.config.stop_if_detected and bool(findings.below_threshold),
+            stop_for=self._stop_for(findings) if self.config.stop_if_detected else (),
         )
         report = replace(report, processing_s=(clock.now_ns() - begin_ns) / 1e9)
         if self._place.global_rank == 0:
@@ -324,6 +326,12 @@ class StragglerDetector:
             others = choose_others(rank, nodes, roles, findings.relative, slow)
             verdicts.append(gather_machine_verdict(group, rank, others, node=nodes[rank], device=self._device))
         return tuple(verdicts)
+
+    def _stop_for(self, findings: Findings) -> tuple[int, ...]:
+        """Return the ranks below a threshold, without those that may only wait for another one."""
+        alike = {one.rank for one in findings.named if one.alike}
+        proven = {rank for rank, cause in self._causes.items() if cause in (Cause.MACHINE, Cause.LINK)}
+        return tuple(rank for rank in findings.below_threshold if rank not in alike or rank in proven)
 
     def _pace(self, ranks: tuple[RankTimings, ...]) -> None:
         """Work out the step of the next report, the same on all ranks."""

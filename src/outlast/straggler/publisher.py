@@ -56,7 +56,7 @@ class Publisher:
             if self._log_metrics is not None:
                 self._log_metrics(metrics, report.iteration)
         if report.should_stop:
-            ranks = ", ".join(map(str, findings.below_threshold))
+            ranks = ", ".join(map(str, report.stop_for))
             self._log.error("Detected stragglers. Training should be stopped: rank %s is below its threshold", ranks)
         if self._journal is not None:
             self._write(self._journal, report, metrics)

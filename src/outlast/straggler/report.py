@@ -27,9 +27,9 @@ class Report:
     findings: Findings
     machines: tuple[MachineVerdict, ...] = ()
     """Whether the machines of the ranks that were named in this window are slow."""
-    should_stop: bool = False
-    """Whether training is to stop for a rank: ``stop_if_detected`` is on, and one that is named is below a
-    threshold."""
+    stop_for: tuple[int, ...] = ()
+    """Ranks for which training is to stop: ``stop_if_detected`` is on, they are named, and below a threshold. Of ranks
+    that are slow alike only those whose machine proved slow: the others may wait for them."""
     processing_s: float = 0.0
     """Seconds that the report took on this rank, waiting for others included."""
 
@@ -37,6 +37,11 @@ class Report:
     def named_ranks(self) -> tuple[int, ...]:
         """Global ranks that are named, worst first."""
         return self.findings.named_ranks
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training is to stop for a rank."""
+        return bool(self.stop_for)
 
     def metrics(self) -> dict[str, float]:
         """Return smallest, median and largest score of the ranks, for loggers."""
