@@ -22,7 +22,7 @@ def test_reports_have_the_known_layout_and_the_slow_rank_ends_the_training(tmp_p
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         timeout=100,
         check=False,
         text=True,

@@ -24,7 +24,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("slow")
     nodes = [f"node-{rank}" for rank in range(4)]
     with RankProcesses(
-        SCRIPT, str(made / "run"), str(made), *SCENES, world_size=4, nodes=nodes, directory=made / "logs"
+        SCRIPT,
+        *(str(made / "run"), str(made), *SCENES),
+        world_size=4,
+        nodes=nodes,
+        directory=made / "logs",
+        environment={"CUDA_VISIBLE_DEVICES": ""},
     ) as ranks:
         codes = ranks.wait(timeout_s=50)
     output = (next((made / "logs").glob("*0*"))).read_text()

@@ -238,7 +238,7 @@ def kernel_seconds(event: Any) -> float | None:
     if any(part in name for part in _COLLECTIVE):
         return None
     if training_device().type == "cuda":
-        return event.device_time_total / 1e6 if event.device_type.name == "CUDA" else None
+        return event.time_range.elapsed_us() / 1e6 if event.device_type.name == "CUDA" else None
     return event.self_cpu_time_total / 1e6 if event.device_type.name == "CPU" else None
 
 
