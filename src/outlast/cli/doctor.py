@@ -1,0 +1,139 @@
+"""``outlast doctor``: is this node fit to train?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from outlast import env
+from outlast.cli.ending import ending_on_signals
+from outlast.errors import ConfigError, ExitReason
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from outlast.config import Config, HealthConfig
+    from outlast.health import CheckResult
+
+__all__ = ["doctor"]
+
+SCHEMA = 1
+"""Of what ``--json`` prints; raised when a field changes its meaning or goes."""
+_STYLES = {"ok": "green", "skipped": "dim"}
+
+
+@click.command(
+    "doctor",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Examples:
+  outlast doctor
+  outlast doctor --config outlast.toml                 the tiers and limits of a run
+  outlast doctor --place /nvme/run --place s3://bucket/run --command 'test -e /data/tokens.bin'
+  srun --ntasks-per-node=1 outlast doctor --no-gpu     on all nodes of a job
+  outlast doctor --json | jq -r '.checks[] | select(.status == "failed") | .reason'
+""",
+)
+@click.option("--config", metavar="FILE", help="A run's settings: its tiers, its run directory, its [health] limits.")
+@click.option(
+    "--place", "places", multiple=True, metavar="DIR", help="Folder or URL to write to; repeat. Default: this folder."
+)
+@click.option(
+    "--gpu", "gpus", multiple=True, type=click.IntRange(min=0), metavar="N", help="Only this GPU; repeat. Default: all."
+)
+@click.option("--no-gpu", is_flag=True, help="Look at no GPU, which takes seconds; the CPU is checked.")
+@click.option("--command", "commands", multiple=True, metavar="COMMAND", help="A check of your own; repeat.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="For each check but a GPU's; default 30.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def doctor(
+    config: str | None,
+    places: tuple[str, ...],
+    gpus: tuple[int, ...],
+    no_gpu: bool,
+    commands: tuple[str, ...],
+    timeout: float | None,
+    as_json: bool,
+) -> int:
+    """Say whether this node is fit to train.
+
+    Each tier is written to and read back, and has room; shared memory, memory, descriptors, clock and network are
+    looked at; CPU and GPUs multiply matrices of which every bit of the product is known; GPU memory is tested and the
+    driver is asked for faults. Checks that hang or crash are answered for.
+
+    Exit code 0: fit; 1: a check failed, gave no answer, or could not be made; 2: bad input.
+    """
+    import msgspec
+
+    from outlast.health import check_gpu, check_node
+
+    if gpus and no_gpu:
+        raise ConfigError("--gpu and --no-gpu contradict each other; leave one out")
+    settings = _load(config)
+    health = _health(settings, commands, timeout)
+    node = env.clean_name(env.read_worker().node)
+    with ending_on_signals():
+        results = check_node(health, places=places or _places_of(settings), node=node)
+        if not no_gpu:
+            # The CPU was looked at already; where there is no GPU only that is said.
+            found = check_gpu(gpus or None, health, node=node)
+            results += tuple(result for result in found if (result.name, result.target) != ("compute", "cpu"))
+    failed = [result for result in results if result.has_failed]
+    if as_json:
+        report = {"schema": SCHEMA, "node": node, "ok": not failed, "checks": results}
+        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=160)
+        console.print(_table(results))
+        verdict = f"{node} is not fit to train: {len(failed)} of {len(results)} checks failed"
+        click.echo(verdict if failed else f"{node} is fit to train")
+    return int(ExitReason.FAILED if failed else ExitReason.FINISHED)
+
+
+def _load(path: str | None) -> Config | None:
+    if path is None:
+        return None
+    from outlast.config.files import load_config
+
+    return load_config(path)
+
+
+def _health(settings: Config | None, commands: tuple[str, ...], timeout: float | None) -> HealthConfig:
+    import dataclasses
+
+    from outlast.config import HealthConfig
+
+    health = settings.health if settings is not None and settings.health is not None else HealthConfig()
+    limits = (
+        {} if timeout is None else {"check_timeout": timeout, "device_timeout": max(timeout, health.device_timeout)}
+    )
+    return dataclasses.replace(health, commands=(*health.commands, *commands), **limits)
+
+
+def _places_of(settings: Config | None) -> tuple[str, ...]:
+    """Return where a run writes; without settings, the current folder."""
+    if settings is None:
+        return (".",)
+    checkpoint = settings.checkpoint
+    tiers = () if checkpoint is None else (checkpoint.directory, checkpoint.local_directory)
+    return tuple(place for place in (settings.run_dir, *tiers) if place is not None) or (".",)
+
+
+def _table(results: tuple[CheckResult, ...]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("check", no_wrap=True)
+    table.add_column("of")
+    table.add_column("result", no_wrap=True)
+    table.add_column("why", ratio=1)
+    table.add_column("s", justify="right", no_wrap=True)
+    for result in results:
+        status = Text(result.status.replace("_", " "), style=_STYLES.get(result.status, "bold red"))
+        table.add_row(result.name, Text(result.target), status, Text(result.reason), f"{result.took_s:.2f}")
+    return table
