@@ -18,6 +18,7 @@ _HOMES = {
     "Level": "outlast.inprocess.assignments",
     "MaxActiveWorldSize": "outlast.inprocess.assignments",
     "Member": "outlast.policy.rank_assignment",
+    "Restore": "outlast.inprocess.restore",
     "RestartRequested": "outlast.inprocess.interruption",
     "RetryController": "outlast.inprocess.retry",
     "ShiftRanks": "outlast.inprocess.assignments",

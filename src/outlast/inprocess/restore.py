@@ -138,18 +138,17 @@ class Restore:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         ranks = tuple(range(world_size)) if replicas is None else tuple(sorted(replicas))
         group = Group.open(timeout_s=_TIMEOUT_S) if world_size > 1 else None
-        try:
-            talk = _Talk(group.process_group if group is not None else None, rank)
-            plan = plan_in_place(talk.gather(self._holding(state, ranks), Holding))
-            problem = ""
-            if plan.iteration is not None:
-                problem = self._carry_out(plan, talk)
-            self._watch(state, talk, rank, world_size, node)
-            if plan.iteration is not None and not problem:
-                self._kept.note(plan.iteration)
-        finally:
-            if group is not None:
-                group.close()
+        talk = _Talk(group.process_group if group is not None else None, rank)
+        plan = plan_in_place(talk.gather(self._holding(state, ranks), Holding))
+        problem = ""
+        if plan.iteration is not None:
+            problem = self._carry_out(plan, talk)
+        self._watch(state, talk, rank, world_size, node)
+        if plan.iteration is not None and not problem:
+            self._kept.note(plan.iteration)
+        if group is not None:
+            # Not cut: nothing is under way in it, and a connection that another thread opened beside it would go, too.
+            dist.destroy_process_group(group.process_group)
         self.last = None
         if plan.iteration is None or problem:
             why = problem or plan.reason

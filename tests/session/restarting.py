@@ -1,0 +1,114 @@
+"""A training script within a wrapped function, for tests: what befalls it is an argument, what it did is on stdout."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import outlast
+from outlast import inprocess
+
+folder, options = sys.argv[1], json.loads(sys.argv[2])
+FAULT, AT, ON = options.get("fault", ""), options.get("at", 7), options.get("on", 1)
+TOTAL, NUM_FAULTS = options.get("total", 16), options.get("num_faults", 1)
+
+
+def say(**facts):
+    print(json.dumps(facts), flush=True)
+
+
+def make_model():
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
+
+
+def average(model):
+    """Average the gradients in the same order after a restart: DDP's first step orders its sums differently."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+class Sampler:
+    """Draws from its own generator, and says where it is."""
+
+    def __init__(self, rank):
+        self.generator = torch.Generator().manual_seed(100 + rank)
+
+    def next(self):
+        return torch.randn(4, 8, generator=self.generator)
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+
+def digest(model):
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+config = outlast.InProcessRestartConfig(
+    active_world_size=options.get("active"), granularity="rank", soft_timeout=5, hard_timeout=10
+)
+
+
+@inprocess.Wrapper(config)
+def train(call: inprocess.Handle):
+    checkpoint = None
+    if options.get("saves", True):
+        checkpoint = outlast.CheckpointConfig(directory=f"{folder}/global", save_interval=5)
+    settings = outlast.Config(checkpoint=checkpoint, in_process=True, run_dir=f"{folder}/run", seed=3)
+    with outlast.init(settings) as run:
+        keeps = options.get("keeps", True)
+        model = call.keep("model", make_model) if keeps else make_model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        if keeps:
+            optimizer = call.keep("optimizer", lambda: optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        sampler = Sampler(run.global_rank)
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule, "sampler": sampler, "seen": []}
+        begins = None
+        for iteration in run.steps(state, total=TOTAL):
+            if begins is None:
+                begins = iteration
+                say(
+                    call=call.iteration,
+                    begins=iteration,
+                    rank=run.global_rank,
+                    pid=os.getpid(),
+                    fds=len(os.listdir("/proc/self/fd")),
+                    threads=threading.active_count(),
+                    tasks=len(os.listdir("/proc/self/task")),
+                )
+            strikes = call.iteration < NUM_FAULTS and iteration == AT + call.iteration and run.global_rank == ON
+            noise = random.random() + np.random.random()
+            optimizer.zero_grad()
+            loss = (model(sampler.next()) * (1 + noise)).square().mean()
+            if strikes and FAULT == "raise":
+                raise ValueError("planned")
+            if strikes and FAULT == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            average(model)
+            if strikes and FAULT == "torn":
+                optimizer.register_step_post_hook(lambda *_: 1 / 0)
+            optimizer.step()
+            schedule.step()
+            state["seen"].append(iteration)
+            if strikes and FAULT == "late":
+                raise ValueError("planned")
+    assert state["seen"] == list(range(TOTAL)), state["seen"]
+    say(call=call.iteration, digest=digest(model), rate=optimizer.param_groups[0]["lr"])
+
+
+train()

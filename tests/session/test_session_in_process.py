@@ -1,0 +1,138 @@
+"""A session within a function that is called again: what training goes on from, and that no bit is lost by it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.errors import ConfigError
+from outlast.incidents import EventKind
+from outlast.runtime.journal import read_journal
+from outlast.testing.ranks import RankProcesses
+
+SCRIPT = Path(__file__).parent / "restarting.py"
+pytestmark = pytest.mark.timeout(120)
+
+
+class Played:
+    """What ranks did."""
+
+    def __init__(self, folder: Path, world_size: int, options: Mapping[str, Any]) -> None:
+        with RankProcesses(
+            SCRIPT, str(folder), json.dumps(options), world_size=world_size, directory=folder / "out"
+        ) as ranks:
+            self.codes = ranks.wait(timeout_s=100)
+            self.tails = ranks.tails()
+            said = [
+                json.loads(line)
+                for rank in range(world_size)
+                for line in ranks.output(rank).splitlines()
+                if line.startswith("{")
+            ]
+        self.begins = [one for one in said if "begins" in one]
+        self.ends = {(one["digest"], one["rate"]) for one in said if "digest" in one}
+        self.tiers = {
+            (event.rank, event.data["tier"])
+            for event in read_journal(folder / "run")
+            if event.kind == EventKind.RESTORED
+        }
+
+    def at(self, call: int) -> dict[int, tuple[int, int]]:
+        """Return for each rank of a call where it began, and its pid."""
+        return {one["rank"]: (one["begins"], one["pid"]) for one in self.begins if one["call"] == call}
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, float]]:
+    """What four ranks have in the end when nothing goes wrong."""
+    played = Played(tmp_path_factory.mktemp("calm"), 4, {})
+    assert played.codes == [0] * 4, played.tails
+    assert len(played.ends) == 1
+    return played.ends
+
+
+@pytest.mark.process
+def test_after_an_exception_training_goes_on_in_place(tmp_path: Path, calm: set[tuple[str, float]]) -> None:
+    """One of four ranks raises in its forward pass: the same processes go on from that very iteration, with model,
+    optimizer, schedule, sampler and random numbers as they were, and end with the same bits."""
+    played = Played(tmp_path, 4, {"fault": "raise"})
+    assert played.codes == [0] * 4, played.tails
+    assert {begins for begins, _ in played.at(1).values()} == {7}, played.tails
+    assert {rank: pid for rank, (_, pid) in played.at(1).items()} == {
+        rank: pid for rank, (_, pid) in played.at(0).items()
+    }
+    assert played.tiers == {(rank, "in_place") for rank in range(4)}
+    assert played.ends == calm
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("on", [0, 2])
+def test_a_reserve_is_given_the_state_of_a_survivor(tmp_path: Path, calm: set[tuple[str, float]], on: int) -> None:
+    """SIGKILL of a rank: the reserve takes its place with a survivor's weights and the dead rank's own random numbers
+    and sampler, the others go on in place, all at the iteration of the fault, and end with the same bits."""
+    played = Played(tmp_path, 5, {"fault": "kill", "on": on, "active": 4})
+    assert sorted(played.codes) == [-signal.SIGKILL, 0, 0, 0, 0], played.tails
+    before, after = played.at(0), played.at(1)
+    assert {begins for begins, _ in after.values()} == {7}, played.tails
+    assert {rank for rank in before if before[rank][1] != after[rank][1]} == {on}
+    assert played.tiers == {(rank, "peer" if rank == on else "in_place") for rank in range(4)}
+    assert played.ends == calm
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fault", ["torn", "late"])
+def test_a_torn_state_is_loaded_from_the_tiers(tmp_path: Path, calm: set[tuple[str, float]], fault: str) -> None:
+    """Left within an optimizer's step, or after it in the same iteration, nothing of memory is trusted: all ranks load
+    the newest generation, and end with the same bits."""
+    played = Played(tmp_path, 4, {"fault": fault})
+    assert played.codes == [0] * 4, played.tails
+    assert {begins for begins, _ in played.at(1).values()} == {5}, played.tails
+    assert {tier for _, tier in played.tiers} <= {"local", "memory", "global"}
+    assert played.ends == calm
+
+
+@pytest.mark.process
+def test_objects_that_are_made_anew_are_loaded(tmp_path: Path, calm: set[tuple[str, float]]) -> None:
+    """Without handle.keep() each call has a model of its own: it is loaded from the newest generation."""
+    played = Played(tmp_path, 4, {"fault": "raise", "keeps": False})
+    assert played.codes == [0] * 4, played.tails
+    assert {begins for begins, _ in played.at(1).values()} == {5}, played.tails
+    assert played.ends == calm
+
+
+@pytest.mark.process
+def test_what_is_torn_and_not_saved_is_given_up(tmp_path: Path) -> None:
+    """Without a generation a torn model is never trained on: the restart is left to the launcher."""
+    played = Played(tmp_path, 2, {"fault": "torn", "saves": False})
+    assert 0 not in played.codes
+    assert not played.ends
+    assert "RestartAbort" in played.tails
+
+
+@pytest.mark.process
+def test_twenty_restarts_leave_nothing_behind(tmp_path: Path) -> None:
+    """A fault at 22 iterations in a row: descriptors and threads after the fifth restart stay what they are, and the
+    weights are those of two ranks without any fault."""
+    calm = Played(tmp_path / "calm", 2, {"total": 32})
+    played = Played(tmp_path / "faults", 2, {"fault": "raise", "num_faults": 22, "total": 32})
+    assert played.codes == [0] * 2, played.tails
+    assert played.ends == calm.ends
+    for rank in range(2):
+        mine = [one for one in played.begins if one["rank"] == rank]
+        assert [one["begins"] for one in mine] == [0, *range(7, 29)]
+        for what in ("fds", "threads", "tasks"):
+            late = [one[what] for one in mine[5:]]
+            assert max(late) <= late[0] * 1.02, (what, late)
+
+
+def test_in_process_needs_a_wrapped_function() -> None:
+    """Outside of a wrapped function the option is refused with what to do."""
+    from outlast import Config, init
+
+    with pytest.raises(ConfigError, match=r"@outlast\.inprocess\.Wrapper"):
+        init(Config(in_process=True))
