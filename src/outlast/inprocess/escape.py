@@ -2,8 +2,11 @@
 
 A loop whose body is wrapped in a bare ``except:`` swallows every exception that is raised inside the ``try``; a signal
 that always finds it there never gets it out. A trace function sees every instruction, also the few outside (the jump
-back to the loop's head), and raises there. How well an instruction is guarded is read from its code's exception table:
+back to the loop's head), and raises at such a jump. How well an instruction is guarded is read from its code's exception table:
 the number of handlers that would see an exception one after the other, in all frames from there to the boundary.
+
+Only at jumps back: an exception out of the code that ends a handler would leave the handled one behind, and with it
+all its frames.
 
 Tracing slows the code down by far, which no longer matters: the function is being left.
 """
@@ -14,7 +17,7 @@ import dis
 import sys
 from collections.abc import Callable, Collection
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Escape"]
 
@@ -36,7 +39,7 @@ class Escape:
         self._allowed = 0
         self._active = False
         self._has_raised = False
-        self._guards: dict[CodeType, dict[int, int]] = {}
+        self._known: dict[CodeType, _Code] = {}
 
     def start(self, frame: FrameType) -> None:
         """Begin to look, from this frame on and in the frames that called it; again: be content with less."""
@@ -52,7 +55,7 @@ class Escape:
             sys.setprofile(None)
             sys.settrace(None)
         self._allowed = 0
-        self._guards.clear()
+        self._known.clear()
 
     def _trace_from(self, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code not in self._boundary:
@@ -65,7 +68,7 @@ class Escape:
         if frame.f_code.co_filename in _OWN_FILES:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode" and self._active and self._guard(frame) <= self._allowed:
+        if event == "opcode" and self._active and self._may_raise(frame):
             self._has_raised = True
             # Python ends tracing when a trace function raises; it goes on in the frame that gets the exception.
             sys.setprofile(self._on_return)
@@ -78,27 +81,41 @@ class Escape:
             if self._active:
                 self._trace_from(frame.f_back)
 
-    def _guard(self, frame: FrameType | None) -> int:
+    def _may_raise(self, frame: FrameType) -> bool:
+        if frame.f_lasti not in self._code(frame).jumps_back:
+            return False
         guard = 0
-        while frame is not None and frame.f_code not in self._boundary:
-            guards = self._guards.get(frame.f_code)
-            if guards is None:
-                guards = self._guards[frame.f_code] = _count_guards(frame.f_code)
-            guard += guards.get(frame.f_lasti, 0)
-            frame = frame.f_back
-        return guard
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code not in self._boundary:
+            guard += self._code(caller).guards.get(caller.f_lasti, 0)
+            caller = caller.f_back
+        return guard <= self._allowed
+
+    def _code(self, frame: FrameType) -> _Code:
+        code = self._known.get(frame.f_code)
+        if code is None:
+            code = self._known[frame.f_code] = _Code.read(frame.f_code)
+        return code
 
 
-def _count_guards(code: CodeType) -> dict[int, int]:
-    """Return, for each instruction that is guarded, how many handlers would see an exception one after the other."""
-    target_of: dict[int, int] = {}
-    for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
-        for offset in range(entry.start, entry.end, 2):
-            target_of[offset] = entry.target
-    counts = {}
-    for offset in target_of:
-        count, at = 0, offset
-        while at in target_of and count < len(target_of):
-            at, count = target_of[at], count + 1
-        counts[offset] = count
-    return counts
+class _Code(NamedTuple):
+    """What is known of a function's instructions, by their offsets."""
+
+    jumps_back: frozenset[int]
+    guards: dict[int, int]
+    """How many handlers would see an exception one after the other; 0 when not in it."""
+
+    @classmethod
+    def read(cls, code: CodeType) -> _Code:
+        jumps = {one.offset for one in dis.get_instructions(code) if "JUMP_BACKWARD" in one.opname}
+        target_of: dict[int, int] = {}
+        for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
+            for offset in range(entry.start, entry.end, 2):
+                target_of[offset] = entry.target
+        guards = {}
+        for offset in target_of:
+            count, at = 0, offset
+            while at in target_of and count < len(target_of):
+                at, count = target_of[at], count + 1
+            guards[offset] = count
+        return cls(frozenset(jumps), guards)

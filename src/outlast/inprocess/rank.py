@@ -258,6 +258,7 @@ class Rank:
         try:
             self._prepare(go, rank)
             self._page.set_phase(RankPhase.IN_FN)
+            self._plugins.initialize(self._state())
             value = function(*args, **kwargs)
         except SystemExit as error:
             return _Returned(leaving=error)
@@ -280,7 +281,6 @@ class Rank:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
         )
-        self._plugins.initialize(self._state())
 
     def _settle(self, outcome: _Returned | BaseException) -> None:
         """Report how the call ended, and leave it if it failed."""

@@ -1,0 +1,186 @@
+"""The main thread gets out of the function, wherever it is."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from outlast.errors import ConfigError
+from outlast.inprocess.interruption import Interruption, RestartRequested
+
+
+def boundary(interruption: Interruption, function: Callable[[], Any]) -> BaseException | None:
+    """Call the function as the wrapper does; return what it raised."""
+    assert interruption.enter(0)
+    try:
+        function()
+    except BaseException as error:
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def poked(interruption: Interruption, *, order_first: bool = True) -> Iterator[None]:
+    """Order to leave and poke until the main thread is out."""
+    over = threading.Event()
+
+    def poke() -> None:
+        while not interruption.is_inside and not over.wait(0.001):
+            pass
+        if order_first:
+            interruption.order(1)
+        while not over.wait(0.005):
+            interruption.poke()
+
+    thread = threading.Thread(target=poke, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture
+def interruption() -> Iterator[Interruption]:
+    made = Interruption(boundary.__code__)
+    made.install()
+    yield made
+    made.leave()
+    made.uninstall()
+
+
+def get_out_of(interruption: Interruption, function: Callable[[], Any]) -> BaseException | None:
+    with poked(interruption):
+        error = boundary(interruption, function)
+        interruption.leave()
+    return error
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def sleep() -> None:
+    time.sleep(3600)
+
+
+def wait_for_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def wait_for_queue() -> None:
+    queue.Queue[int]().get()
+
+
+def swallow_sleeping() -> None:
+    while True:
+        try:
+            time.sleep(3600)
+        except:  # noqa: E722
+            pass
+
+
+def swallow_in_a_with() -> None:
+    with contextlib.ExitStack():
+        while True:
+            try:
+                time.sleep(3600)
+            except BaseException:  # noqa: BLE001
+                continue
+
+
+def swallow_twice() -> None:
+    while True:
+        try:
+            swallow_sleeping()
+        except:  # noqa: E722
+            pass
+
+
+@pytest.mark.parametrize(
+    "function",
+    [spin, sleep, wait_for_lock, wait_for_queue, swallow_sleeping, swallow_in_a_with, swallow_twice],
+)
+def test_it_gets_out(interruption: Interruption, function: Callable[[], None]) -> None:
+    """Loops, sleeps and waits are left, also those whose code swallows every exception."""
+    assert isinstance(get_out_of(interruption, function), RestartRequested)
+    assert sys.exc_info() == (None, None, None), "an exception is left behind, with all its frames"
+    assert sys.gettrace() is None
+
+
+def test_atomic_parts_are_finished(interruption: Interruption) -> None:
+    """Nothing is raised within an atomic part, however often it is nested; at its end it is."""
+    done = []
+
+    def work() -> None:
+        interruption.enter_atomic()
+        interruption.enter_atomic()
+        until = time.monotonic() + 0.1
+        while time.monotonic() < until:
+            pass
+        interruption.leave_atomic()
+        done.append("inner")
+        interruption.leave_atomic()
+        done.append("never")
+
+    assert isinstance(get_out_of(interruption, work), RestartRequested)
+    assert done == ["inner"]
+
+
+def test_an_atomic_part_is_not_begun_any_more(interruption: Interruption) -> None:
+    """Once all are to leave, no atomic part begins."""
+    begun = []
+
+    def work() -> None:
+        interruption.order(1)
+        interruption.enter_atomic()
+        begun.append(1)
+
+    assert isinstance(boundary(interruption, work), RestartRequested)
+    interruption.leave()
+    assert begun == []
+
+
+def test_an_iteration_that_is_over_is_not_entered(interruption: Interruption) -> None:
+    """An order that comes before the function does not get lost."""
+    interruption.order(3)
+    assert not interruption.enter(2)
+    assert interruption.enter(3)
+    interruption.leave()
+
+
+def test_nothing_is_raised_outside(interruption: Interruption) -> None:
+    """Signals that come late, when the function has been left, do nothing."""
+    with poked(interruption):
+        boundary(interruption, sleep)
+        interruption.leave()
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            pass
+
+
+def test_other_threads_are_refused() -> None:
+    """Only the main thread can be interrupted, and that is said."""
+    errors: list[BaseException] = []
+
+    def install() -> None:
+        try:
+            Interruption(boundary.__code__).install()
+        except ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=install)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])

@@ -1,0 +1,108 @@
+"""Nothing of an iteration survives it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from outlast.errors import PeerLost
+from outlast.inprocess.leaving import Background, describe, drop, end_children, is_consequence
+
+
+class Big:
+    """Stands for a tensor."""
+
+
+def fail(kept: list[weakref.ref[Big]]) -> None:
+    big = Big()
+    kept.append(weakref.ref(big))
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise ValueError("outer\nand more") from error
+
+
+def test_frames_of_an_exception_are_emptied() -> None:
+    """What a failed call's frames held is gone once its exception was dropped, though the exception lives."""
+    kept: list[weakref.ref[Big]] = []
+    with pytest.raises(ValueError) as caught:
+        fail(kept)
+    assert kept[0]() is not None
+    drop(caught.value)
+    assert kept[0]() is None
+    assert caught.value.__traceback__ is None
+
+
+def test_a_fault_is_told_in_one_line() -> None:
+    """Type, first line and place."""
+    try:
+        fail([])
+    except ValueError as error:
+        text = describe(error)
+    assert text.startswith("ValueError: outer (at ")
+    assert "test_leaving.py:" in text
+    assert "and more" not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[../gloo/pair.cc:5] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("[gloo] Connection reset by peer"), True),
+        (PeerLost("gone"), True),
+        (ConnectionResetError(104, "Connection reset"), True),
+        (RuntimeError("shape mismatch"), False),
+        (RuntimeError("could not reach the remote"), False),
+        (ValueError("connection closed"), False),
+    ],
+)
+def test_lost_connections_are_consequences(error: Exception, expected: bool) -> None:
+    """What only tells of another rank's end is not taken for a fault of this one."""
+    assert is_consequence(error) is expected
+
+
+def test_hooks_do_not_pile_up() -> None:
+    """The layer that each default group puts around the hook for uncaught exceptions is taken off again."""
+    background = Background()
+    before = sys.excepthook
+    sys.excepthook = lambda *_: None
+    background.restore()
+    assert sys.excepthook is before
+
+
+class Stuck(Dataset[torch.Tensor]):
+    """Its second batch never comes."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= 2:
+            time.sleep(3600)
+        return torch.zeros(1)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_of_data_loaders_end_at_once(persistent: bool) -> None:
+    """Workers that are stuck are gone, and letting go of their iterator waits for none of them."""
+    before = set(multiprocessing.active_children())
+    loader: Any = DataLoader(Stuck(), batch_size=1, num_workers=2, persistent_workers=persistent)
+    iterator = iter(loader)
+    next(iterator)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    begin = time.monotonic()
+    end_children(workers)
+    del iterator, loader
+    passed_s = time.monotonic() - begin
+    assert not any(worker.is_alive() for worker in workers)
+    assert passed_s < 4.0, "it waited for a worker"  # torch waits five seconds for each
