@@ -21,7 +21,7 @@ def boundary(interruption: Interruption, function: Callable[[], Any]) -> BaseExc
     assert interruption.enter(0)
     try:
         function()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         return error
     return None
 

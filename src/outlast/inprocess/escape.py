@@ -1,9 +1,10 @@
 """Raising an exception where nobody catches it.
 
 A loop whose body is wrapped in a bare ``except:`` swallows every exception that is raised inside the ``try``; a signal
-that always finds it there never gets it out. A trace function sees every instruction, also the few outside (the jump
-back to the loop's head), and raises at such a jump. How well an instruction is guarded is read from its code's exception table:
-the number of handlers that would see an exception one after the other, in all frames from there to the boundary.
+that always finds it there never gets it out. A trace function sees every instruction, also the few outside, such as the
+jump back to the loop's head, and raises at such a jump. How well an instruction is guarded is read from its code's
+exception table: the number of handlers that would see an exception one after the other, in all frames from there to
+the boundary.
 
 Only at jumps back: an exception out of the code that ends a handler would leave the handled one behind, and with it
 all its frames.

@@ -176,7 +176,7 @@ class Rank:
                 self._plugins.health_check(self._state())
             except RestartAbort as error:
                 self._give_up(error)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever a health check raises: it failed
                 log.warning("the health check failed: %s", describe(error))
                 self._part(describe(error), tell=True)
         if self._store is not None:
@@ -204,7 +204,7 @@ class Rank:
                 iteration=order.iteration,
                 active_world_size=self._config.active_world_size,
             )
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a plug-in's error stops all ranks, with its text
             log.warning("no ranks can be assigned: %s", describe(error))
             return m.Assigned(ordinal=order.ordinal, error=str(error) or type(error).__name__)
         return m.Assigned(ordinal=order.ordinal, ranks=ranks)
@@ -262,7 +262,7 @@ class Rank:
             value = function(*args, **kwargs)
         except SystemExit as error:
             return _Returned(leaving=error)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever ended the function is dealt with outside
             return error
         return _Returned(value)
 

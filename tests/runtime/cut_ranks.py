@@ -1,0 +1,106 @@
+"""Two ranks of which one leaves a collective that the other has not come to, or has stopped in.
+
+Arguments: what happens, and a folder in which the ranks tell each other where they are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from outlast.runtime import connections, gloo_waits
+
+HOW, FOLDER = sys.argv[1], Path(sys.argv[2])
+PATIENCE = timedelta(seconds=600)
+SIZE = 8_000_000
+"""Numbers of a tensor that does not fit into any socket's buffer."""
+
+
+def say(word: str) -> None:
+    (FOLDER / word).touch()
+
+
+def await_word(word: str) -> None:
+    end = time.monotonic() + 60
+    while not (FOLDER / word).exists():
+        assert time.monotonic() < end, f"nobody said {word}"
+        time.sleep(0.005)
+
+
+def cut_soon() -> None:
+    """Cut as a monitor thread does, until told that the main thread is out."""
+    await_word("cut")
+    while not (FOLDER / "out").exists():
+        connections.cut_all()
+        time.sleep(0.005)
+        connections.end_lost_waits()
+
+
+def leave_alone() -> None:
+    """Rank 0 waits in a collective, leaves it and puts its tensors back; rank 1 comes afterwards."""
+    works, tensors = [], [torch.ones(1000) for _ in range(3)]
+    if dist.get_rank() == 0:
+        threading.Thread(target=cut_soon, daemon=True).start()
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors[1:]]
+        say("cut")
+        try:
+            dist.all_reduce(tensors[0])
+        except RuntimeError as error:
+            print("left:", type(error).__name__, flush=True)
+        say("out")
+        print("at rest:", connections.wait_until_at_rest(10.0), connections.num_open(), flush=True)
+        for tensor in tensors:
+            tensor.fill_(100.0)
+        say("restored")
+        await_word("late")
+    else:
+        await_word("restored")
+        for tensor in tensors:
+            try:
+                works.append(dist.all_reduce(tensor, async_op=True))
+            except RuntimeError:
+                print("refused", flush=True)
+        for work in works:
+            try:
+                work.wait(timedelta(seconds=20))
+            except RuntimeError:
+                print("failed", flush=True)
+        say("late")
+    print("values:", sorted({float(value) for tensor in tensors for value in tensor}), flush=True)
+    os._exit(0)  # the group is still referred to, and torch would wait for it
+
+
+def leave_a_stopped_one() -> None:
+    """Rank 1 is stopped in the middle of a long message; rank 0 leaves."""
+    tensor = torch.ones(SIZE)
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(1))
+        threading.Thread(target=lambda: (time.sleep(0.02), say("cut"), os.kill(os.getpid(), signal.SIGSTOP))).start()
+    else:
+        dist.all_reduce(torch.ones(1))
+        threading.Thread(target=cut_soon, daemon=True).start()
+    try:
+        while True:
+            dist.all_reduce(tensor)
+    except RuntimeError as error:
+        print("left:", type(error).__name__, flush=True)
+    say("out")
+    print("at rest:", connections.wait_until_at_rest(10.0), len(gloo_waits.waiting_threads()), flush=True)
+    dist.destroy_process_group()
+    print("destroyed", connections.num_open(), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    noting = connections.Noting()
+    noting.start()
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    {"late": leave_alone, "stopped": leave_a_stopped_one}[HOW]()

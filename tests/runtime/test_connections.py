@@ -1,0 +1,107 @@
+"""Collectives are left at any time, and one that was left never writes again."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from outlast.runtime import connections
+from outlast.testing.ranks import RankProcesses
+
+RANKS = Path(__file__).with_name("cut_ranks.py")
+
+
+def connect() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
+def test_only_what_was_noted_is_cut() -> None:
+    """A connection of the user's own is left alone."""
+    own = connect()
+    with connections.noting():
+        noted = connect()
+    connections.cut_all()
+    own[1].sendall(b"x")
+    assert own[0].recv(1) == b"x"
+    assert noted[0].recv(1) == b""
+    for one in (*own, *noted):
+        one.close()
+    connections.forget()
+
+
+def test_connections_being_made_are_cut_too() -> None:
+    """Ranks that are still looking for each other are not waited for."""
+    with connections.noting():
+        being_made = connect()
+        connections.cut_all()
+        assert being_made[0].recv(1) == b""
+    for one in being_made:
+        one.close()
+    connections.forget()
+
+
+def test_a_descriptor_of_something_else_is_left_alone() -> None:
+    """A number that was given to another file meanwhile is recognised."""
+    with connections.noting():
+        noted = connect()
+    number = noted[0].fileno()
+    other = connect()
+    os.dup2(other[0].fileno(), number)
+    connections.cut_all()
+    other[1].sendall(b"x")
+    assert other[0].recv(1) == b"x"
+    for one in (*noted, *other):
+        one.close()
+    connections.forget()
+
+
+def test_what_registers_is_cut_while_it_exists() -> None:
+    """Other things that wait on peers are cut with the groups."""
+
+    class Waiter:
+        num_cuts = 0
+
+        def cut(self) -> None:
+            Waiter.num_cuts += 1
+
+    waiter = Waiter()
+    connections.register(waiter)
+    connections.cut_all()
+    del waiter
+    connections.cut_all()
+    assert Waiter.num_cuts == 1
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_a_late_peer_does_not_complete_what_was_left(tmp_path: Path) -> None:
+    """Tensors that were put back after leaving keep their values when the peer comes to the old collectives.
+
+    One of them was waited for, two more were outstanding, and the group is still referred to.
+    """
+    (tmp_path / "words").mkdir()
+    with RankProcesses(RANKS, "late", str(tmp_path / "words"), world_size=2, directory=tmp_path) as ranks:
+        assert ranks.wait(timeout_s=50) == [0, 0], ranks.tails()
+        output = ranks.output(0)
+        assert "left: " in output
+        assert "at rest: True 0" in output
+        assert "values: [100.0]" in output
+        assert ranks.output(1).count("refused") + ranks.output(1).count("failed") == 3
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_a_peer_stopped_in_the_middle_of_a_message_is_left(tmp_path: Path) -> None:
+    """Whoever waits for the rest of a message comes back long before the group's timeout of ten minutes."""
+    (tmp_path / "words").mkdir()
+    with RankProcesses(RANKS, "stopped", str(tmp_path / "words"), world_size=2, directory=tmp_path) as ranks:
+        assert ranks.wait(timeout_s=40, ranks=[0]) == [0], ranks.tails()
+        output = ranks.output(0)
+        assert "left: " in output
+        assert "at rest: True 0" in output
+        assert "destroyed 0" in output
