@@ -238,8 +238,7 @@ class Hub:
                 self._drop(*self._broken.popitem())
             if not (ended := self._absences.take_ended()):
                 break
-            for rank, is_dead in ended:
-                self._lose(rank, is_dead=is_dead)
+            self._lose(ended)
         if self._state is None and not len(self._absences):
             self._take_over()
 
@@ -256,20 +255,21 @@ class Hub:
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
-    def _lose(self, rank: int, *, is_dead: bool) -> None:
-        if not is_dead:
-            self._out_of_reach.add(rank)
+    def _lose(self, ended: list[tuple[int, bool]]) -> None:
+        """Go on without members that have not come back; the second of each says whether it is known to be dead."""
+        self._out_of_reach.update(rank for rank, is_dead in ended if not is_dead)
         if self._state is None:
-            self._lost_early.append((rank, is_dead))
+            self._lost_early += ended
             return
         if self._is_isolated():
             text = f"ranks {sorted(self._out_of_reach)} cannot be reached and may go on elsewhere"
             self._advance(Isolated(reason=text, at_s=clock.now_s()))
             return
-        kind, summary = m.FaultKind.LINK_LOST, f"its monitor process was out of reach for {RETURN_S:g} s"
-        if is_dead:
-            kind, summary = m.FaultKind.DIED, "its process and its monitor process are gone"
-        self._advance(Lost(initial_rank=rank, kind=kind, summary=summary, at_s=clock.now_s()))
+        for rank, is_dead in ended:
+            kind, summary = m.FaultKind.LINK_LOST, f"its monitor process was out of reach for {RETURN_S:g} s"
+            if is_dead:
+                kind, summary = m.FaultKind.DIED, "its process and its monitor process are gone"
+            self._advance(Lost(initial_rank=rank, kind=kind, summary=summary, at_s=clock.now_s()))
 
     def _is_isolated(self) -> bool:
         """Whether most members may live out of reach; of two halves the one with the lowest rank goes on."""
@@ -286,8 +286,7 @@ class Hub:
         log.info("this process hosts the hub now: %s of iteration %d", self._state.phase, self._state.iteration)
         for rank in standings:
             self._advance(self._came(rank, self._peers[rank].join))
-        for rank, is_dead in self._lost_early:
-            self._lose(rank, is_dead=is_dead)
+        self._lose(self._lost_early)
         for rank, peer in list(self._peers.items()):
             early, peer.early = peer.early, []
             for message in early:

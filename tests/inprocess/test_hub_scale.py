@@ -1,0 +1,158 @@
+"""The hub with many real links in one loop."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+
+import pytest
+
+from outlast import clock
+from outlast.inprocess import messages as m
+from outlast.inprocess.candidates import order_candidates
+from outlast.inprocess.hub import Hub
+from outlast.inprocess.link import Link, LinkBroken
+from outlast.policy.restart_limits import RestartLimits
+
+NUM = 64
+TIMEOUT_S = 10.0
+
+
+class Members:
+    """Members that do what they are ordered, in the loop of the hub itself."""
+
+    def __init__(self, num: int, num_active: int) -> None:
+        self.selector = selectors.DefaultSelector()
+        own = m.Candidate(initial_rank=0, node="n0", address="h 1", life="0")
+        self.hub = Hub(
+            self.selector,
+            world_size=num,
+            limits=RestartLimits(),
+            heartbeat_timeout_s=60.0,
+            host=own,
+            space="here",
+        )
+        self.num_active = num_active
+        self.links: dict[int, Link] = {}
+        self.known: dict[int, m.Candidates] = {}
+        self.orders: dict[int, list[m.Order]] = {rank: [] for rank in range(num)}
+        listener = socket.create_server(("127.0.0.1", 0), backlog=num)
+        for rank in range(num):
+            connection = socket.create_connection(listener.getsockname())
+            accepted, _ = listener.accept()
+            link = self.links[rank] = Link(connection, is_trusted=True)
+            self.selector.register(link, selectors.EVENT_READ, lambda _, rank=rank: self.hear(rank))
+            place = m.MemberPlace(node=f"n{rank // 8}", space="there", pid=1)
+            self.hub.adopt(
+                Link(accepted, is_trusted=False),
+                m.Join(
+                    token="",
+                    initial_rank=rank,
+                    initial_world_size=num,
+                    place=place,
+                    address=f"h {rank + 1}",
+                    life=str(rank),
+                ),
+            )
+            link.send(m.Ready(iteration=0, store_address=f"s {rank}"))
+        listener.close()
+
+    def hear(self, rank: int) -> None:
+        for message in self.links[rank].receive():
+            match message:
+                case m.Candidates():
+                    self.known[rank] = message
+                case m.Restart(iteration=iteration):
+                    self.links[rank].send(m.Ready(iteration=iteration, store_address=f"s {rank}"))
+                case m.Assign(ordinal=ordinal, members=members):
+                    living = [member.initial_rank for member in members if member.is_alive]
+                    ranks = {number: at if at < self.num_active else None for at, number in enumerate(living)}
+                    self.links[rank].send(m.Assigned(ordinal=ordinal, ranks=ranks))
+            if isinstance(message, m.Go | m.Restart | m.Finish | m.Abort | m.Expel):
+                self.orders[rank].append(message)
+
+    def run_until(self, what: type[m.Order], ranks: range | list[int], iteration: int) -> None:
+        end_s = clock.now_s() + TIMEOUT_S
+        while not all(
+            any(isinstance(order, what) and getattr(order, "iteration", -1) == iteration for order in self.orders[rank])
+            for rank in ranks
+        ):
+            assert clock.now_s() < end_s
+            for key, events in self.selector.select(max(0.0, min(self.hub.deadline_s, end_s) - clock.now_s())):
+                if key.fd in self.selector.get_map():
+                    key.data(events)
+            self.hub.look()
+
+    def cut(self, rank: int) -> None:
+        self.selector.unregister(self.links[rank])
+        self.links[rank].close()
+
+    def close(self) -> None:
+        for rank, link in self.links.items():
+            if link.fileno() >= 0:
+                self.cut(rank)
+        self.hub.close()
+        self.selector.close()
+
+
+def test_many_members_restart_and_finish() -> None:
+    """Sixty-four members go, lose one, go again with another in its place, and finish; all know the candidates."""
+    members = Members(NUM, 60)
+    try:
+        members.run_until(m.Go, range(NUM), 0)
+        assert [c.initial_rank for c in members.known[5].candidates] == [0, 8, 16, 24]
+        assert members.known[5].members.keys() == set(range(NUM))
+        gone = m.Fault(initial_rank=9, iteration=0, kind=m.FaultKind.DIED)
+        members.links[9].send(m.Gone(fault=gone))
+        rest = [rank for rank in range(NUM) if rank != 9]
+        members.run_until(m.Go, rest, 1)
+        assert 9 not in members.known[5].members
+        for rank in rest:
+            members.links[rank].send(m.Completed(iteration=1))
+        members.run_until(m.Finish, rest, 1)
+        assert not any(isinstance(order, m.Restart) and order.iteration > 1 for order in members.orders[5])
+    finally:
+        members.close()
+
+
+def test_hub_that_loses_most_members_stops_the_rest() -> None:
+    """Most may go on elsewhere, so those here must not; nobody restarts for it."""
+    members = Members(5, 5)
+    try:
+        members.run_until(m.Go, range(5), 0)
+        for rank in (2, 3, 4):
+            members.cut(rank)
+        members.run_until(m.Abort, [0, 1], 0)
+        assert not any(isinstance(order, m.Restart) for order in members.orders[0])
+    finally:
+        members.close()
+
+
+def test_candidates_are_spread_over_nodes() -> None:
+    """The host comes first, then one of each other node, then others; four at most."""
+    able = [
+        m.Candidate(initial_rank=rank, node=node, address=f"h {rank + 1}", life=str(rank))
+        for rank, node in enumerate(["a", "a", "b", "b", "c"])
+    ]
+    assert [c.initial_rank for c in order_candidates(able, 1)] == [1, 2, 4, 0]
+    assert [c.initial_rank for c in order_candidates(able[:2], 1)] == [1, 0]
+
+
+def test_small_pieces_make_whole_messages() -> None:
+    """A message arrives whole, however its bytes come; what is unreadable breaks the link."""
+    ours, theirs = socket.socketpair()
+    link = Link(theirs, is_trusted=True)
+    other = Link(ours, is_trusted=True)
+    try:
+        sender = m.Completed(iteration=7)
+        data = m.encode(sender)
+        for byte in len(data).to_bytes(4, "little") + data:
+            ours.send(bytes([byte]))
+            found = link.receive()
+        assert found == [sender]
+        ours.send((1 << 30).to_bytes(4, "little"))
+        with pytest.raises(LinkBroken, match="announced"):
+            link.receive()
+    finally:
+        link.close()
+        other.close()
