@@ -108,10 +108,8 @@ def _health(settings: Config | None, commands: tuple[str, ...], timeout: float |
     from outlast.config import HealthConfig
 
     health = settings.health if settings is not None and settings.health is not None else HealthConfig()
-    limits = (
-        {} if timeout is None else {"check_timeout": timeout, "device_timeout": max(timeout, health.device_timeout)}
-    )
-    return dataclasses.replace(health, commands=(*health.commands, *commands), **limits)
+    health = dataclasses.replace(health, commands=(*health.commands, *commands))
+    return health if timeout is None else dataclasses.replace(health, check_timeout=timeout)
 
 
 def _places_of(settings: Config | None) -> tuple[str, ...]:
