@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from outlast.policy.in_process import InProcessState, has_resumed, is_survivable, needs_restart
+from outlast.policy.in_process import InProcessState, has_resumed, is_survivable, needs_restart, newest_begun
 
 OFF, ACTIVE, RESTARTING, RETURNED, LEFT, GAVE_UP, RESERVE, COMPLETED = InProcessState
 
@@ -59,8 +59,9 @@ def test_only_active_workers_need_a_restart() -> None:
 def test_others_have_resumed_when_a_later_iteration_began() -> None:
     """The iteration in which a worker was lost does not count; the one that it was on its way to does."""
     lost = Worker(ACTIVE, 3)
-    assert not has_resumed(lost, [Worker(ACTIVE, 3), Worker(RESTARTING, 4)])
-    assert has_resumed(lost, [Worker(RESTARTING, 4), Worker(ACTIVE, 4)])
-    assert has_resumed(lost, [Worker(RETURNED, 5)])
-    assert has_resumed(Worker(RESTARTING, 4), [Worker(RESERVE, 4)])
-    assert has_resumed(lost, [Worker(ACTIVE, 0, in_process_call=1)])
+    assert not has_resumed(lost, newest_begun([Worker(ACTIVE, 3), Worker(RESTARTING, 4)]))
+    assert has_resumed(lost, newest_begun([Worker(RESTARTING, 4), Worker(ACTIVE, 4)]))
+    assert has_resumed(lost, newest_begun([Worker(RETURNED, 5)]))
+    assert has_resumed(Worker(RESTARTING, 4), newest_begun([Worker(RESERVE, 4)]))
+    assert has_resumed(lost, newest_begun([Worker(ACTIVE, 0, in_process_call=1)]))
+    assert newest_begun([Worker(GAVE_UP, 4), Worker(RESTARTING, 9)]) == (0, 0)

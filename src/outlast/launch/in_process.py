@@ -17,7 +17,7 @@ import msgspec
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch.worker_process import WorkerProcess
-from outlast.policy.in_process import InProcessState, has_begun, has_resumed, is_survivable, needs_restart
+from outlast.policy.in_process import InProcessState, has_resumed, is_survivable, needs_restart, newest_begun
 from outlast.policy.slots import OWN_VERDICTS
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.in_process_mark import Change, InProcessFault, address
@@ -100,7 +100,7 @@ class InProcess:
 
     def has_resumed(self, worker: WorkerProcess) -> bool:
         """Return whether the others on this node got on after the loss of a worker."""
-        return has_resumed(self._last_states[worker.local_rank], self._read(lambda other: other.lost is None))
+        return has_resumed(self._last_states[worker.local_rank], max(self._reached, self._newest()))
 
     @property
     def unmended(self) -> Incident | None:
@@ -115,9 +115,7 @@ class InProcess:
     def take_mended(self) -> Mended | None:
         """Return the newest restart after which workers run their function again, unless it was returned before."""
         self._receive()
-        states = self._read(lambda worker: worker.lost is None)
-        begun = [(s.in_process_call, s.in_process_iteration) for s in states if has_begun(s)]
-        newest = max(begun, default=self._reached)
+        newest = self._newest()
         if newest <= self._reached:
             return None
         self._reached = newest
@@ -167,6 +165,9 @@ class InProcess:
     def close(self) -> None:
         """Stop listening; idempotent."""
         self._channel.close()
+
+    def _newest(self) -> tuple[int, int]:
+        return newest_begun(self._read(lambda worker: worker.lost is None))
 
     def _read(self, wanted: Callable[[WorkerProcess], bool]) -> list[RankState]:
         return [self.board.read(worker.local_rank) for worker in self.workers.values() if wanted(worker)]

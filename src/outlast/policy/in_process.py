@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Protocol
 
-__all__ = ["InProcessState", "Standing", "has_begun", "has_resumed", "is_survivable", "needs_restart"]
+__all__ = ["InProcessState", "Standing", "has_resumed", "is_survivable", "needs_restart", "newest_begun"]
 
 
 class InProcessState(IntEnum):
@@ -79,21 +79,25 @@ def is_survivable(
     return worker.in_process in _DISPENSABLE and any(peer.in_process != InProcessState.LEFT for peer in done)
 
 
-def has_begun(worker: Standing) -> bool:
-    """Return whether a worker's restart iteration has begun, whatever the worker does in it."""
-    return worker.in_process in _HAS_BEGUN
-
-
 def needs_restart(worker: Standing) -> bool:
     """Return whether the peers of a worker that ended must restart to go on without it."""
     return worker.in_process in (InProcessState.ACTIVE, InProcessState.RESTARTING)
 
 
-def has_resumed(worker: Standing, peers: Iterable[Standing]) -> bool:
-    """Return whether the peers got on after the end of a worker that was in the function, or on its way to it."""
-    at_least = worker.in_process_iteration + (worker.in_process == InProcessState.ACTIVE)
-    return any(
-        (peer.in_process_call, peer.in_process_iteration) >= (worker.in_process_call, at_least)
-        and peer.in_process in _HAS_BEGUN
-        for peer in peers
+def newest_begun(workers: Iterable[Standing]) -> tuple[int, int]:
+    """Return the newest call and restart iteration that a worker has begun, whatever it does in it."""
+    begun = [(one.in_process_call, one.in_process_iteration) for one in workers if one.in_process in _HAS_BEGUN]
+    return max(begun, default=(0, 0))
+
+
+def has_resumed(worker: Standing, reached: tuple[int, int]) -> bool:
+    """Return whether others got on after the end of a worker that was in the function, or on its way to it.
+
+    Args:
+        worker: How it stood at its end.
+        reached: The newest call and restart iteration that others have begun.
+    """
+    return reached >= (
+        worker.in_process_call,
+        worker.in_process_iteration + (worker.in_process == InProcessState.ACTIVE),
     )
