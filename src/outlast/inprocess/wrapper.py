@@ -37,8 +37,8 @@ class Wrapper:
 
     Args:
         config: Timeouts and the like; ``None`` = the defaults.
-        initialize: Called with :class:`~outlast.inprocess.State` before each call of the function, on active ranks; what
-            it raises is a fault like the function's own.
+        initialize: Called with :class:`~outlast.inprocess.State` before each call of the function, on active ranks, as
+            if it were the function's first line: it may be interrupted, and what it raises is a fault.
         abort: Called with the state on the monitor thread while the main thread is still in the function that it has to
             leave; ends what outlast does not know of and the main thread may wait on.
         finalize: Called with the state after each call that was left; a rank whose call fails leaves for good.
