@@ -83,6 +83,7 @@ class KeptState:
         self._num_updating = self._num_updates = 0
         self._sampled: list[torch.Tensor] = []
         self._loose: list[torch.Tensor] = []
+        self._beside: list[range] = []
         self._sampled_versions: list[int] = []
         self._loose_versions: list[int] = []
         self._copies: dict[int, torch.Tensor] = {}
@@ -116,9 +117,13 @@ class KeptState:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        tensors = [tensor for module in parts.modules.values() for tensor in _tensors_of(module)]
-        self._loose = [tensor for tensor in tensors if id(tensor) not in updated]
-        certain = [tensor for tensor in tensors if id(tensor) in updated]
+        self._loose, self._beside, certain = [], [], []
+        for owner in {id(inner): inner for module in parts.modules.values() for inner in module.modules()}.values():
+            tensors = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
+            loose = [tensor for tensor in tensors if id(tensor) not in updated]
+            certain += [tensor for tensor in tensors if id(tensor) in updated]
+            self._beside += [range(len(self._loose), len(self._loose) + len(loose))] * len(loose)
+            self._loose += loose
         self._sampled = certain[:: max(1, -(-len(certain) // MAX_SAMPLED))]
         self._loose_versions = [-1] * len(self._loose)
         for optimizer in parts.optimizers.values():
@@ -231,7 +236,7 @@ class KeptState:
             return
         if self._loose_versions and self._loose_versions[0] >= 0:
             self.has_changing_buffers = True
-            changed = [i for i, version in enumerate(versions) if version != self._loose_versions[i]]
+            changed = self._changed(versions)
             new = [i for i in changed if i not in self._copies]
             if new:
                 num_bytes = sum(self._loose[i].nbytes for i in {*new, *self._copies})
@@ -247,6 +252,16 @@ class KeptState:
                         self._copies[index].copy_(self._loose[index])
         self._loose_versions = versions
 
+    def _changed(self, versions: list[int]) -> list[int]:
+        """Return which buffers may have changed: all of a module of which one has.
+
+        Running statistics change without a new version, but not without the count of batches beside them.
+        """
+        pairs = zip(versions, self._loose_versions, strict=True)
+        return sorted(
+            {beside for index, (now, then) in enumerate(pairs) if now != then for beside in self._beside[index]}
+        )
+
     def _why_torn(self) -> str:
         if self._iteration is None:
             return "no step had begun"
@@ -256,9 +271,8 @@ class KeptState:
             return f"left after an optimizer's step, before the end of iteration {self._iteration}"
         if [tensor._version for tensor in self._sampled] != self._sampled_versions:
             return f"parameters were changed outside of an optimizer in iteration {self._iteration}"
-        for index, tensor in enumerate(self._loose):
-            if tensor._version != self._loose_versions[index] and index not in self._copies:
-                return f"buffers were changed in iteration {self._iteration}, and are not copied"
+        if any(index not in self._copies for index in self._changed([tensor._version for tensor in self._loose])):
+            return f"buffers were changed in iteration {self._iteration}, and are not copied"
         return ""
 
 
