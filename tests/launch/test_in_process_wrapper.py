@@ -185,6 +185,23 @@ def test_all_ranks_of_a_node_can_be_replaced(tmp_path: Path) -> None:
         assert {end["digest"] for end in ended.values()} == {digest_of(2)}
 
 
+def test_a_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
+    """A node that dies with its agent ends the cycle, reserves or not: a spare takes its slot, and all ranks run."""
+    (tmp_path / "until").touch()
+    with cluster(tmp_path, 3, num_nodes=2, num_spares=1, nproc_per_node=2) as job:
+        job.wait_for(lambda _: len(ends(tmp_path, 0)) == 3, timeout_s=60)
+        first = next(
+            event for event in job.events() if event.kind == EventKind.CYCLE_STARTED and event.data["node_rank"]
+        )
+        job.agent(first.node).kill()
+        job.wait_for(lambda _: len(ends(tmp_path, 1)) == 3, timeout_s=60)
+        (tmp_path / "until").unlink()
+        codes = {agent.name: agent.wait(60) for agent in job.agents if agent.name != first.node}
+        assert set(codes.values()) == {0}
+        assert Rung.REPLACE_NODE in rungs(job)
+        assert {end["digest"] for end in ends(tmp_path, 1).values()} == {digest_of(3)}
+
+
 def test_nothing_outlives_an_agent(tmp_path: Path) -> None:
     """Ranks, reserves and their monitor processes are gone within two seconds after their agent was killed."""
     (tmp_path / "until").touch()
