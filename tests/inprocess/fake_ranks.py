@@ -61,9 +61,14 @@ class Child:
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
 
-    def wait_for(self, what: str, when: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any]:
+    def wait_for(
+        self,
+        what: str,
+        when: Callable[[dict[str, Any]], bool] = lambda _: True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> dict[str, Any]:
         """Return the next thing of this kind that the rank said."""
-        end_s = clock.now_s() + TIMEOUT_S
+        end_s = clock.now_s() + timeout_s
         while True:
             said = self._queue.get(timeout=max(0.01, end_s - clock.now_s()))
             assert said is not None, f"rank {self.rank} ended without {what}; it said {self.said[-3:]}"
@@ -159,10 +164,10 @@ class FakeRanks:
         for rank in ranks or range(len(self.children)):
             self[rank].tell(f"connect {self.hub} {token}")
 
-    def go(self, iteration: int, *, but: tuple[int, ...] = ()) -> dict[str, Any]:
+    def go(self, iteration: int, *, but: tuple[int, ...] = (), timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """Wait until everybody is told to enter this iteration; return the order."""
         orders = [
-            child.wait_for("Go", lambda said: said["iteration"] == iteration)
+            child.wait_for("Go", lambda said: said["iteration"] == iteration, timeout_s)
             for child in self.children
             if child.rank not in but
         ]
@@ -182,6 +187,9 @@ class FakeRanks:
             threading.Event().wait(0.005)
 
     def close(self) -> None:
+        for pid in self.monitors():
+            if is_monitor(pid):
+                os.kill(pid, signal.SIGCONT)
         for child in self.children:
             child.process.kill()
         for child in self.children:

@@ -42,7 +42,7 @@ class Members:
             accepted, _ = listener.accept()
             link = self.links[rank] = Link(connection, is_trusted=True)
             self.selector.register(link, selectors.EVENT_READ, lambda _, rank=rank: self.hear(rank))
-            place = m.MemberPlace(node=f"n{rank // 8}", space="there", pid=1)
+            place = m.MemberPlace(node=f"n{rank // 8}", space="there", pid=1, address=f"h {rank + 1}")
             self.hub.adopt(
                 Link(accepted, is_trusted=False),
                 m.Join(
@@ -50,7 +50,6 @@ class Members:
                     initial_rank=rank,
                     initial_world_size=num,
                     place=place,
-                    address=f"h {rank + 1}",
                     life=str(rank),
                 ),
             )

@@ -249,7 +249,7 @@ def test_stopped_hub_process_is_left() -> None:
         ranks.connect()
         ranks.go(0)
         os.kill(ranks[0].monitors[0], signal.SIGSTOP)
-        order = ranks.go(1, but=(0,))
+        order = ranks.go(1, but=(0,), timeout_s=20.0)
         assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
         os.kill(ranks[0].monitors[0], signal.SIGCONT)
         ranks[0].wait_end()
@@ -258,6 +258,20 @@ def test_stopped_hub_process_is_left() -> None:
             ranks[rank].tell("complete")
         for rank in (1, 2, 3):
             assert ranks[rank].wait_for("Finish")["iteration"] == 1
+
+
+def test_silent_loss_of_the_hubs_node() -> None:
+    """Where the hub's node falls silent, those who miss it call on the others, and all go on together."""
+    with FakeRanks(4, active=3, soft_timeout_s=1.5, hard_timeout_s=60.0) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        os.kill(ranks[0].monitors[0], signal.SIGSTOP)
+        ranks[0].send(signal.SIGSTOP)
+        for rank in (1, 2):
+            ranks[rank].tell("hang")
+        order = ranks.go(1, but=(0,), timeout_s=30.0)
+        assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
+        assert kinds(order)[0] == "link_lost"
 
 
 def test_everything_killed_leaves_nothing() -> None:
@@ -340,10 +354,8 @@ def test_wrong_secret_is_refused() -> None:
     with FakeRanks(3, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
-        place = m.MemberPlace(node="here", space="", pid=1)
-        join = m.Join(
-            token="0" * len(TOKEN), initial_rank=1, initial_world_size=3, place=place, address="x 1", life="x"
-        )
+        place = m.MemberPlace(node="here", space="", pid=1, address="x 1")
+        join = m.Join(token="0" * len(TOKEN), initial_rank=1, initial_world_size=3, place=place, life="x")
         data = m.encode(join)
         host, port = ranks.hub.split(" ")
         with socket.create_connection((host, int(port)), timeout=5.0) as stranger:

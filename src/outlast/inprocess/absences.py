@@ -61,10 +61,10 @@ class Absences:
         """When the next one has been waited for long enough."""
         return min((absence.until_s for absence in self._absent.values()), default=None)
 
-    def begin(self, rank: int, place: MemberPlace) -> None:
+    def begin(self, rank: int, place: MemberPlace, patience_s: float = RETURN_S) -> None:
         """Wait for a member."""
         self.end(rank)
-        absence = _Absence(clock.now_s() + RETURN_S, None)
+        absence = _Absence(clock.now_s() + patience_s, None)
         self._absent[rank] = absence
         if place.space != self._space:
             return

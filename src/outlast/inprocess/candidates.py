@@ -18,7 +18,7 @@ from outlast.errors import OutlastError
 from outlast.inprocess import messages as m
 from outlast.inprocess.link import Link, LinkBroken
 
-__all__ = ["Search", "order_candidates", "split_address"]
+__all__ = ["Search", "connect", "order_candidates", "split_address"]
 
 _MAX_CANDIDATES = 4
 _ATTEMPT_S = 1.0
@@ -49,6 +49,29 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise OutlastError(f"{address!r} is no address; write 'host port'")
     return host, int(port)
+
+
+def connect(address: str) -> Link:
+    """Return a link that is about to be connected; it is when its descriptor is writable, or it is broken.
+
+    Raises:
+        OSError: Nobody listens there.
+        OutlastError: ``address`` is none.
+
+    Blocks: never; the host is a number.
+    """
+    host, port = split_address(address)
+    family, kind, protocol, _, number = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    connection = socket.socket(family, kind, protocol)
+    connection.setblocking(False)
+    try:
+        connection.connect(number)
+    except BlockingIOError:
+        pass
+    except BaseException:
+        connection.close()
+        raise
+    return Link(connection, is_trusted=True)
 
 
 class Search:
@@ -137,18 +160,7 @@ class Search:
                 self._error = f"{candidate.address}: {error}"
 
     def _ask(self, candidate: m.Candidate) -> None:
-        host, port = split_address(candidate.address)
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        connection = socket.socket(family, kind, protocol)
-        connection.setblocking(False)
-        try:
-            connection.connect(address)
-        except BlockingIOError:
-            pass
-        except BaseException:
-            connection.close()
-            raise
-        self._link, self._greeted = Link(connection, is_trusted=True), False
+        self._link, self._greeted = connect(candidate.address), False
         self._due_s = clock.now_s() + _ATTEMPT_S
         self._selector.register(self._link, selectors.EVENT_WRITE, self._on_event)
 

@@ -57,6 +57,7 @@ class Hub:
         host: This process's own entry among the candidates.
         space: Where this process can see whether another process lives.
         heritage: What the hub before this one said last; its members are waited for.
+        patience_s: Seconds that they are waited for.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Hub:
         host: m.Candidate,
         space: str,
         heritage: m.Candidates | None = None,
+        patience_s: float = RETURN_S,
     ) -> None:
         self._selector, self._world_size, self._limits = selector, world_size, limits
         self._heartbeat_timeout_s, self._host = heartbeat_timeout_s, host
@@ -87,7 +89,7 @@ class Hub:
             self._known = dict(heritage.members)
             self._places = dict(heritage.members)
             for rank, place in self._known.items():
-                self._absences.begin(rank, place)
+                self._absences.begin(rank, place, patience_s)
         else:
             self._state = begin(world_size, clock.now_s())
 
@@ -107,7 +109,9 @@ class Hub:
     @property
     def is_over(self) -> bool:
         """Whether the last order was given and delivered."""
-        return self._end_s is not None and (not self._peers or clock.now_s() >= self._end_s)
+        if self._end_s is None:
+            return False
+        return clock.now_s() >= self._end_s or not (self._peers or len(self._absences))
 
     def serves_others(self, rank: int) -> bool:
         """Return whether members other than this one are linked, or may come back."""
@@ -266,7 +270,7 @@ class Hub:
             self._advance(Isolated(reason=text, at_s=clock.now_s()))
             return
         for rank, is_dead in ended:
-            kind, summary = m.FaultKind.LINK_LOST, f"its monitor process was out of reach for {RETURN_S:g} s"
+            kind, summary = m.FaultKind.LINK_LOST, "its monitor process is out of reach"
             if is_dead:
                 kind, summary = m.FaultKind.DIED, "its process and its monitor process are gone"
             self._advance(Lost(initial_rank=rank, kind=kind, summary=summary, at_s=clock.now_s()))
@@ -311,7 +315,6 @@ class Hub:
             self._send_all(action.order, action.to)
         if self._state.end is not None and self._end_s is None:
             self._end_s = clock.now_s() + _END_S
-            self._absences.close()
 
     def _know_members(self) -> None:
         """Tell everybody who belongs to the group, for the time when this hub is gone."""
@@ -322,7 +325,9 @@ class Hub:
 
     def _order_candidates(self) -> tuple[m.Candidate, ...]:
         able = [
-            m.Candidate(initial_rank=rank, node=peer.join.place.node, address=peer.join.address, life=peer.join.life)
+            m.Candidate(
+                initial_rank=rank, node=peer.join.place.node, address=peer.join.place.address, life=peer.join.life
+            )
             for rank, peer in self._peers.items()
             if rank != self._host.initial_rank and not peer.is_leaving
         ]

@@ -88,6 +88,8 @@ class MemberPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     space: str
     """Names the machine and the name space in which ``pid`` means something."""
     pid: int
+    address: str
+    """``host port`` where its monitor process listens."""
     labels: dict[str, str] = {}
     """What the rank says of its place beyond its node."""
 
@@ -127,8 +129,6 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     initial_world_size: int
     place: MemberPlace
     """Of the rank's process."""
-    address: str
-    """``host port`` where its monitor process listens."""
     life: str
     """Names the monitor process."""
     wants: str = ""

@@ -179,6 +179,11 @@ class MonitorLink:
 
         Blocks: up to ``timeout_s``, while it ends.
         """
+        try:
+            # Processes that the rank forked have the socket, too.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("the monitor process is gone: %s", error)
         self._socket.close()
         try:
             self._process.wait(timeout=timeout_s)

@@ -236,6 +236,8 @@ class MonitorProcess:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run as a monitor process; return its exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # schedulers signal every process of a job; this one ends with its rank
     rank_fd, page_fd, text = sys.argv[1:] if arguments is None else arguments
     task = msgspec.json.decode(text, type=MonitorTask)
     if task.log_path:

@@ -17,7 +17,8 @@ from functools import partial
 
 from outlast import clock
 from outlast.inprocess import messages as m
-from outlast.inprocess.absences import name_space
+from outlast.inprocess.absences import RETURN_S, name_space
+from outlast.inprocess.calls import Calls
 from outlast.inprocess.candidates import Search
 from outlast.inprocess.door import Door
 from outlast.inprocess.hub import Hub
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
 """Seconds in which the hub has to show a sign of life when it is needed."""
+_SILENT_S = _ANSWER_S + 3.0
+"""Seconds that others have more to come after a hub that fell silent: they notice it when they are called on."""
 _LAST_WORDS_S = 1.0
 """Seconds that a process whose rank is gone has to tell the hub."""
 
@@ -64,6 +67,8 @@ class Uplink:
         self._hub: Hub | None = None
         self._link: Link | None = None
         self._search: Search | None = None
+        self._calls: Calls | None = None
+        self._was_silent = False
         self._last_words: m.Gone | m.Left | None = None
         self._rank_is_gone = False
         self._end_s: float | None = None
@@ -148,6 +153,9 @@ class Uplink:
         if self._search is not None:
             self._search.look()
             due.append(self._search.deadline_s if self._search is not None else now_s)
+        if self._calls is not None:
+            self._calls.look()
+            due.append(self._calls.deadline_s)
         if self._hub is not None:
             self._hub.look()
             due.append(self._hub.deadline_s)
@@ -167,6 +175,8 @@ class Uplink:
         """
         if self._search is not None:
             self._search.close()
+        if self._calls is not None:
+            self._calls.close()
         if self._hub is not None:
             self._end_hub()
         if self._link is not None:
@@ -187,7 +197,13 @@ class Uplink:
             host=self._describe(),
             space=self._space,
             heritage=self._known if self._known.members else None,
+            patience_s=RETURN_S + (min(_SILENT_S, self._task.heartbeat_timeout_s) if self._was_silent else 0.0),
         )
+        if self._was_silent:
+            self._calls = Calls(self._selector, self._make_join(""))
+            for rank, place in self._known.members.items():
+                if rank != self._task.initial_rank:
+                    self._calls.begin(place.address)
         here, there = socket.socketpair()
         self._hub.adopt(Link(there, is_trusted=True), self._make_join(""))
         self._take_link(Link(here, is_trusted=True), [])
@@ -223,8 +239,9 @@ class Uplink:
             token=self._door.token,
             initial_rank=task.initial_rank,
             initial_world_size=task.initial_world_size,
-            place=m.MemberPlace(node=task.node, space=self._space, pid=task.pid, labels=task.labels),
-            address=self._door.address,
+            place=m.MemberPlace(
+                node=task.node, space=self._space, pid=task.pid, address=self._door.address, labels=task.labels
+            ),
             life=self._life,
             wants=wants,
             standing=self._joined_with,
@@ -257,7 +274,7 @@ class Uplink:
 
     def _take_link(self, link: Link, came: list[m.OnLink]) -> None:
         """Use a link to the hub."""
-        self._search = None
+        self._search, self._was_silent = None, False
         self._link, self._answer_s = link, None
         self._next_beat_s = clock.now_s() + self._task.heartbeat_interval_s
         self._selector.register(link, selectors.EVENT_READ, partial(self._on_event, link))
@@ -333,6 +350,7 @@ class Uplink:
         if self._answer_s is not None:
             due_s = min(due_s, self._answer_s)
         if now_s >= due_s:
+            self._was_silent = True
             self._lose_link(f"no sign of life for {now_s - heard_s:.1f} s")
             return now_s
         if now_s >= self._next_beat_s:
