@@ -37,8 +37,6 @@ WORLD_SIZE = ACTIVE + RESERVES
 NUM_STEPS = 30
 LIMIT_S = 45.0
 """Within this a sequence must have ended; undisturbed it takes one second, and with all its timeouts about fifteen."""
-MEETING_S = 0.3
-"""About when the ranks have met; times of faults from outside count from then."""
 CONFIG = InProcessRestartConfig(
     active_world_size=ACTIVE,
     granularity="rank",
@@ -70,6 +68,7 @@ class Event:
     iteration: int = 0
     step: int = 0
     after_s: float = 0.0
+    """Seconds since the first rank was in the function, for a fault from outside."""
 
 
 def draw(seed: int) -> tuple[Event, ...]:
@@ -117,7 +116,8 @@ def strike(kind: str) -> None:
 class Script:
     """What one rank does."""
 
-    def __init__(self, events: tuple[Event, ...]) -> None:
+    def __init__(self, events: tuple[Event, ...], entered: Path) -> None:
+        self._entered = entered
         self._events = [event for event in events if event.where != "outside"]
 
     def meet(self, where: str, rank: int | None, iteration: int, step: int = 0) -> None:
@@ -138,6 +138,7 @@ class Script:
 
     def train(self, handle: Handle) -> str:
         """Return what the weights are in the end."""
+        self._entered.touch()
         dist.init_process_group("gloo", timeout=timedelta(seconds=600))
         rank = dist.get_rank()
         weights = torch.zeros(1 << 10)
@@ -160,7 +161,7 @@ def be_rank(initial_rank: int, port: int, events: tuple[Event, ...], folder: Pat
             os.dup2(log.fileno(), 2)
         place = {"RANK": initial_rank, "LOCAL_RANK": initial_rank, "WORLD_SIZE": WORLD_SIZE, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-        script = Script(events)
+        script = Script(events, folder / "entered")
         wrapper = Wrapper(
             CONFIG,
             initialize=script.initialize,
@@ -198,7 +199,7 @@ def play(seed: int | None) -> dict[str, Any]:
                 if pid == 0:
                     be_rank(initial_rank, port, events, folder)
                 pids[initial_rank] = pid
-            running = watch(pids, [event for event in events if event.where == "outside"], begin_s)
+            running = watch(pids, [event for event in events if event.where == "outside"], begin_s, folder / "entered")
         finally:
             codes = end(pids)
         ends = {
@@ -216,25 +217,26 @@ def play(seed: int | None) -> dict[str, Any]:
     return {"seed": seed, "events": told, "seconds": round(clock.now_s() - begin_s, 2), **found, "logs": logs}
 
 
-def watch(pids: dict[int, int], events: list[Event], begin_s: float) -> list[int]:
+def watch(pids: dict[int, int], events: list[Event], begin_s: float, entered: Path) -> list[int]:
     """Wait for the ranks, strike some from outside; return who had to be waited for too long."""
     due = sorted(events, key=lambda event: event.after_s)
     watched = {rank: os.pidfd_open(pid) for rank, pid in pids.items()}
     stopped: set[int] = set()
+    entered_s: float | None = None
     try:
         while set(watched) - stopped:
-            now_s = clock.now_s() - begin_s
-            while due and due[0].after_s + MEETING_S <= now_s:
+            now_s = clock.now_s()
+            if now_s > begin_s + LIMIT_S:
+                return sorted(set(watched) - stopped)
+            if entered_s is None and entered.exists():
+                entered_s = now_s
+            while due and entered_s is not None and entered_s + due[0].after_s <= now_s:
                 event = due.pop(0)
                 if event.rank in watched:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pids[event.rank], signal.SIGKILL if event.kind == "kill" else signal.SIGSTOP)
+                    signal.pidfd_send_signal(watched[event.rank], getattr(signal, f"SIG{event.kind.upper()}"))
                     # A stopped reserve is nobody's hindrance, so nobody may end it.
                     stopped |= {event.rank} if event.kind == "stop" else set()
-            if now_s > LIMIT_S:
-                return sorted(set(watched) - stopped)
-            timeout_s = min(LIMIT_S, due[0].after_s + MEETING_S if due else LIMIT_S) - now_s
-            ready, _, _ = select.select(list(watched.values()), [], [], max(0.0, timeout_s) + 0.01)
+            ready, _, _ = select.select(list(watched.values()), [], [], 0.01 if due else 1.0)
             for rank in [rank for rank, fd in watched.items() if fd in ready]:
                 os.close(watched.pop(rank))
         return []
