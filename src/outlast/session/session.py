@@ -17,23 +17,23 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from outlast import clock
 from outlast.chaos.simulated import arm_configured
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ExitReason, OutlastError, Untrusted
 from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import RankMonitor, SectionTimer
-from outlast.policy.in_place import Origin
 from outlast.policy.slots import OWN_VERDICTS
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
 from outlast.runtime.group import Group, connect_world, settle
 from outlast.runtime.journal import Journal
 from outlast.session.attempts import Attempt, Attempts
+from outlast.session.beginning import restore
 from outlast.session.departure import Departure
 from outlast.session.enclosure import Enclosure
 from outlast.session.place import as_initialised, is_initialised, say_what_is_off
+from outlast.session.pulse import Pulse
 from outlast.session.replicas import ReplicaWatch
 from outlast.session.resuming import Resuming
 from outlast.session.rhythm import Due
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["Session"]
 
 log = logging.getLogger(__name__)
-PROGRESS_EVERY_NS = 5_000_000_000
-"""A rank writes a PROGRESS event at most this often."""
 
 
 class Session:
@@ -74,7 +72,6 @@ class Session:
         """Where this run keeps its journal and stacks; ``None`` = nowhere."""
         self._place = place = dataclasses.replace(as_initialised(place), run_dir=self.run_dir)
         self._iteration = 0
-        self._wrote_progress_ns: int | None = None
         self._in_steps = False
         self._stepped = False
         self._closed = False
@@ -82,7 +79,6 @@ class Session:
         self._saves: Saves | None = None
         self._replicas: ReplicaWatch | None = None
         self._consensus: Consensus | None = None
-        self._step_began_ns = 0
         self._enclosure = Enclosure(config)
         with self._enclosure.undivided():
             self._open()
@@ -138,7 +134,8 @@ class Session:
             stop_requested=self._monitor.stop_requested,
             write_end=self._write_end,
         )
-        self._resuming = None
+        self._pulse = Pulse(self._enclosure, self._monitor, self._journal, self._place.global_rank)
+        self._resuming: Resuming | None = None
         if self._enclosure.call is not None:
             self._resuming = Resuming(self._enclosure.call, self._place, self._journal)
             self._enclosure.call.on_leave(self._abandon)
@@ -232,7 +229,8 @@ class Session:
             while self._iteration < total:
                 if self._faults is not None:
                     self._faults.before_step(self._iteration, state, has_durable=self._has_durable())
-                self._begin_step()
+                self._pulse.begin_step()
+                self._rounds.begin(self._iteration)
                 yield self._iteration
                 agreed = self._end_step()
                 if agreed["stop"] and self._iteration < total:
@@ -351,44 +349,18 @@ class Session:
             self._let_go()
 
     def _restore(self, state: Mapping[str, Any], replicas: dist.ProcessGroup | DeviceMesh | None) -> None:
-        """Go on from memory after a restart in process, if all ranks can, else from the newest generation."""
-        if self._resuming is not None:
-            iteration = self._resuming.resume(state, self._attempts, replicas)
-            if iteration is not None:
-                self._iteration = iteration
-                self._monitor.set_iteration(iteration)
-                if self._saves is not None:
-                    self._saves.go_on(state, self._attempts, iteration, self._resuming.origin)
-                return
-        origin = self._load(state)
-        if self._resuming is not None:
-            self._resuming.note_loaded(origin)
-            self._resuming.note(self._iteration)
-
-    def _load(self, state: Mapping[str, Any]) -> Origin | None:
-        if self._saves is None:
-            return None
         try:
-            loaded = self._saves.restore(state, self._attempts)
+            self._iteration = restore(state, self._attempts, self._saves, self._resuming, replicas)
         except Untrusted as error:
             if self._place.untrusted is None:
                 raise
             log.error("no generation is left to trust: %s", error)
             self._exit(ExitReason.FAILED_VALIDATION)
-        if loaded is None:
-            return None
-        self._iteration = loaded.iteration
-        return Origin(generation=loaded.generation, attempt=loaded.attempt, tiers=loaded.tiers)
+        if self._iteration:
+            self._monitor.set_iteration(self._iteration)
 
     def _section(self, name: str) -> AbstractContextManager[None]:
         return self._enclosure.section(self._monitor, name)
-
-    def _begin_step(self) -> None:
-        self._enclosure.ping()
-        self._monitor.heartbeat()
-        self._monitor.start_section("step")
-        self._step_began_ns = clock.now_ns()
-        self._rounds.begin(self._iteration)
 
     def _wishes(self) -> dict[str, int]:
         """Return what this rank asks all ranks for: to leave on a signal, and to save after the step."""
@@ -401,14 +373,9 @@ class Session:
             self._resuming.note(self._iteration + 1)
         agreed = self._rounds.finish()
         self._iteration += 1
-        self._monitor.end_section("step")
-        self._monitor.set_iteration(self._iteration)
-        now_ns = clock.now_ns()
-        if self._wrote_progress_ns is None or now_ns - self._wrote_progress_ns >= PROGRESS_EVERY_NS:
-            self._wrote_progress_ns = now_ns
-            self._journal.write(EventKind.PROGRESS, rank=self.global_rank, iteration=self._iteration)
+        took_s = self._pulse.end_step(self._iteration)
         if self._saves is not None:
-            self._saves.note_step((now_ns - self._step_began_ns) / 1e9)
+            self._saves.note_step(took_s)
         return agreed
 
     def _between_steps(self, state: Mapping[str, Any], agreed: int, *, is_last: bool) -> None:
