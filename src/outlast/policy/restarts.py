@@ -19,6 +19,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from outlast.policy.restart_faults import add_fault, count_causes, judge
 from outlast.policy.restart_limits import RestartLimits
 from outlast.policy.restart_orders import (
     Abort,
@@ -372,30 +373,13 @@ class _Turn:
     # -- the state ---------------------------------------------------------------------------------------------
 
     def _note(self, fault: Fault) -> None:
-        known = {(other.initial_rank, other.iteration, other.kind) for other in self.state.faults}
-        if (fault.initial_rank, fault.iteration, fault.kind) not in known:
-            self._replace(faults=(*self.state.faults, fault))
-
-    def _judged_faults(self) -> tuple[Fault, ...]:
-        """Return the faults, causes first; who waited for a rank that had to be ended is not to blame."""
-        faults = self.state.faults
-        if any(fault.kind == FaultKind.HARD_TIMEOUT for fault in faults):
-            faults = tuple(
-                msgspec.structs.replace(fault, is_consequence=True) if fault.kind == FaultKind.SOFT_TIMEOUT else fault
-                for fault in faults
-            )
-        return tuple(sorted(faults, key=lambda fault: fault.is_consequence))
+        self._replace(faults=add_fault(self.state.faults, fault))
 
     def _told_faults(self) -> tuple[Fault, ...]:
-        return self._judged_faults()[:_MAX_FAULTS]
+        return judge(self.state.faults)[:_MAX_FAULTS]
 
     def _count_faults(self) -> dict[int, int]:
-        """Return the causes so far by initial rank."""
-        counts = {**self.state.fault_counts}
-        for fault in self._judged_faults():
-            if not fault.is_consequence:
-                counts[fault.initial_rank] = counts.get(fault.initial_rank, 0) + 1
-        return counts
+        return count_causes(self.state.fault_counts, self.state.faults)
 
     def _remove(self, rank: int) -> None:
         """Take a member out; ranks that were being assigned are out of date then."""
