@@ -179,6 +179,8 @@ class MonitorLink:
 
         Blocks: up to ``timeout_s``, while it ends.
         """
+        if not self._is_over:
+            self.send(m.Left(reason="the rank left the wrapper"))
         try:
             # Processes that the rank forked have the socket, too.
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,91 @@
+"""The rank's end of its monitor process."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from outlast.inprocess import messages as m
+from outlast.inprocess.monitor_link import MonitorLink
+from outlast.inprocess.monitor_task import MonitorTask
+from outlast.inprocess.page import Page
+from outlast.policy.restart_limits import RestartLimits
+
+pytestmark = pytest.mark.process
+TIMEOUT_MS = 10_000
+
+
+@pytest.fixture
+def link() -> Iterator[MonitorLink]:
+    """Start a monitor process for this process."""
+    task = MonitorTask(
+        pid=os.getpid(),
+        initial_rank=0,
+        initial_world_size=1,
+        node="here",
+        host="127.0.0.1",
+        limits=RestartLimits(),
+        soft_timeout_s=60.0,
+        hard_timeout_s=90.0,
+        thread_interval_s=1.0,
+        process_interval_s=1.0,
+        heartbeat_interval_s=30.0,
+        heartbeat_timeout_s=60.0,
+        termination_grace_s=1.0,
+    )
+    page = Page.create()
+    link = MonitorLink(task, page)
+    yield link
+    link.close()
+    page.close()
+
+
+def hear(link: MonitorLink) -> list[m.Listening | m.Order]:
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    found: list[m.Listening | m.Order] = []
+    while not found:
+        assert poll.poll(TIMEOUT_MS)
+        found += link.receive()
+    return found
+
+
+def test_address_comes_first_and_an_order_follows(link: MonitorLink) -> None:
+    """A rank alone connects its monitor process to itself, is asked for the ranks, and may go."""
+    (listening,) = hear(link)
+    assert isinstance(listening, m.Listening)
+    link.send(m.Connect(hub=listening.address, token="a" * 32))
+    link.send(m.Ready(iteration=0, store_address="127.0.0.1 1"))
+    (question,) = hear(link)
+    assert isinstance(question, m.Assign)
+    link.send(m.Assigned(ordinal=question.ordinal, ranks={0: 0}))
+    (order,) = hear(link)
+    assert isinstance(order, m.Go)
+
+
+def test_receive_never_waits(link: MonitorLink) -> None:
+    """With nothing said, it returns nothing at once."""
+    hear(link)
+    assert link.receive() == ()
+
+
+def test_close_ends_the_process_and_frees_the_descriptors(link: MonitorLink) -> None:
+    """After it, neither the process nor a descriptor is left, though a forked process has the socket, too."""
+    hear(link)
+    before = len(os.listdir("/proc/self/fd"))
+    copy = os.dup(link.fileno())
+    pid = link.pid
+    link.close(timeout_s=10.0)
+    os.close(copy)
+    assert not psutil.pid_exists(pid)
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+def test_process_imports_no_torch(link: MonitorLink) -> None:
+    """It is small: torch is not in it."""
+    hear(link)
+    assert not any("torch" in entry.path for entry in psutil.Process(link.pid).memory_maps())
