@@ -33,6 +33,9 @@ class Memory:
             return None
         return memfd(data), len(data)
 
+    def is_unchanged(self, key: CopyKey, fd: int) -> bool:
+        return key in self.parts
+
 
 class Arriving:
     def __init__(self, memory: Memory, key: CopyKey, num_bytes: int) -> None:

@@ -15,22 +15,21 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from outlast import clock
 from outlast.checkpoint import frames as f
-from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.directory import Attempt, Directory
+from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.exchange import Exchange
 from outlast.checkpoint.finite import MAY_BE_INFINITE
-from outlast.checkpoint.handle import SaveHandle
 from outlast.checkpoint.holdings import CopyKey
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.replication import Replication
+from outlast.checkpoint.save import Known, Save
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
@@ -38,35 +37,12 @@ from outlast.policy.recovery_point import Tier
 from outlast.policy.retention import choose_kept
 from outlast.runtime.files import fsync_folder
 
-__all__ = ["Committer", "Retention", "Save"]
+__all__ = ["Committer", "Retention"]
 
 log = logging.getLogger(__name__)
 GRACE_S = 10.0
 """Ranks wait this much longer for the outcome than rank 0 does for its causes: better late than contradictory."""
 KEEP_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
-    """One save, staged or failed at that."""
-
-    iteration: int
-    attempt: Attempt
-    handle: SaveHandle
-    started_ns: int
-    stall_s: float
-    tiers: frozenset[Tier]
-    suspect: bool = False
-    """For diagnosis only: never loaded, never kept in memory."""
-    restored_from: int | None = None
-    restored_attempt: str | None = None
-    arena: Arena | None = None
-    num_bytes: int = 0
-    tensors: tuple[TensorEntry, ...] = ()
-    guard: Callable[[], None] | None = None
-    """Waits until the arena is filled; ``None`` = it is."""
-    error: str | None = None
-    """Why there is nothing staged on this rank: the others must hear of it, or they would wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +64,6 @@ class _Ready(msgspec.Struct, frozen=True):
 
 class _Outcome(msgspec.Struct, frozen=True):
     error: str | None = None
-
-
-@dataclass(slots=True)
-class _Known:
-    """What is known to be committed."""
-
-    tiers: dict[int, set[Tier]] = field(default_factory=dict)
-
-    def missing(self, save: Save) -> frozenset[Tier]:
-        return save.tiers - self.tiers.get(save.iteration, set())
-
-    def add(self, iteration: int, tiers: frozenset[Tier]) -> None:
-        self.tiers.setdefault(iteration, set()).update(tiers)
 
 
 class Committer:
@@ -141,7 +104,7 @@ class Committer:
         self._on_committed, self._on_failed = on_committed, on_failed
         self._at_stage = at_stage or (lambda name: None)
         self._replication = replication
-        self._known = _Known()
+        self._known = Known()
         self._claimed = False
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -151,7 +114,7 @@ class Committer:
 
     def start_from(self, known: dict[int, set[Tier]]) -> None:
         """Take generations, and no others, for committed to these tiers. Only before the first save."""
-        self._known = _Known(dict(known))
+        self._known = Known(dict(known))
 
     def submit(self, save: Save) -> None:
         """Commit a staged save. Thread: the training thread."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outlast import clock
 from outlast.errors import CheckpointError, DeadlineExceeded
 
-__all__ = ["SaveHandle", "SaveResult"]
+__all__ = ["SaveHandle", "SaveResult", "wait_for_all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +90,21 @@ class SaveHandle:
         if not self._finished.is_set():
             self._error = error
             self._finished.set()
+
+
+def wait_for_all(handles: Iterable[SaveHandle], timeout_s: float) -> None:
+    """Wait until each save is committed or has failed; what failed is in its handle.
+
+    Raises:
+        DeadlineExceeded: One of them still is under way.
+
+    Blocks: up to ``timeout_s``.
+    """
+    end_ns = clock.now_ns() + int(timeout_s * 1e9)
+    for handle in handles:
+        try:
+            handle.wait(max(0.0, (end_ns - clock.now_ns()) / 1e9))
+        except DeadlineExceeded:
+            raise
+        except CheckpointError:
+            continue

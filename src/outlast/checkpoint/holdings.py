@@ -53,3 +53,9 @@ class Holdings(Protocol):
 
     def open(self, key: CopyKey) -> tuple[int, int] | None:
         """Return a readable descriptor, which the caller closes, and the bytes of a part; ``None`` = not here."""
+
+    def is_unchanged(self, key: CopyKey, fd: int) -> bool:
+        """Return whether what :meth:`open` gave out for a part still is that part.
+
+        Memory serves the next save when its generation is old, whoever reads it; what was read before it is unchanged.
+        """

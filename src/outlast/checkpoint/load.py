@@ -7,8 +7,9 @@ next choice. Where a copy comes from (:class:`Tier`) may differ from rank to ran
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,7 @@ from outlast.checkpoint.tiers import PARITY, Rejection, Table, reject
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
 from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_recovery_point
+from outlast.runtime.random_numbers import restore_random
 
 __all__ = ["Loaded", "Rejection", "Restored", "agree_and_prove", "known_generations"]
 
@@ -55,6 +57,40 @@ class Loaded:
     known: dict[int, set[Tier]]
     """This generation and older ones that all ranks could load, as far as can be told unread: the tiers that have all
     of it, the near ones taken together."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Load it into a state that it was found to fit, and let go of it.
+
+        Raises:
+            CheckpointError: A file changed since its proof, and ``state`` is of no use any more.
+        """
+        try:
+            random = self.copy.restore(state)
+        finally:
+            self.copy.close()
+        if random is not None:
+            restore_random(random)
+        else:
+            log.info("saved by another number of ranks: every rank's random numbers begin afresh")
+
+    def describe(self, rank: int, *, load_s: float) -> Restored:
+        """Return what a rank's caller is told of it.
+
+        Args:
+            rank: Which.
+            load_s: Seconds that the load took.
+        """
+        mine = self.point.copies[rank]
+        return Restored(
+            iteration=self.point.generation,
+            generation=self.point.generation,
+            attempt=self.point.attempt,
+            tier=str(mine.tier),
+            tiers=tuple(str(copy.tier) for copy in self.point.copies),
+            rejected=self.rejected,
+            load_s=load_s,
+            bytes_read={str(mine.tier): self.copy.num_bytes_read},
+        )
 
 
 class _Vote(msgspec.Struct, frozen=True):

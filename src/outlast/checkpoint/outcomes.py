@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from outlast import clock
 from outlast.checkpoint.arena_pool import ArenaPool
-from outlast.checkpoint.commit import Save
 from outlast.checkpoint.frames import CopyFailure
 from outlast.checkpoint.handle import SaveResult
 from outlast.checkpoint.report import Reporter
+from outlast.checkpoint.save import Save
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
 
@@ -46,6 +46,16 @@ class Outcomes:
         self.num_failures = 0
         """Saves in a row that failed."""
         self.last_error: CheckpointError | None = None
+
+    def check(self, limit: int, *, rank: int, iteration: int) -> None:
+        """Raise :class:`CheckpointError` when ``limit`` saves in a row have failed; 0 = never."""
+        if 0 < limit <= self.num_failures:
+            raise CheckpointError(
+                f"{self.num_failures} saves in a row failed, the last with: {self.last_error}. "
+                "Make room or repair the directory; max_consecutive_save_failures sets how many are tolerated",
+                rank=rank,
+                iteration=iteration,
+            )
 
     def near(self, save: Save, missing: frozenset[Tier], failures: tuple[CopyFailure, ...]) -> None:
         """A save is committed to the near tiers, or was before; ``missing`` were the tiers that it still lacked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,11 @@ from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.replica.replicator import Target
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
-from outlast.env import WorkerEnv, clean_name
+from outlast.env import WorkerEnv, clean_name, read_worker
 from outlast.errors import CheckpointError, ConfigError
 from outlast.runtime.endpoints import address_towards
 
-__all__ = ["Places", "agree_places"]
+__all__ = ["Places", "agree_places", "is_initialised", "place_here"]
 
 SECRET_BYTES = 32
 SERVE_TIMEOUT_S = 30.0
@@ -224,3 +225,20 @@ def _raise_first(errors: list[str]) -> None:
     for error in errors:
         if error:
             raise CheckpointError(f"the checkpoint directory is of no use: {error}")
+
+
+def is_initialised() -> bool:
+    """Return whether ``torch.distributed`` is in use."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def place_here() -> WorkerEnv:
+    """Return this worker's place, as the environment and ``torch.distributed`` say."""
+    place = read_worker()
+    if not is_initialised():
+        return place
+    import torch.distributed as dist
+
+    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,9 @@ from outlast.checkpoint.replica.replicator import Holder, Target
 from outlast.config import CheckpointConfig
 from outlast.policy.partners import choose_partners, parity_groups
 
-__all__ = ["Replication", "group_of", "plan_replication"]
+__all__ = ["Replication", "group_of", "plan_replication", "say_what_is_off"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +48,20 @@ def plan_replication(config: CheckpointConfig, places: Places, rank: int) -> Rep
 def group_of(nodes: Sequence[str], parity: int, rank: int) -> tuple[int, ...]:
     """Return the ranks with which a rank shares parities, itself included."""
     return next(group for group in parity_groups(nodes, parity) if rank in group)
+
+
+def say_what_is_off(config: CheckpointConfig, places: Places) -> None:
+    """Say in the log why there are fewer copies than one might think. Rank 0 does."""
+    if config.replication is False:
+        return
+    if places.local is None and not places.memory:
+        return
+    if len(places.leaders) == 1:
+        log.info("one node: nothing is copied to other nodes")
+    elif config.replication_factor > len(places.leaders):
+        log.warning(
+            "replication_factor=%d, but there are %d nodes: each shard has %d copies",
+            config.replication_factor,
+            len(places.leaders),
+            len(places.leaders),
+        )

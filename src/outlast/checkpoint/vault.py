@@ -236,6 +236,13 @@ class Vault:
                     return os.dup(image.fd), image.length
         return None if folder is None else _open_file(folder, key)
 
+    def is_unchanged(self, key: CopyKey, fd: int) -> bool:
+        """Return whether a part's descriptor still shows that part; see :class:`holdings.Holdings`."""
+        inode = os.fstat(fd).st_ino
+        with self._lock:
+            # What is none of our images is a file, which nobody changes, or memory that nobody stages in any more.
+            return all(image.key == key and image.kept for image in self._images if image.inode == inode)
+
     def close(self) -> None:
         """Let go of everything."""
         with self._lock:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.numerics.determinism import Differences, describe_differences
 from outlast.numerics.step_facts import StepFacts
 from outlast.numerics.validations import Judged, Rejected
 from outlast.policy.rerun import Diagnosis, Finding, Replay
@@ -52,6 +54,13 @@ class Findings:
             rejected.message,
             "; all ranks run the step again" if is_first_run else "",
         )
+
+    def say_differences(self, report: Mapping[str, Differences], iteration: int) -> None:
+        """Say how much two runs of a step differed so far, by the name of what was validated."""
+        log.info("differences between two runs of a step:\n%s", describe_differences(report))
+        if self._journal is not None:
+            rank, builtins = self._place.global_rank, msgspec.to_builtins(report)
+            self._journal.write(EventKind.DETERMINISM_REPORT, rank=rank, iteration=iteration, report=builtins)
 
     def diagnose(
         self,

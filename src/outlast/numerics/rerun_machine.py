@@ -22,26 +22,23 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from outlast import env
 from outlast.config import RerunStateMachineConfig
 from outlast.errors import OutlastError
-from outlast.incidents import EventKind
 from outlast.numerics.ballot import Agree, Ballot, agree_alone, agree_on_culprit
 from outlast.numerics.batches import Batches, ReplayableIterator, as_iterators
 from outlast.numerics.decision import Decision
-from outlast.numerics.determinism import DeterminismStatistics, Differences, describe_differences
+from outlast.numerics.determinism import DeterminismStatistics, Differences
 from outlast.numerics.findings import Findings
 from outlast.numerics.judge import StepJudge
-from outlast.numerics.plain import fingerprint
 from outlast.numerics.rewind import Rewinder
-from outlast.numerics.step_facts import StepFacts, expected_of
+from outlast.numerics.step_facts import StepFacts
+from outlast.numerics.step_replay import StepReplay, fingerprint_of
 from outlast.numerics.validations import Compare, Judged
 from outlast.policy.rerun import Diagnosis, Finding, Replay
-from outlast.policy.rerun_table import TABLE, Action, Outcome, RunState, advance, replay_state
-from outlast.runtime.random_numbers import restore_random
+from outlast.policy.rerun_table import TABLE, Action, Outcome, RunState, advance
 
 if TYPE_CHECKING:
     from outlast.runtime.journal import Journal
@@ -84,7 +81,6 @@ class RerunStateMachine:
         self.decision = Decision()
         """What follows the last step whose runs are over."""
         self._place = place or _own_place()
-        self._journal = journal
         self._validates = self.config.rerun_mode == "validate_results"
         self._compares = self.config.rerun_mode == "report_determinism_stats"
         self._ballot: Ballot | None = None
@@ -104,11 +100,8 @@ class RerunStateMachine:
         self._iterators: tuple[ReplayableIterator[Any], ...] = ()
         self._iteration = -1
         self._state = RunState.FIRST_RUN
-        self._is_open = False
-        self._num_runs = 0
-        self._replay: Replay | None = None
-        self._facts: StepFacts | None = None
-        self._has_batches = True
+        self._is_open, self._num_runs = False, 0
+        self._replay = StepReplay(self._place, self._findings.device, self._judge, self._rewinder)
 
     @property
     def iteration(self) -> int:
@@ -153,13 +146,8 @@ class RerunStateMachine:
         self._iterators = as_iterators(batches)
         for iterator in self._iterators:
             iterator.is_recording = self._validates or self._compares
-        self._iteration = iteration
-        self._num_runs = 0
-        self._is_open, self._has_batches = True, True
-        if self._replay is not None:
-            self._begin_replayed_step(self._replay)
-        else:
-            self._judge.begin_step(self._state, iteration)
+        self._iteration, self._num_runs, self._is_open = iteration, 0, True
+        self._replay.begin_step(iteration, self._state, self._iterators)
 
     def should_run(self) -> bool:
         """Return whether the step is to be run (again); when not, :attr:`decision` says what follows.
@@ -257,9 +245,11 @@ class RerunStateMachine:
         Blocks: as :meth:`should_run` does.
         """
         if not self._is_open:
-            if self._validates and self._facts is not None and self._replay is None and not self.decision.must_save:
+            replay = self._replay
+            if self._validates and replay.facts is not None and replay.ordered is None and not self.decision.must_save:
                 self.begin_replay()
-            self.begin_step(self._iteration + 1 if self._replay is None else self._replay.iteration, data_iterator)
+            iteration = self._iteration + 1 if replay.ordered is None else replay.ordered.iteration
+            self.begin_step(iteration, data_iterator)
         return self.should_run()
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
@@ -282,16 +272,7 @@ class RerunStateMachine:
         if not self._validates:
             log.warning("nothing is replayed: rerun_mode is %r", self.config.rerun_mode)
             return
-        if replay is None:
-            if self._facts is None:
-                raise OutlastError("there is nothing to replay; load the state of a diagnostic save first")
-            replay = self._facts.as_replay(tries=self.config.max_same_device_reruns)
-        is_here = self._place.global_rank == replay.rank and self._findings.device == replay.device
-        (same_device,) = self._agree([int(is_here)])
-        self._state = replay_state(
-            same_device=bool(same_device), tries=replay.tries, max_tries=self.config.max_same_device_reruns
-        )
-        self._replay = replay
+        self._state = self._replay.order(replay, max_tries=self.config.max_same_device_reruns, agree=self._agree)
 
     def report(self) -> dict[str, Differences]:
         """Return how much two runs of a step differed on this rank so far, by the name of what was validated.
@@ -299,21 +280,17 @@ class RerunStateMachine:
         It is logged and written to the journal too.
         """
         report = self._statistics.report()
-        log.info("differences between two runs of a step:\n%s", describe_differences(report))
-        if self._journal is not None:
-            rank = self._place.global_rank
-            builtins = msgspec.to_builtins(report)
-            self._journal.write(EventKind.DETERMINISM_REPORT, rank=rank, iteration=self._iteration, report=builtins)
+        self._findings.say_differences(report, self._iteration)
         return report
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next process goes on from; ``step`` is ``None`` unless a diagnostic save is due."""
-        is_done = not (self._is_open or self.decision.must_save)
+        is_done, facts = not (self._is_open or self.decision.must_save), self._replay.facts
         return {
             "next_iteration": self._iteration + is_done,
             "spikes": self._judge.rules.state_dict(),
             "found": {str(finding): number for finding, number in self._findings.counts.items()},
-            "step": self._facts.stored if self.decision.must_save and self._facts is not None else None,
+            "step": facts.stored if self.decision.must_save and facts is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -322,7 +299,7 @@ class RerunStateMachine:
         self._judge.rules.load_state_dict(state["spikes"])
         for finding in Finding:
             self._findings.counts[finding] = int(state["found"].get(str(finding), 0))
-        self._facts = StepFacts(state["step"]) if state["step"] is not None else None
+        self._replay.facts = StepFacts(state["step"]) if state["step"] is not None else None
 
     def close(self) -> None:
         """Let go of the machine's own group, if it has one. Idempotent.
@@ -336,7 +313,7 @@ class RerunStateMachine:
     def _end_judged_run(self) -> bool:
         self._judge.end_run()
         self._rewinder.end_run()
-        judged = self._judge.judged(same_batch=self._has_batches or self._drew_the_replayed())
+        judged = self._judge.judged(same_batch=self._replay.has_same_batch(self._iterators))
         mine = Outcome.VALID if judged is None else judged.outcome
         outcome = Outcome(self._agree([mine])[0])
         transition = advance(self._state, outcome)
@@ -365,7 +342,7 @@ class RerunStateMachine:
             world_size=self._place.world_size,
         )
         if transition.action is Action.SAVE_AND_LEAVE:
-            self._keep_facts(diagnosis)
+            self._replay.keep(diagnosis, self._iterators)
         self._state = transition.state
         self._findings.leave(diagnosis)
         self._is_open = False
@@ -398,62 +375,19 @@ class RerunStateMachine:
         for iterator in self._iterators:
             iterator.end_step()
         self._is_open = False
-        self._replay = self._facts = None
+        self._replay.forget()
         self.decision = decision
 
-    def _begin_replayed_step(self, replay: Replay) -> None:
-        if replay.iteration != self._iteration:
-            raise OutlastError(
-                f"iteration {replay.iteration} is to be replayed, but the step is that of {self._iteration}; "
-                "load the diagnostic save first"
-            )
-        facts, local_rank = self._facts, self._place.local_rank
-        if facts is not None and facts.iteration != self._iteration:
-            facts = self._facts = None
-        is_culprit = self._place.global_rank == replay.rank
-        expected = facts.expected(local_rank) if facts is not None else expected_of(replay) if is_culprit else {}
-        self._has_batches = facts is not None and facts.replay(self._iterators, local_rank)
-        if not self._has_batches:
-            why = ", ".join(facts.problems) if facts is not None and facts.problems else "they are not known"
-            log.warning("the step is replayed with the batches that come now, not with its own (%s)", why)
-        struck = facts.struck if facts is not None else ()
-        self._judge.begin_step(self._state, self._iteration, expected=expected, struck=struck)
-        if facts is not None:
-            restore_random(facts.random)
-
-    def _drew_the_replayed(self) -> bool:
-        """Return whether a replay without its saved batches drew the same ones again, as training up to it does."""
-        return self._replay is not None and bool(self._replay.batch) and self._fingerprint() == self._replay.batch
-
-    def _fingerprint(self) -> str:
-        return fingerprint([iterator.drawn for iterator in self._iterators]) if self._iterators else ""
-
-    def _keep_facts(self, diagnosis: Diagnosis) -> None:
-        """Put back what the step changed, and keep what its replay needs, for the save that follows."""
-        self._rewinder.rewind()
-        self._facts = facts = StepFacts.gather(
-            diagnosis=diagnosis,
-            node=self._place.node,
-            device=self._findings.device,
-            rejected=self._judge.validations.all_rejected(),
-            struck=sorted(self._judge.injector.struck),
-            iterators=self._iterators,
-            random=self._rewinder.random.state,
-        )
-        if facts.problems:
-            log.warning("the batches are not saved: of %s nothing can be stored safely", ", ".join(facts.problems))
-
     def _diagnose(self, judged: Judged, finding: Finding) -> Diagnosis:
-        is_here = self._state is not RunState.REPLAY_ELSEWHERE
         return self._findings.diagnose(
             judged,
             finding,
             iteration=self._iteration,
-            batch=self._fingerprint(),
+            batch=fingerprint_of(self._iterators),
             max_tries=self.config.max_same_device_reruns,
-            replay=self._replay,
-            facts=self._facts,
-            num_tries=0 if self._replay is None else self._replay.tries + is_here,
+            replay=self._replay.ordered,
+            facts=self._replay.facts,
+            num_tries=self._replay.num_tries(self._state),
         )
 
 

@@ -240,8 +240,11 @@ def describe(key: CopyKey) -> str:
 def _fetch_ranges(
     channel: Channel, copy: CopyKey, into: memoryview, ranges: queue.SimpleQueue[range], digests: list[str]
 ) -> None:
-    """Fetch ranges until none is left; always one is asked for ahead of the one that is being received."""
-    num_bytes = len(into)
+    """Fetch ranges until none is left; always one is asked for ahead of the one that is being received.
+
+    In the end nothing more is asked for, which is refused if the peer's memory has changed meanwhile.
+    """
+    num_bytes, is_used = len(into), False
     asked: deque[range] = deque()
     while True:
         while len(asked) < 2 and (chunks := _next(ranges)) is not None:
@@ -249,7 +252,8 @@ def _fetch_ranges(
             channel.send(Get(copy, offset, min(num_bytes, chunks.stop * CHUNK_BYTES) - offset))
             asked.append(chunks)
         if not asked:
-            return
+            break
+        is_used = True
         chunks = asked.popleft()
         begin, end = chunks.start * CHUNK_BYTES, min(num_bytes, chunks.stop * CHUNK_BYTES)
         data = channel.expect(Data)
@@ -258,6 +262,9 @@ def _fetch_ranges(
         for number in chunks:
             start = number * CHUNK_BYTES
             digests[number] = channel.receive_chunk(into[start : min(end, start + CHUNK_BYTES)])
+    if is_used:
+        channel.send(Get(copy, num_bytes, 0))
+        channel.expect(Data)
 
 
 def _next(ranges: queue.SimpleQueue[range]) -> range | None:

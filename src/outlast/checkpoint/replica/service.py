@@ -189,6 +189,10 @@ class Service:
                 self._channel.send(Failed(f"it does not hold {describe(request.key)}"))
                 return
             self._open = request.key, *found
+        elif not self._holdings.is_unchanged(request.key, self._open[1]):
+            self._close_part()
+            self._channel.send(Failed(f"its memory of {describe(request.key)} serves a newer save"))
+            return
         _, fd, total = self._open
         num_bytes = max(0, min(request.num_bytes, total - request.offset))
         self._channel.send(Data(num_bytes, total))

@@ -1,0 +1,48 @@
+"""What a caller asks to have saved, checked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+from outlast.checkpoint.places import Places
+from outlast.errors import ConfigError
+from outlast.policy.recovery_point import Tier
+
+__all__ = ["checked_iteration", "wanted_tiers"]
+
+
+def checked_iteration(iteration: int) -> int:
+    """Return a number of optimizer steps. Raises: ConfigError, when it is none."""
+    try:
+        number = operator.index(iteration)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"iteration={iteration!r} must be the number of optimizer steps done, 0 or more")
+    return number
+
+
+def wanted_tiers(places: Places, tiers: Collection[str] | None) -> frozenset[Tier]:
+    """Return those of the tiers asked for that exist here.
+
+    Args:
+        places: What there is.
+        tiers: Their names; ``None`` = all.
+
+    Raises:
+        ConfigError: There is no such tier, or none of them is configured.
+    """
+    there = {Tier.MEMORY} if places.memory else set[Tier]()
+    there |= {Tier.LOCAL} if places.local is not None else set()
+    there |= {Tier.REPLICA} if places.targets else set()
+    there |= {Tier.GLOBAL} if places.directory is not None else set()
+    if tiers is None:
+        return frozenset(there)
+    names = {str(tier): tier for tier in Tier}
+    if unknown := [name for name in tiers if name not in names]:
+        raise ConfigError(f"there is no tier {unknown[0]!r}; the tiers are {', '.join(names)}")
+    wanted = frozenset(names[name] for name in tiers) & there
+    if not wanted:
+        raise ConfigError(f"none of the tiers {', '.join(tiers)} is configured; there are {sorted(map(str, there))}")
+    return wanted
