@@ -135,6 +135,8 @@ class Uplink:
     def end(self, last_words: m.Gone | m.Left) -> None:
         """Tell the hub that the rank is gone; :attr:`is_done` soon."""
         self._rank_is_gone = True
+        if not self._door.token:
+            self._is_over = True  # nobody knows of it yet
         if self._is_over:
             return
         if self._last_words is None:
