@@ -13,6 +13,7 @@ import pytest
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.runtime.journal import read_journal
+from outlast.testing import Cluster
 from outlast.testing.ranks import RankProcesses
 
 SCRIPT = Path(__file__).parent / "restarting.py"
@@ -20,20 +21,21 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Played:
-    """What ranks did."""
+    """What ranks did; started as plain processes, or by ``outlast run`` on one node."""
 
-    def __init__(self, folder: Path, world_size: int, options: Mapping[str, Any]) -> None:
-        with RankProcesses(
-            SCRIPT, str(folder), json.dumps(options), world_size=world_size, directory=folder / "out"
-        ) as ranks:
-            self.codes = ranks.wait(timeout_s=100)
-            self.tails = ranks.tails()
-            said = [
-                json.loads(line)
-                for rank in range(world_size)
-                for line in ranks.output(rank).splitlines()
-                if line.startswith("{")
-            ]
+    def __init__(self, folder: Path, world_size: int, options: Mapping[str, Any], *, is_launched: bool = False) -> None:
+        folder.mkdir(exist_ok=True)
+        arguments = [str(folder), json.dumps(options)]
+        if is_launched:
+            with Cluster(SCRIPT, *arguments, run_dir=folder / "run", num_nodes=1, nproc_per_node=world_size) as job:
+                self.codes = job.wait(timeout_s=100)
+                self.tails = job.tails()
+        else:
+            with RankProcesses(SCRIPT, *arguments, world_size=world_size, directory=folder / "out") as ranks:
+                self.codes = ranks.wait(timeout_s=100)
+                self.tails = ranks.tails()
+        said = [json.loads(line) for path in folder.glob("said-*") for line in path.read_text().splitlines()]
+        said.sort(key=lambda one: one["call"])
         self.begins = [one for one in said if "begins" in one]
         self.ends = {(one["digest"], one["rate"]) for one in said if "digest" in one}
         self.tiers = {
@@ -85,6 +87,19 @@ def test_a_reserve_is_given_the_state_of_a_survivor(tmp_path: Path, calm: set[tu
 
 
 @pytest.mark.process
+def test_under_the_launcher_nothing_but_the_dead_rank_is_lost(tmp_path: Path, calm: set[tuple[str, float]]) -> None:
+    """Under ``outlast run`` a rank is killed: one cycle, exit code 0, a reserve in its place, the same bits."""
+    played = Played(tmp_path, 5, {"fault": "kill", "on": 2, "active": 4}, is_launched=True)
+    assert played.codes == [0], played.tails
+    before, after = played.at(0), played.at(1)
+    assert {begins for begins, _ in after.values()} == {7}, played.tails
+    assert {rank for rank in before if before[rank][1] != after[rank][1]} == {2}
+    assert played.tiers == {(rank, "peer" if rank == 2 else "in_place") for rank in range(4)}
+    assert played.ends == calm
+    assert {event.cycle for event in read_journal(tmp_path / "run") if event.kind == EventKind.RESTORED} == {0}
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("fault", ["torn", "late"])
 def test_a_torn_state_is_loaded_from_the_tiers(tmp_path: Path, calm: set[tuple[str, float]], fault: str) -> None:
     """Left within an optimizer's step, or after it in the same iteration, nothing of memory is trusted: all ranks load
@@ -127,7 +142,8 @@ def test_twenty_restarts_leave_nothing_behind(tmp_path: Path) -> None:
         assert [one["begins"] for one in mine] == [0, *range(7, 29)]
         for what in ("fds", "threads", "tasks"):
             late = [one[what] for one in mine[5:]]
-            assert max(late) <= late[0] * 1.02, (what, late)
+            # The least of several looks: a save that is under way has some of its own.
+            assert min(late[-5:]) <= min(late[:5]), (what, late)
 
 
 def test_in_process_needs_a_wrapped_function() -> None:

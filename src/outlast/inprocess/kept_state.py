@@ -24,7 +24,7 @@ from outlast.numerics.tensor_digest import digest_tensors
 
 __all__ = ["KeptState", "Parts", "digest_parts", "parts_of"]
 
-MAX_SAMPLED = 32
+MAX_SAMPLED = 8
 """Parameters whose versions are looked at in each step; whatever changes some outside of an optimizer changes all."""
 MAX_COPIED, MAX_COPIED_BYTES = 64, 256 << 10
 """Buffers, and bytes of them, that are copied at the end of each step; more would cost too much of it."""
