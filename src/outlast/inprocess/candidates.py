@@ -166,7 +166,8 @@ class Search:
 
     def _on_event(self, events: int) -> None:
         link = self._link
-        assert link is not None
+        if link is None:
+            return None
         try:
             if not self._greeted:
                 link.send(self._make_join(self._candidates[self._at].life))

@@ -72,7 +72,9 @@ class MonitorProcess:
             while not (self._rank_is_gone and self._uplink.is_done):
                 due_s = self._look()
                 for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
-                    key.data(events)
+                    # Not what an event before this one has closed; its number may be another's by now.
+                    if self._selector.get_map().get(key.fd) is key:
+                        key.data(events)
         finally:
             self._uplink.close()
             self._rank.close()
