@@ -116,13 +116,16 @@ def _destroy_groups() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    elif c10d._world.pg_map:  # the function was left while it made the default group
-        world: Any = c10d._world
+        return
+    world: Any = c10d._world
+    if world.pg_map:  # the function was left while it made the default group
         for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
             getattr(world, name).clear()
         world.pg_coalesce_state.clear()
         c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
-        world.group_count = 0
+    # Counted before anything is connected. Ranks that count differently would give their next group different names,
+    # and wait for each other for ever.
+    world.group_count = 0
 
 
 def _children() -> set[BaseProcess]:

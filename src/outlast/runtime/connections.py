@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import math
 import os
@@ -30,6 +31,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +58,9 @@ _MAKERS = (
 )
 """What opens connections in ``torch.distributed``: module and name."""
 _RESTING_LOOKS = 3
+_TRY_S = 0.3
+"""Of connecting to a store."""
+_PAUSE_S = 0.01
 
 
 class Cuttable(Protocol):
@@ -245,9 +250,35 @@ class Noting:
                 backend = kwargs.get("backend", args[3] if len(args) > 3 else "")
                 check(str(backend), timeout.total_seconds() if timeout is not None else math.inf)
             with noting(is_store=is_store):
-                return maker(*args, **kwargs)
+                return _connect_to_store(maker, *args, **kwargs) if is_store else maker(*args, **kwargs)
 
         return noted
+
+
+def _connect_to_store(maker: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a client of a store in tries so short that whoever waits here can be interrupted between two of them.
+
+    In one try torch waits for a store that is gone until the group's own timeout, and nothing gets it out of that.
+    """
+    import torch.distributed as dist
+
+    given = inspect.signature(maker).bind(*args, **kwargs).arguments
+    if not sys.modules[_MAKERS[0][0]]._torchelastic_use_agent_store():
+        return maker(**given)  # one of the ranks is about to host it
+    timeout: timedelta = given["timeout"]
+    end_s = clock.now_s() + timeout.total_seconds()
+    while True:
+        left_s = max(0.001, end_s - clock.now_s())
+        try:
+            socket.create_connection((given["hostname"], given["port"]), timeout=min(_TRY_S, left_s)).close()
+            store = maker(**{**given, "timeout": timedelta(seconds=min(_TRY_S, left_s))})
+        except (OSError, dist.DistError):
+            if clock.now_s() >= end_s:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            store.set_timeout(timeout)
+            return store
 
 
 def connected_sockets() -> frozenset[tuple[int, int]]:
