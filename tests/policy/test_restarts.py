@@ -310,3 +310,17 @@ def test_next_hub_restarts_where_only_some_went() -> None:
     hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 0.0))
     orders = [only(hub.come(rank, standing))[1] for rank, standing in standings.items()]
     assert orders == [o.Restart(iteration=2), o.Restart(iteration=2)]
+
+
+def test_answers_to_the_old_hub_are_not_taken() -> None:
+    """What was assigned for another hub's question says nothing about this one's members."""
+    ranks: dict[int, int | None] = {0: 0, 1: 1}
+    standings = {
+        rank: o.Standing(iteration=0, ranks=ranks, restart=1, ready=o.Ready(iteration=1, store_address=f"h {rank + 1}"))
+        for rank in ranks
+    }
+    hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 7.0))
+    for rank, standing in standings.items():
+        hub.come(rank, standing)
+    assert hub.hear(0, o.Assigned(ordinal=1, ranks={0: 1, 1: 0})) == []
+    assert isinstance(only(hub.assign({0: 0, 1: 1}))[1], o.Go)

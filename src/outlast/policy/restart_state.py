@@ -81,6 +81,7 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     """Causes by initial rank, up to the last order to go."""
     question: Question | None = None
     num_questions: int = 0
+    """Ordinal of the last question; another hub's begin elsewhere, so that answers to it are not taken."""
     last_call_s: float | None = None
     """Until when the cause of the known faults is waited for."""
     first_completed_s: float | None = None
@@ -161,7 +162,7 @@ def take_over(
     newest = max(standings.values(), key=lambda standing: standing.iteration)
     restart = max(standing.restart for standing in standings.values())
     if newest.iteration < 0 or not nodes:
-        return begin(world_size, at_s)
+        return msgspec.structs.replace(begin(world_size, at_s), num_questions=int(at_s * 1e6))
     members = {
         rank: Member(node=node, active_rank=newest.ranks.get(rank))
         for rank, node in nodes.items()
@@ -175,6 +176,7 @@ def take_over(
         iteration=newest.iteration + 1 if forming else newest.iteration,
         members=members,
         began_s=at_s,
+        num_questions=int(at_s * 1e6),
         gone=tuple(
             MemberFacts(initial_rank=rank, node="", active_rank=active, is_alive=False)
             for rank, active in newest.ranks.items()
