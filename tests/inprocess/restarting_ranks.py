@@ -1,0 +1,81 @@
+"""Ranks that train a small model in a wrapped function, and meet with a planned fault.
+
+Arguments: what happens, to which initial rank, and optionally how many ranks are active.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from outlast import InProcessRestartConfig, inprocess
+
+FAULT, VICTIM = sys.argv[1], int(sys.argv[2])
+ACTIVE = int(sys.argv[3]) if len(sys.argv) > 3 else None
+NUM_STEPS, FAULT_STEP = 12, 5
+INITIAL_RANK = int(os.environ["RANK"])
+CONFIG = InProcessRestartConfig(soft_timeout=4.0, hard_timeout=8.0, granularity="rank", active_world_size=ACTIVE)
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def strike() -> None:
+    if FAULT == "exception":
+        raise ValueError("planned")
+    if FAULT == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if FAULT == "sleep":
+        time.sleep(3600)
+    if FAULT == "gil":
+        re.match(r"(a?){40}a{40}$", "a" * 39)  # one C function that takes for ever
+    if FAULT == "swallow":
+        while True:
+            try:
+                time.sleep(3600)
+            except:  # noqa: E722
+                pass
+
+
+def check(state: inprocess.State) -> None:
+    if FAULT == "unhealthy" and state.initial_rank == VICTIM:
+        raise RuntimeError("planned to be unhealthy")
+
+
+@inprocess.Wrapper(CONFIG, health_check=check)
+def train(seed: int, call: inprocess.Handle) -> float:
+    say("call", call.iteration, "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "pid", os.getpid())
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    torch.manual_seed(seed)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        if FAULT != "nothing" and step == FAULT_STEP and call.iteration == 0 and INITIAL_RANK == VICTIM:
+            say("strikes")
+            strike()
+            if FAULT == "unhealthy":
+                raise ValueError("planned")
+        inputs = torch.full((4, 64), float(step + dist.get_rank()))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+    before = [os.environ.get(name) for name in names]
+    say("returned", train(7))
+    assert [os.environ.get(name) for name in names] == before, "the environment is not as it was"

@@ -1,0 +1,112 @@
+"""A wrapped function is called again on all ranks, and ends with what it would have ended with undisturbed."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from outlast import inprocess
+from outlast.errors import ConfigError
+from outlast.testing.ranks import RankProcesses
+
+RANKS = Path(__file__).with_name("restarting_ranks.py")
+PATIENCE_S = 100
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+def run(tmp_path: Path, fault: str, victim: int, *, world_size: int, active: int) -> tuple[list[int], list[str]]:
+    """Run the ranks; return their exit codes and outputs."""
+    arguments = [fault, str(victim), str(active)]
+    with RankProcesses(RANKS, *arguments, world_size=world_size, directory=tmp_path) as ranks:
+        waited = [rank for rank in range(world_size) if not (fault in ("stop", "gil") and rank == victim)]
+        codes = ranks.wait(timeout_s=PATIENCE_S, ranks=waited)
+        for rank in set(range(world_size)) - set(waited):
+            codes.insert(rank, ranks.wait(timeout_s=20, ranks=[rank])[0])
+        return codes, [ranks.output(rank) for rank in range(world_size)]
+
+
+def returned(output: str) -> str | None:
+    found = re.search(r"^returned (.*)$", output, re.MULTILINE)
+    return found[1] if found else None
+
+
+def calls(output: str) -> list[tuple[str, str, str, str]]:
+    """Return iteration, rank, world size and pid of each call."""
+    return re.findall(r"^call (\d+) rank (\d+) of (\d+) pid (\d+)$", output, re.MULTILINE)
+
+
+def undisturbed(folder: Path) -> str:
+    """Return the weights of a run of two ranks to which nothing happens."""
+    codes, outputs = run(folder, "nothing", 0, world_size=2, active=2)
+    assert codes == [0, 0], outputs
+    weights = returned(outputs[0])
+    assert weights is not None
+    return weights
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return what the function returns undisturbed."""
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.mark.parametrize("fault", ["exception", "sleep", "swallow"])
+def test_ranks_that_can_go_on_do(tmp_path: Path, expected: str, fault: str) -> None:
+    """After an exception, a sleep for ever and code that swallows all exceptions, the same processes are called again
+    with the same ranks; the reserve stays one, and the weights are those of an undisturbed run."""
+    codes, outputs = run(tmp_path, fault, 1, world_size=3, active=2)
+    assert codes == [0, 0, 0], outputs
+    assert [returned(output) for output in outputs] == [expected, expected, "None"]
+    for rank in (0, 1):
+        first, second = calls(outputs[rank])
+        assert first[1:] == second[1:] == (str(rank), "2", first[3])
+    assert calls(outputs[2]) == []
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "gil"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_reserve_takes_a_lost_ranks_place(tmp_path: Path, expected: str, fault: str, victim: int) -> None:
+    """A rank that is killed, or stopped or holds the interpreter's lock for ever, is replaced, rank 0 too; the others
+    keep processes and ranks, and the weights are those of an undisturbed run."""
+    codes, outputs = run(tmp_path, fault, victim, world_size=3, active=2)
+    other = 1 - victim
+    assert codes[victim] == -signal.SIGKILL
+    assert (codes[other], codes[2]) == (0, 0), outputs
+    assert returned(outputs[other]) == returned(outputs[2]) == expected
+    first, second = calls(outputs[other])
+    assert first[1:] == second[1:]
+    assert [call[:3] for call in calls(outputs[2])] == [("1", str(victim), "2")]
+
+
+def test_an_unhealthy_rank_leaves_for_good(tmp_path: Path, expected: str) -> None:
+    """A rank whose health check fails ends with exit code 0 and says why; a reserve goes on in its place."""
+    codes, outputs = run(tmp_path, "unhealthy", 1, world_size=3, active=2)
+    assert codes == [0, 0, 0], outputs
+    assert [returned(output) for output in outputs] == [expected, None, expected]
+    assert "planned to be unhealthy" in outputs[1]
+
+
+def test_without_reserves_it_says_why_it_stops(tmp_path: Path) -> None:
+    """Once a lost rank cannot be replaced, all others end with the reason and the counts."""
+    codes, outputs = run(tmp_path, "kill", 1, world_size=2, active=2)
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] == 1
+    assert "RestartAbort" in outputs[0]
+    assert "0 reserves" in outputs[0]
+
+
+def test_alone(tmp_path: Path) -> None:
+    """A world of one rank needs no store, and its function is called again as well."""
+    codes, outputs = run(tmp_path, "exception", 0, world_size=1, active=1)
+    assert codes == [0], outputs
+    assert [call[:3] for call in calls(outputs[0])] == [("0", "0", "1"), ("1", "0", "1")]
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    """A plug-in that is none is named."""
+    with pytest.raises(ConfigError, match="finalize="):
+        inprocess.Wrapper(finalize=3)  # type: ignore[arg-type]
