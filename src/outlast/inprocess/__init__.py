@@ -28,7 +28,25 @@ _HOMES = {
     "current_handle": "outlast.inprocess.handle",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    "ActiveWorldSizeDivisibleBy",
+    "Assignment",
+    "Compose",
+    "FaultCounter",
+    "FillGaps",
+    "Handle",
+    "Level",
+    "MaxActiveWorldSize",
+    "Member",
+    "RestartRequested",
+    "Restore",
+    "RetryController",
+    "ShiftRanks",
+    "State",
+    "Tree",
+    "Wrapper",
+    "current_handle",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -92,8 +92,8 @@ class FaultCounter:
         faults = state.fault_counts.get(state.initial_rank, 0)
         if self.max_rank_faults is not None and faults > self.max_rank_faults:
             raise UnhealthyRank(
-                f"rank {state.initial_rank} has failed {faults} times, more than max_rank_faults={self.max_rank_faults}; "
-                "look at its node",
+                f"rank {state.initial_rank} failed {faults} times, more than max_rank_faults={self.max_rank_faults} "
+                "allows; look at its node",
                 rank=state.initial_rank,
                 node=state.node,
                 iteration=state.iteration,
