@@ -8,12 +8,13 @@ CODE := src tests examples docs
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml nvidia-ml-py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup test lint types unit docs demo bench bench-peers format clean
+.PHONY: help setup slurm test lint types unit docs demo bench bench-peers format clean
 
 help:
 	@echo "make demo    train through a killed rank, a hung rank and a lost node, and prove the result"
 	@echo "make test    lint, types, docs, tests"
 	@echo "make setup   only make $(VENV), with pinned packages"
+	@echo "make slurm   install Slurm and munge, on which some tests start a cluster of their own"
 	@echo "make lint | types | unit | docs    one part of make test"
 	@echo "make bench   measure against the stock launcher and other checkpoint libraries"
 	@echo "make bench-peers   install more libraries, and measure restarts in process and checkpoints beside them"
@@ -34,6 +35,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-build-isolation --editable '.[dev,docs,stacks,yaml]'
 	@touch $(STAMP)
 
+# The tests start a real Slurm of three nodes, in a temporary folder and as their own children; nothing is configured.
+slurm:
+	@PATH="$$PATH:/usr/sbin"; for tool in sbatch slurmctld slurmd munged; do command -v $$tool >/dev/null || missing=1; done; \
+	[ -z "$$missing" ] && exit 0; \
+	command -v apt-get >/dev/null || { echo "install Slurm and munge: the tests need slurmctld, slurmd, munged" >&2; exit 1; }; \
+	echo "installing slurm-wlm and munge"; \
+	[ "$$(id -u)" = 0 ] && sudo= || sudo="sudo -n"; \
+	$$sudo apt-get update -qq && \
+	$$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null
+
 test: lint types docs unit
 
 lint: setup
@@ -43,7 +54,7 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-unit: setup
+unit: setup slurm
 	$(BIN)/python -m pytest
 
 docs: setup

@@ -158,7 +158,7 @@ def test_check_that_crashes_its_process_is_answered_for() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"check_timeout": 0}, {"min_free_disk_gib": -1}, {"commands": ("",)}, {"process_group_interval": -1}],
+    [{"check_timeout": 0}, {"min_free_disk_gib": -1}, {"commands": ("",)}, {"min_open_files": -1}],
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     """A limit below zero, or an empty command, is refused by name."""

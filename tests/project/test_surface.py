@@ -21,6 +21,8 @@ PUBLIC = [
     "outlast.checkpoint",
     "outlast.config",
     "outlast.errors",
+    "outlast.health",
+    "outlast.integrations.slurm",
     "outlast.monitor",
     "outlast.numerics",
     "outlast.straggler",

@@ -11,24 +11,11 @@ __all__ = ["HealthConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthConfig:
-    """What a node must have to train, and how often it is looked at.
+    """What a node must have to train, and how it is looked at.
 
     Raises:
         ConfigError: A value is out of range; the message says which.
     """
-
-    before_join: bool = True
-    """Check a node before it joins a rendezvous, and before it gets its slot back after a fault; one that fails stays
-    out."""
-
-    node_interval: float = 0.0
-    """Seconds between two checks of a node while it trains; 0 = never."""
-
-    process_group_interval: int = 0
-    """Optimizer steps between two checks that all ranks answer each other; 0 = never."""
-
-    process_group_timeout: float = 10.0
-    """Seconds in which all ranks must answer."""
 
     check_timeout: float = 30.0
     """Seconds that one check may take; one that takes longer has failed."""
@@ -66,9 +53,9 @@ class HealthConfig:
 
     def __post_init__(self) -> None:
         require_finite(self)
-        for name in ("check_timeout", "device_timeout", "process_group_timeout"):
+        for name in ("check_timeout", "device_timeout"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be above 0 seconds")
-        not_negative = ("node_interval", "process_group_interval", "max_clock_skew", "min_open_files")
+        not_negative = ("max_clock_skew", "min_open_files")
         sizes = ("min_free_disk_gib", "min_free_shm_gib", "min_free_memory_gib", "gpu_memory_test_gib")
         for name in (*not_negative, *sizes):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
