@@ -324,3 +324,13 @@ def test_answers_to_the_old_hub_are_not_taken() -> None:
         hub.come(rank, standing)
     assert hub.hear(0, o.Assigned(ordinal=1, ranks={0: 1, 1: 0})) == []
     assert isinstance(only(hub.assign({0: 0, 1: 1}))[1], o.Go)
+
+
+def test_member_that_has_seen_more_takes_all_along() -> None:
+    """A hub that knows of no iteration restarts beyond the one that a member is in, instead of waiting for it."""
+    hub = Hub(begin(2, 0.0))
+    hub.come(1)
+    hub.ready(0, [1])
+    to, order = only(hub.come(0, o.Standing(iteration=2, ranks={0: 0, 1: None}, restart=2, fault_counts={0: 2})))
+    assert (to, order) == ((0, 1), o.Restart(iteration=3))
+    assert hub.state.fault_counts == {0: 2}

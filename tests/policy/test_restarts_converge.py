@@ -272,19 +272,25 @@ HAPPENINGS = (
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
     num=st.integers(1, 5),
     early=st.booleans(),
+    running=st.booleans(),
     steps=st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 4)), max_size=80),
 )
-def test_every_sequence_of_happenings_ends(num: int, early: bool, steps: list[tuple[str, int]]) -> None:
+def test_every_sequence_of_happenings_ends(num: int, early: bool, running: bool, steps: list[tuple[str, int]]) -> None:
     """It ends in FINISHED or ABORTED; nobody enters twice, and nobody enters while another is still in an older one."""
     world = World(num)
     for number in range(num):
         world.report(number, o.Ready(iteration=0, store_address=f"{number} 1"))
         if not early:
             world.link(number)
+    if running:
+        for _ in range(3):
+            for number in range(num):
+                world.hear(number)
+                world.obey(number)
     for what, number in steps:
         getattr(world, what)(number % num)
     world.calm_down()
