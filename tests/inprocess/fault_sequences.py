@@ -108,7 +108,9 @@ def strike(kind: str) -> None:
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "gil":
-        ctypes.PyDLL(None).pause()
+        mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
+        lock(mutex)
+        lock(mutex)  # for ever, with the interpreter's lock held; no signal ends it
     else:
         time.sleep(3600)
 

@@ -55,11 +55,19 @@ def do_fault(kind: str) -> None:
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "gil":
-        ctypes.PyDLL(None).pause()  # called without letting go of the interpreter's lock
+        _hold_interpreter()
     elif kind == "sleep":
         time.sleep(3600)
     else:
         raise ValueError(f"unknown fault {kind!r}")
+
+
+def _hold_interpreter() -> None:
+    """Wait for ever without letting go of the interpreter's lock; no signal ends the wait for a mutex."""
+    mutex = ctypes.create_string_buffer(64)
+    lock = ctypes.PyDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)
 
 
 class Training:
