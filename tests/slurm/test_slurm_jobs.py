@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import SlurmCluster, free_ports, run_slurm
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 OUTLAST = Path(sys.executable).with_name("outlast")
 
