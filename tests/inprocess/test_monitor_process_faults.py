@@ -249,7 +249,7 @@ def test_stopped_hub_process_is_left() -> None:
         ranks.connect()
         ranks.go(0)
         os.kill(ranks[0].monitors[0], signal.SIGSTOP)
-        order = ranks.go(1, but=(0,), timeout_s=20.0)
+        order = ranks.go(1, but=(0,), timeout_s=45.0)
         assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
         os.kill(ranks[0].monitors[0], signal.SIGCONT)
         ranks[0].wait_end()
@@ -269,7 +269,7 @@ def test_silent_loss_of_the_hubs_node() -> None:
         ranks[0].send(signal.SIGSTOP)
         for rank in (1, 2):
             ranks[rank].tell("hang")
-        order = ranks.go(1, but=(0,), timeout_s=30.0)
+        order = ranks.go(1, but=(0,), timeout_s=45.0)
         assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
         assert kinds(order)[0] == "link_lost"
 

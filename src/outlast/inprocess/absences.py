@@ -16,8 +16,9 @@ from outlast.inprocess.messages import MemberPlace
 
 __all__ = ["RETURN_S", "Absences", "name_space"]
 
-RETURN_S = 2.0
-"""Seconds that a member whose link broke has to come back: time for another monitor process to start."""
+RETURN_S = 5.0
+"""Seconds that a member whose link broke has to come back: time for another monitor process to start on a machine
+that is busy. One whose process is seen to be gone is not waited for."""
 
 
 def name_space() -> str:

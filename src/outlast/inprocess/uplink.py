@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
 """Seconds in which the hub has to show a sign of life when it is needed."""
-_SILENT_S = _ANSWER_S + 3.0
+_SILENT_S = _ANSWER_S
 """Seconds that others have more to come after a hub that fell silent: they notice it when they are called on."""
 _LAST_WORDS_S = 1.0
 """Seconds that a process whose rank is gone has to tell the hub."""
