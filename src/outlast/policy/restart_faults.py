@@ -20,13 +20,15 @@ def add_fault(known: tuple[Fault, ...], fault: Fault) -> tuple[Fault, ...]:
 
 
 def judge(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """Return the faults, causes first; who waited for a rank that had to be ended is not to blame."""
-    if any(fault.kind == FaultKind.HARD_TIMEOUT for fault in faults):
-        faults = tuple(
-            msgspec.structs.replace(fault, is_consequence=True) if fault.kind == FaultKind.SOFT_TIMEOUT else fault
-            for fault in faults
-        )
-    return tuple(sorted(faults, key=lambda fault: fault.is_consequence))
+    """Return the faults, causes first; who waited for another rank, or for one that had to be ended, is not to blame."""
+    ended = any(fault.kind == FaultKind.HARD_TIMEOUT for fault in faults)
+    judged = (
+        msgspec.structs.replace(fault, is_consequence=True)
+        if fault.is_victims or (ended and fault.kind == FaultKind.SOFT_TIMEOUT)
+        else fault
+        for fault in faults
+    )
+    return tuple(sorted(judged, key=lambda fault: fault.is_consequence))
 
 
 def count_causes(before: Mapping[int, int], faults: tuple[Fault, ...]) -> dict[int, int]:
