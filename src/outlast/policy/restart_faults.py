@@ -20,7 +20,7 @@ def add_fault(known: tuple[Fault, ...], fault: Fault) -> tuple[Fault, ...]:
 
 
 def judge(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """Return the faults, causes first; who waited for another rank, or for one that had to be ended, is not to blame."""
+    """Return the faults, causes first; who waited for a rank that hung or had to be ended is not to blame."""
     ended = any(fault.kind == FaultKind.HARD_TIMEOUT for fault in faults)
     judged = (
         msgspec.structs.replace(fault, is_consequence=True)
