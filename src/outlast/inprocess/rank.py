@@ -17,7 +17,7 @@ from outlast.inprocess.compose import labels_of
 from outlast.inprocess.handle import Handle, current_handle, handle_parameter, set_current
 from outlast.inprocess.interruption import Interruption, RestartRequested
 from outlast.inprocess.iteration_store import IterationStore
-from outlast.inprocess.leaving import Background, describe, drop, is_consequence, leave
+from outlast.inprocess.leaving import Background, describe, drop, end_groups, is_consequence, leave
 from outlast.inprocess.meeting import Meeting, own_address
 from outlast.inprocess.monitor_link import MonitorLink
 from outlast.inprocess.monitor_task import MonitorTask
@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 _LAST_WORD_S = 5.0
 _STORE_TIMEOUT_S = 1800.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
-_last_store: IterationStore | None = None
-"""Of the call that returned last: the groups that its function left are still of use."""
 
 
 class _Returned:
@@ -350,6 +348,7 @@ class Rank:
         self._plugins.completion(state)
         if self._returned is None:
             return None
+        end_groups()
         if self._returned.leaving is not None:
             raise self._returned.leaving
         return self._returned.value
@@ -406,11 +405,7 @@ class Rank:
         if hasattr(self, "_said"):
             self._said.close()
         if self._store is not None:
-            if self._returned is None:
-                self._store.close()
-            else:
-                global _last_store
-                _last_store = self._store
+            self._store.close()
         if hasattr(self, "_background"):
             self._background.thaw()
         env.update(before)

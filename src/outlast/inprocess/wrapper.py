@@ -31,9 +31,10 @@ class Wrapper:
 
     The function runs on every active rank. When it raises on one, when a rank dies or hangs, it is left on all of them
     and called again with the same arguments, on the ranks that live; reserves take the places of those that do not.
-    For each call RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, process groups are made in the function, and
-    they are gone when it is called again. It returns once it has returned on all active ranks: its value there,
-    ``None`` on reserves. ``SystemExit`` ends a call like a return, and is raised again at the end.
+    For each call RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and process groups are made in the function;
+    they are gone when it is called again, and when the call returns. That is once the function has returned on all
+    active ranks: with its value there, with ``None`` on reserves. ``SystemExit`` ends the function like a return, and
+    is raised again at the end.
 
     Args:
         config: Timeouts and the like; ``None`` = the defaults.
