@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from outlast.env import WorkerEnv
-from outlast.runtime.group import Group, _first_node, _meeting_point
+from outlast.runtime.group import Group, _first_node, meeting_point
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def test_ranks_of_a_slurm_step_meet_without_settings(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[07-09]")
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert _meeting_point(place) == f"tcp://gpu07:{20000 + 4711 * 7 % 12000}"
+    assert meeting_point(place) == f"tcp://gpu07:{20000 + 4711 * 7 % 12000}"
     monkeypatch.setenv("SLURM_STEP_ID", "1")
-    assert _meeting_point(place) == f"tcp://gpu07:{20000 + (4711 * 7 + 1) % 12000}"
+    assert meeting_point(place) == f"tcp://gpu07:{20000 + (4711 * 7 + 1) % 12000}"
     monkeypatch.setenv("MASTER_ADDR", "head")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert _meeting_point(place) == "tcp://head:29500"
-    assert _meeting_point(WorkerEnv(launcher="torchrun")) == "env://"
+    assert meeting_point(place) == "tcp://head:29500"
+    assert meeting_point(WorkerEnv(launcher="torchrun")) == "env://"
 
 
 def test_cut_ends_its_own_connections_and_no_others() -> None:
