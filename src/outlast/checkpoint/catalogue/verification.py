@@ -63,8 +63,8 @@ def verify(
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        for _ in threads:
+            work.ended.get()  # not join(): Ctrl-C in it makes Python 3.11 take a thread that runs for one that ended
     finally:
         work.stop.set()
         for thread in threads:
@@ -84,6 +84,8 @@ class _Work:
         self.num_bytes_read = 0
         self.failure: BaseException | None = None
         self.stop = threading.Event()
+        self.ended = queue.SimpleQueue[None]()
+        """Has one entry for each reader that is through."""
         self._turns, self._on_read = turns, on_read
         self._unreadable: set[str] = set()
         self._lock = threading.Lock()
@@ -99,6 +101,8 @@ class _Work:
         except BaseException as error:  # noqa: BLE001 - raised again by the caller, in its thread
             self.failure = error
             self.stop.set()
+        finally:
+            self.ended.put(None)
 
     def _take(self, turn: _Turn) -> None:
         file = turn.file
