@@ -17,7 +17,6 @@ The whole tree::
     +-- RestartAbort                         the ranks cannot be restarted in process
     +-- BudgetExhausted                      the ladder has no remedy left; exit code 93
     +-- SparesExhausted                      no node is left to take a slot
-    RankLeft (a SystemExit)                  one rank leaves for good, the others go on
 
 Every error carries the rank, node and iteration where they are known, and its message ends with what to do
 next.
@@ -39,7 +38,6 @@ __all__ = [
     "NotFinite",
     "OutlastError",
     "PeerLost",
-    "RankLeft",
     "RendezvousError",
     "RestartAbort",
     "SparesExhausted",
@@ -134,21 +132,6 @@ class UnhealthyDevice(OutlastError):
 
 class UnhealthyRank(OutlastError):
     """A rank must not take part any longer; raised by a health check, it leaves for good and the others go on."""
-
-
-class RankLeft(SystemExit):
-    """This rank leaves a wrapped function for good, and the others go on; its process ends with exit code 0.
-
-    Args:
-        reason: Why, in one line.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(int(ExitReason.FINISHED))
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 class RestartAbort(OutlastError):

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from outlast import InProcessRestartConfig, clock
-from outlast.errors import RankLeft, RestartAbort
-from outlast.inprocess import Handle, RetryController, State, Wrapper
+from outlast.errors import RestartAbort
+from outlast.inprocess import Handle, RankLeft, RetryController, State, Wrapper
 from outlast.inprocess import rank as _loaded_before_forks  # noqa: F401
 from outlast.testing.reaping import free_port
 

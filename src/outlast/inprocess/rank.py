@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from outlast import clock, env
 from outlast.config.in_process_restart import InProcessRestartConfig
-from outlast.errors import ConfigError, OutlastError, RankLeft, RestartAbort
+from outlast.errors import ConfigError, OutlastError, RestartAbort
 from outlast.inprocess import messages as m
 from outlast.inprocess.announcements import Announcements
 from outlast.inprocess.compose import labels_of
@@ -24,6 +24,7 @@ from outlast.inprocess.monitor_task import MonitorTask
 from outlast.inprocess.monitor_thread import MonitorThread, Notice
 from outlast.inprocess.page import Page, RankPhase
 from outlast.inprocess.plugins import Plugins
+from outlast.inprocess.rank_left import RankLeft
 from outlast.inprocess.state import State
 from outlast.monitor import stacks
 from outlast.policy.rank_assignment import Member, assign
