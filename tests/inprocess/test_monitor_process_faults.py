@@ -210,7 +210,7 @@ def test_broken_link_is_made_anew() -> None:
 
 def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
     """Its monitor process kills it, and the reserve takes its place."""
-    with FakeRanks(4, active=3, soft_timeout_s=1.5, hard_timeout_s=2.5) as ranks:
+    with FakeRanks(4, active=3, soft_timeout_s=2.5, hard_timeout_s=3.5) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[1].send(signal.SIGSTOP)

@@ -122,13 +122,24 @@ def test_pause_suspends_both_timeouts() -> None:
 
 def test_start_is_bounded() -> None:
     """A rank that was told to go and never enters the function is ended after the barrier's timeout."""
-    words = Words(phase=RankPhase.WAITING, iteration=2)
+    words = Words(phase=RankPhase.WAITING, iteration=2, beat_ns=s(20.0))
     watch = RankWatch(words, TASK)
     watch.note_go(3, s(10.0))
-    assert watch.look(s(20.0)) == (None, s(130.0))
-    words.phase, words.iteration = RankPhase.STARTING, 3
+    assert watch.look(s(20.0)) == (None, s(24.0))
+    words.phase, words.iteration, words.beat_ns = RankPhase.STARTING, 3, s(129.0)
     assert watch.look(s(129.0)) == (None, s(130.0))
     assert isinstance(watch.look(s(130.0))[0], Stuck)
+
+
+def test_silence_before_the_function_is_bounded() -> None:
+    """A rank that is stopped between the order to go and the function is ended after the hard timeout."""
+    words = Words(phase=RankPhase.STARTING, beat_ns=s(10.5))
+    watch = RankWatch(words, TASK)
+    watch.note_go(3, s(10.0))
+    assert watch.look(s(14.4)) == (None, s(14.5))
+    found, _ = watch.look(s(14.5))
+    assert isinstance(found, Stuck)
+    assert found.kind == FaultKind.HARD_TIMEOUT
 
 
 def test_order_to_go_ends_the_order_to_leave() -> None:

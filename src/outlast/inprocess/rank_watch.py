@@ -99,8 +99,10 @@ class RankWatch:
             elif now_ns >= (due := self._went[1] + self._start_ns):
                 text = f"the function was not entered within {self._task.limits.barrier_timeout_s:g} s"
                 return Stuck(self._went[0], FaultKind.HARD_TIMEOUT, text), None
+            elif now_ns >= (silent_ns := page.beat_ns + self._hard_ns):
+                return Stuck(self._went[0], FaultKind.HARD_TIMEOUT, self._describe_silence(now_ns)), None
             else:
-                return None, due
+                return None, min(due, silent_ns)
         if phase not in _IN_FN:
             return None, None
         if page.is_paused:
@@ -121,6 +123,11 @@ class RankWatch:
             return SoftTimeout(iteration, self._describe(now_ns, hard=False)), hard_ns
         # The monitor thread does not run either: it may come back (a long call that holds the interpreter's lock).
         return None, min(hard_ns, now_ns + self._fresh_ns // 4)
+
+    def _describe_silence(self, now_ns: int) -> str:
+        since_s = (now_ns - self._page.beat_ns) / 1e9
+        text = f"no thread of it has run for {since_s:.1f} s before the function was entered; it was stopped, or held"
+        return text + f" the interpreter's lock (hard_timeout={self._task.hard_timeout_s:g})"
 
     def _describe(self, now_ns: int, *, hard: bool) -> str:
         since_s = (now_ns - self._page.progress_ns) / 1e9
