@@ -126,6 +126,10 @@ def test_an_interrupt_ends_the_readers() -> None:
     file = StoredFile(name="f", num_bytes=CHUNK_BYTES << 12, chunks=("",) * (1 << 12), open=opened, piece_bytes=4096)
     entry = Generation(iteration=1, tier="local", valid=True)
     found = Found(entry=entry, files=(file,), judge=lambda problems: entry, remove=lambda: None)
-    with pytest.raises(KeyboardInterrupt):
-        verify(found, num_threads=1)
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            verify(found, num_threads=1)
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outlast-verify")]
