@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from outlast import clock, env
 from outlast.errors import ConfigError, OutlastError, RendezvousError
 from outlast.runtime import device
+from outlast.runtime.connections import connected_sockets
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +61,7 @@ class Group:
         """
         import torch.distributed as dist
 
-        before = _connected_sockets()
+        before = connected_sockets()
         try:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -168,7 +169,7 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
     try:
         store, _, _ = next(rendezvous(meeting_point(place), place.global_rank, place.world_size, timeout=timeout))
         store.set_timeout(timeout)
-        before = _connected_sockets()
+        before = connected_sockets()
         dist.init_process_group(
             device.training_backend(),
             store=PrefixStore("default_pg", store),
@@ -204,25 +205,5 @@ def _first_node(nodes: str) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-def _connected_sockets() -> frozenset[tuple[int, int]]:
-    """Return descriptor and inode of every TCP connection of this process."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            copy = os.dup(int(name))
-        except OSError:
-            continue  # the listing's own descriptor, or one that closed meanwhile
-        with socket.socket(fileno=copy) as connection:
-            try:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                    connection.getpeername()
-                    found.add((int(name), os.fstat(copy).st_ino))
-            except OSError:
-                continue  # not connected: a listener
-    return frozenset(found)
-
-
 def _opened_since(before: frozenset[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted(_connected_sockets() - before))
+    return tuple(sorted(connected_sockets() - before))
