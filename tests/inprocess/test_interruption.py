@@ -119,6 +119,38 @@ def test_it_gets_out(interruption: Interruption, function: Callable[[], None]) -
     assert sys.gettrace() is None
 
 
+def test_an_update_is_finished(interruption: Interruption) -> None:
+    """An update that is under way ends, and is left at its end; one that has not begun does not begin."""
+    done = []
+
+    def work() -> None:
+        interruption.begin_update()
+        until = time.monotonic() + 0.1
+        while time.monotonic() < until:
+            done.append("inside")
+        interruption.begin_update()  # of a second optimizer
+        done.append("second")
+        interruption.end_update()
+        done.append("after")
+
+    assert isinstance(get_out_of(interruption, work), RestartRequested)
+    assert done[-1] == "second"
+    assert interruption.enter(1)
+    interruption.order(2)
+    with pytest.raises(RestartRequested):
+        interruption.begin_update()
+
+
+def test_an_update_that_does_not_end_is_left(interruption: Interruption) -> None:
+    """What takes longer than a moment is interrupted where it is."""
+
+    def work() -> None:
+        interruption.begin_update()
+        time.sleep(3600)
+
+    assert isinstance(get_out_of(interruption, work), RestartRequested)
+
+
 def test_atomic_parts_are_finished(interruption: Interruption) -> None:
     """Nothing is raised within an atomic part, however often it is nested; at its end it is."""
     done = []

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from outlast.inprocess.handle import Handle
+from outlast.inprocess.interruption import Interruption
 from outlast.inprocess.kept_state import KeptState
 from outlast.inprocess.own_page import CAPACITY_BYTES, OwnPage
 from outlast.inprocess.own_things import OwnThings
@@ -99,6 +101,34 @@ def test_an_update_that_began_tears_it(kept: KeptState) -> None:
     iteration, reason, _ = kept.look(training.state)
     assert iteration is None
     assert "within an optimizer's step" in reason
+
+
+class Mark:
+    """Stands for a CUDA event, which this needs a GPU for."""
+
+    def __init__(self, *answers: bool) -> None:
+        self._answers = list(answers)
+
+    def query(self) -> bool:
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+@pytest.mark.parametrize(("mark", "expected"), [(Mark(False), None), (Mark(False, False, True), 2), (None, 2)])
+def test_what_a_device_has_not_computed_is_not_whole(
+    kept: KeptState, monkeypatch: pytest.MonkeyPatch, mark: Mark | None, expected: int | None
+) -> None:
+    """Steps are counted when they are given to the device; behind an aborted collective it computes garbage."""
+    interruption = Interruption(_fail.__code__)
+    call = Handle(Any, interruption=interruption, page=Any, on_first_ping=_fail, kept={})  # type: ignore[arg-type]
+    monkeypatch.setattr("outlast.inprocess.kept_state.current_handle", lambda: call)
+    monkeypatch.setattr("outlast.runtime.device.mark_work", lambda: mark)
+    training = Training()
+    _begin(kept, training)
+    call.look_before_abort()
+    kept.release()
+    iteration, reason, _ = kept.look(training.state)
+    assert iteration == expected
+    assert ("had not computed" in reason) == (expected is None)
 
 
 def test_what_else_writes_is_noticed(kept: KeptState) -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+import time
 
 import numpy as np
 import torch
@@ -54,6 +55,11 @@ class Sampler:
         self.generator.set_state(state["generator"])
 
 
+def dawdle(optimizer, *_):
+    optimizer._optimizer_step_pre_hooks.popitem()
+    time.sleep(0.3)
+
+
 def fail_once(optimizer, *_):
     optimizer._optimizer_step_post_hooks.clear()
     raise ValueError("planned")
@@ -72,7 +78,8 @@ config = outlast.InProcessRestartConfig(
 def train(call: inprocess.Handle):
     checkpoint = None
     if options.get("saves", True):
-        checkpoint = outlast.CheckpointConfig(directory=f"{folder}/global", save_interval=5)
+        asynchronous = FAULT == "raise" and options.get("keeps", True)  # else it is loaded: then it must be committed
+        checkpoint = outlast.CheckpointConfig(directory=f"{folder}/global", save_interval=5, async_save=asynchronous)
     settings = outlast.Config(checkpoint=checkpoint, in_process=True, run_dir=f"{folder}/run", seed=3)
     with outlast.init(settings) as run:
         keeps = options.get("keeps", True)
@@ -96,16 +103,21 @@ def train(call: inprocess.Handle):
                     threads=threading.active_count(),
                     tasks=len(os.listdir("/proc/self/task")),
                 )
-            strikes = call.iteration < NUM_FAULTS and iteration == AT + call.iteration and run.global_rank == ON
+            is_fatal = call.iteration < NUM_FAULTS and iteration == AT + call.iteration
+            strikes = is_fatal and run.global_rank == ON
             noise = random.random() + np.random.random()
             optimizer.zero_grad()
             loss = (model(sampler.next()) * (1 + noise)).square().mean()
+            if is_fatal and not options.get("others_dawdle"):
+                dist.barrier()  # nobody is still in the iteration before
             if strikes and FAULT == "raise":
                 raise ValueError("planned")
             if strikes and FAULT == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             loss.backward()
             average(model)
+            if FAULT == "raise" and options.get("others_dawdle") and iteration == AT - 1 and run.global_rank != ON:
+                optimizer.register_step_pre_hook(dawdle)
             if strikes and FAULT == "torn":
                 optimizer.register_step_post_hook(fail_once)
             optimizer.step()

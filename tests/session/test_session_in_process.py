@@ -73,6 +73,17 @@ def test_after_an_exception_training_goes_on_in_place(tmp_path: Path, calm: set[
 
 
 @pytest.mark.process
+def test_an_update_that_is_under_way_elsewhere_is_finished(tmp_path: Path, calm: set[tuple[str, float]]) -> None:
+    """One rank raises while the others are still within the optimizer's step before: they finish it, and nothing has
+    to be loaded."""
+    played = Played(tmp_path, 4, {"fault": "raise", "others_dawdle": True})
+    assert played.codes == [0] * 4, played.tails
+    assert {begins for begins, _ in played.at(1).values()} == {7}, played.tails
+    assert played.tiers == {(rank, "in_place") for rank in range(4)}
+    assert played.ends == calm
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("on", [0, 2])
 def test_a_reserve_is_given_the_state_of_a_survivor(tmp_path: Path, calm: set[tuple[str, float]], on: int) -> None:
     """SIGKILL of a rank: the reserve takes its place with a survivor's weights and the dead rank's own random numbers

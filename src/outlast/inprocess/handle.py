@@ -68,9 +68,11 @@ class Handle:
         self._page = page
         self._on_first_ping = on_first_ping
         self._has_pinged = False
+        self._interruption = interruption
         self._atomic = _Atomic(interruption, page)
         self._unprotected = _Unprotected(page)
         self._callbacks: list[Callable[[], None]] = []
+        self._looks: list[Callable[[], None]] = []
         self._kept = kept
 
     @property
@@ -103,6 +105,19 @@ class Handle:
         """
         return self._atomic
 
+    def begin_update(self) -> None:
+        """Say that what training changes is not whole from here until :meth:`end_update`; may be called repeatedly.
+
+        A restart that is ordered meanwhile waits for that up to a second, as without it the state would have to be
+        loaded. Connections are cut all the same. :class:`Restore` does this by itself: from the first optimizer's step
+        until ``note()``.
+        """
+        self._interruption.begin_update()
+
+    def end_update(self) -> None:
+        """Say that it is whole again. A restart that was ordered meanwhile begins here."""
+        self._interruption.end_update()
+
     def disable_hang_protection(self) -> _Unprotected:
         """Return a context manager in which neither timeout holds; may be nested.
 
@@ -127,6 +142,19 @@ class Handle:
         their connections are cut already. It must not wait for other ranks.
         """
         self._callbacks.append(callback)
+
+    def before_abort(self, look: Callable[[], None]) -> None:
+        """Have something called when the call has to be left, before collectives that are under way are aborted.
+
+        What an aborted collective leaves behind is garbage, and so is what a device computes from it: this is the last
+        moment to ask what the device is done with. It is called on the monitor thread; the restart waits for it.
+        """
+        self._looks.append(look)
+
+    def look_before_abort(self) -> None:
+        """Call what :meth:`before_abort` was given. Thread: the monitor thread."""
+        for look in list(self._looks):
+            look()
 
     def take_callbacks(self) -> list[Callable[[], None]]:
         """Return what :meth:`on_leave` was given, in the order of the calls to make; only once."""

@@ -30,6 +30,8 @@ _UNSAFE_FILES = frozenset({logging.__file__, importlib.__file__})
 _UNSAFE_PREFIX = "<frozen importlib"
 _UNSAFE_NS = 3_000_000_000
 """How long an import or a line of log is waited for: half-done ones break what runs later."""
+_UPDATE_NS = 1_000_000_000
+"""How long the end of an update is waited for: a state that is left in the middle of one is of no use."""
 _NUM_FRAMES = 40
 _PLAIN_RAISES = 4
 """How often the exception is raised where the code happens to be, before a place is looked for."""
@@ -53,6 +55,8 @@ class Interruption:
         self._next = 0
         self._inside = False
         self._atomic = 0
+        self._updating = False
+        self._ordered_ns = 0
         self._deferred_since_ns: int | None = None
         self._num_raised = 0
         own = (self.enter.__code__, self.leave.__code__)
@@ -96,7 +100,7 @@ class Interruption:
     def enter(self, iteration: int) -> bool:
         """Allow to be interrupted from here on; return ``False`` if told to leave this iteration already."""
         self._iteration, self._atomic, self._num_raised = iteration, 0, 0
-        self._deferred_since_ns = None
+        self._deferred_since_ns, self._updating = None, False
         self._inside = True
         if self._next > iteration:
             self._inside = False
@@ -129,6 +133,26 @@ class Interruption:
         if self._atomic == 0 and self.is_wanted:
             raise self._request()
 
+    def begin_update(self) -> None:
+        """Put it off for a moment, as what training changes is not whole from here until :meth:`end_update`.
+
+        Raises:
+            RestartRequested: Told to leave before.
+        """
+        if self.is_wanted and not self._atomic and not self._updating:
+            raise self._request()
+        self._updating = True
+
+    def end_update(self) -> None:
+        """Put it off no more.
+
+        Raises:
+            RestartRequested: Told to leave meanwhile.
+        """
+        self._updating = False
+        if self.is_wanted and not self._atomic:
+            raise self._request()
+
     # -- any thread --------------------------------------------------------------------------------------------
 
     @property
@@ -146,19 +170,26 @@ class Interruption:
         """Whether the main thread must not be interrupted now."""
         return self._atomic > 0
 
+    @property
+    def is_put_off(self) -> bool:
+        """Whether the main thread is in an update that may still end in time."""
+        return self._updating and clock.now_ns() - self._ordered_ns < _UPDATE_NS
+
     def order(self, next_iteration: int) -> None:
         """Have every iteration below ``next_iteration`` left."""
+        if next_iteration > self._next:
+            self._ordered_ns = clock.now_ns()
         self._next = max(self._next, next_iteration)
 
     def poke(self) -> None:
         """Interrupt the main thread if it has to leave; repeat it until it has."""
-        if self.is_wanted and not self._atomic:
+        if self.is_wanted and not self._atomic and not self.is_put_off:
             signal.pthread_kill(self._main, self._signal)
 
     # -- in the main thread, by the signal ---------------------------------------------------------------------
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.is_wanted or self._atomic or self._is_unsafe(frame):
+        if not self.is_wanted or self._atomic or self.is_put_off or self._is_unsafe(frame):
             return
         if frame is not None and frame.f_code in self._boundary:
             return  # it is out, or not in yet

@@ -17,10 +17,12 @@ import torch
 import xxhash
 
 from outlast.errors import OutlastError
+from outlast.inprocess.handle import Handle, current_handle
 from outlast.inprocess.own_page import CAPACITY_BYTES, OwnPage
 from outlast.inprocess.own_things import OwnThings
 from outlast.numerics.replicas import find_replicated
 from outlast.numerics.tensor_digest import digest_tensors
+from outlast.runtime import device
 
 __all__ = ["KeptState", "Parts", "digest_parts", "parts_of"]
 
@@ -28,6 +30,9 @@ MAX_SAMPLED = 8
 """Parameters whose versions are looked at in each step; whatever changes some outside of an optimizer changes all."""
 MAX_COPIED, MAX_COPIED_BYTES = 64, 256 << 10
 """Buffers, and bytes of them, that are copied at the end of each step; more would cost too much of it."""
+
+_DEVICE_S = 0.5
+"""How long a device that runs behind is waited for before its collectives are aborted."""
 
 
 class Parts:
@@ -80,6 +85,9 @@ class KeptState:
         self._parts: Parts | None = None
         self._objects: dict[str, weakref.ref[Any]] = {}
         self._hooks: list[Any] = []
+        self._call: Handle | None = None
+        self._mark: Any = None
+        self._is_unfinished = False
         self._num_updating = self._num_updates = 0
         self._sampled: list[torch.Tensor] = []
         self._loose: list[torch.Tensor] = []
@@ -111,6 +119,9 @@ class KeptState:
             self.page = OwnPage.create()
         self.page.clear()
         self._things = OwnThings({"own": own, "state": state}, parts.optimizers)
+        self._call, self._mark, self._is_unfinished = current_handle(), None, False
+        if self._call is not None:
+            self._call.before_abort(self._look_at_device)
         updated = {
             id(parameter)
             for optimizer in parts.optimizers.values()
@@ -135,10 +146,19 @@ class KeptState:
 
         Args:
             iteration: Number of optimizer steps done.
+
+        Raises:
+            RestartRequested: The call has to be left, which was put off until now.
         """
         if self._reason or self._things is None:
             return
+        self._take(iteration)
+        if self._call is not None:
+            self._call.end_update()
+
+    def _take(self, iteration: int) -> None:
         assert self.page is not None
+        assert self._things is not None
         try:
             data = self._things.take()
         except (OutlastError, RuntimeError, TypeError, ValueError) as error:
@@ -151,6 +171,7 @@ class KeptState:
         self._note_loose()
         self._sampled_versions = [tensor._version for tensor in self._sampled]
         self.page.write(iteration, data)
+        self._mark = device.mark_work()
         self._iteration = iteration
 
     # -- between calls -----------------------------------------------------------------------------------------
@@ -165,7 +186,7 @@ class KeptState:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        parts, self._parts, self._things = self._parts, None, None
+        parts, self._parts, self._things, self._call = self._parts, None, None, None
         if not self._reason:
             self._reason = self._why_torn()
         if not self._reason:
@@ -223,7 +244,14 @@ class KeptState:
 
     # -- details -----------------------------------------------------------------------------------------------
 
+    def _look_at_device(self) -> None:
+        """Find out whether a device has computed what was noted last; on the monitor thread. Blocks: half a second."""
+        if self._mark is not None:
+            self._is_unfinished = not device.is_done(self._mark, timeout_s=_DEVICE_S)
+
     def _begin_update(self, *_: Any) -> None:
+        if self._call is not None and not self._reason:
+            self._call.begin_update()
         self._num_updating += 1
 
     def _end_update(self, *_: Any) -> None:
@@ -269,6 +297,8 @@ class KeptState:
             return f"left within an optimizer's step, in iteration {self._iteration}"
         if self._num_updates:
             return f"left after an optimizer's step, before the end of iteration {self._iteration}"
+        if self._is_unfinished:
+            return f"the device had not computed all of the steps before iteration {self._iteration} yet"
         if [tensor._version for tensor in self._sampled] != self._sampled_versions:
             return f"parameters were changed outside of an optimizer in iteration {self._iteration}"
         if any(index not in self._copies for index in self._changed([tensor._version for tensor in self._loose])):

@@ -157,6 +157,8 @@ class MonitorThread:
         if self._interruption.is_atomic:
             return _FIRST_POKE_S
         connections.cut_all(both_ways=self._poke_s >= _LONGEST_POKE_S)
+        if self._interruption.is_put_off:
+            return _FIRST_POKE_S
         self._interruption.poke()  # first: a wait that is woken below must not come back to the function
         if self._poke_s > _FIRST_POKE_S:
             connections.end_lost_waits()

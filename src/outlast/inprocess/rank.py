@@ -440,6 +440,8 @@ class Rank:
     def _abort(self) -> None:
         """End what the main thread may wait on beyond connections; on the monitor thread."""
         try:
+            if self._handle is not None:
+                self._handle.look_before_abort()
             device.abort_collectives()
             self._plugins.abort(self._state())
         except Exception:

@@ -17,7 +17,7 @@ import msgspec
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch.worker_process import WorkerProcess
-from outlast.policy.in_process import InProcessState, has_resumed, is_survivable, needs_restart, newest_begun
+from outlast.policy.in_process import HAS_BEGUN, InProcessState, has_resumed, is_survivable, needs_restart, newest_begun
 from outlast.policy.slots import OWN_VERDICTS
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.in_process_mark import Change, InProcessFault, address
@@ -57,6 +57,8 @@ class InProcess:
     _channel: socket.socket = field(init=False)
     _reached: tuple[int, int] = (0, 0)
     _faults: dict[tuple[int, int], tuple[InProcessFault, ...]] = field(default_factory=dict)
+    _told: set[tuple[int, int]] = field(default_factory=set)
+    """Calls and restart iterations that a datagram told of the beginning of."""
     _last_states: dict[int, RankState] = field(default_factory=dict)
     """Of those that were lost: how they stood at their end."""
 
@@ -112,13 +114,25 @@ class InProcess:
                 return worker.lost
         return None
 
-    def take_mended(self) -> Mended | None:
-        """Return the newest restart after which workers run their function again, unless it was returned before."""
+    @property
+    def owes_word(self) -> bool:
+        """Whether the board tells of a restart whose faults were not told yet; they come with the next datagram."""
+        newest = self._newest()
+        return newest > self._reached and newest not in self._told
+
+    def take_mended(self, *, waits: bool = True) -> Mended | None:
+        """Return the newest restart after which workers run their function again, unless it was returned before.
+
+        Args:
+            waits: Leave out one whose faults were not told yet: a worker's words on the board come before its datagram.
+                ``False``: the datagram is lost.
+        """
         self._receive()
         newest = self._newest()
-        if newest <= self._reached:
+        if newest <= self._reached or (waits and newest not in self._told):
             return None
         self._reached = newest
+        self._told = {one for one in self._told if one > newest}
         faults = self._faults.get(newest, ())
         self._faults.clear()
         if newest[1] == 0:  # another call of a wrapped function begins
@@ -181,5 +195,7 @@ class InProcess:
             except msgspec.DecodeError as error:
                 log.warning("[outlast] a worker's word about restarts inside its process cannot be read: %s", error)
                 continue
-            if change.faults and change.state != InProcessState.RESTARTING:  # by then a cause may not be known yet
-                self._faults.setdefault((change.call, change.iteration), change.faults)
+            if change.state in HAS_BEGUN:  # before that a cause may not be known yet
+                self._told.add((change.call, change.iteration))
+                if change.faults:
+                    self._faults.setdefault((change.call, change.iteration), change.faults)

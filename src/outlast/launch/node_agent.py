@@ -33,6 +33,8 @@ __all__ = ["NodeAgent"]
 
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
+_WORD_S = 0.25
+"""How long a worker's datagram may come after its words on the board."""
 
 
 class NodeAgent:
@@ -209,8 +211,7 @@ class NodeAgent:
         if cycle is None or worker is None:
             return
         killed_by_us = cycle.over or self._state == State.STOPPING
-        if not cycle.over:
-            self._look_in_process(cycle)
+        self._look_in_process(cycle, waits=not cycle.all_ended)
         spared = bool(news.exit_code) and not killed_by_us and cycle.goes_on_without(worker)
         self._journal.write_exited(worker, news, killed_by_us=killed_by_us)
         if spared:
@@ -246,11 +247,17 @@ class NodeAgent:
         log.warning("[outlast] %s", reason)
         self._end_cycle(cycle, cycle.facts(worker.lost), reason)
 
-    def _look_in_process(self, cycle: Cycle) -> None:
+    def _look_in_process(self, cycle: Cycle, *, waits: bool = True) -> None:
         """Tell the coordinator of a restart inside the processes, if there was one."""
-        mended = cycle.in_process.take_mended()
+        if cycle.over:
+            return
+        mended = cycle.in_process.take_mended(waits=waits)
         cycle.look()
-        if mended is None or self._state != State.RUNNING:
+        if self._state != State.RUNNING:
+            return
+        if mended is None:
+            if cycle.in_process.owes_word:
+                self._timers.set("in-process", _WORD_S, lambda: self._look_in_process(cycle, waits=False))
             return
         incident = cycle.describe_mended(mended)
         if incident.node == self._member.node and not cycle.has_lost(incident.rank):

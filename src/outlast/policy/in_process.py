@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Protocol
 
-__all__ = ["InProcessState", "Standing", "has_resumed", "is_survivable", "needs_restart", "newest_begun"]
+__all__ = ["HAS_BEGUN", "InProcessState", "Standing", "has_resumed", "is_survivable", "needs_restart", "newest_begun"]
 
 
 class InProcessState(IntEnum):
@@ -44,9 +44,10 @@ _SURVIVABLE = frozenset(
     }
 )
 _GOING_ON = _SURVIVABLE - {InProcessState.LEFT} | {InProcessState.RETURNED}
-_HAS_BEGUN = frozenset(
+HAS_BEGUN = frozenset(
     {InProcessState.ACTIVE, InProcessState.RESERVE, InProcessState.COMPLETED, InProcessState.RETURNED}
 )
+"""States of a worker that knows why the restart iteration before was left."""
 _DISPENSABLE = _SURVIVABLE - {InProcessState.ACTIVE, InProcessState.RESTARTING}
 
 
@@ -86,7 +87,7 @@ def needs_restart(worker: Standing) -> bool:
 
 def newest_begun(workers: Iterable[Standing]) -> tuple[int, int]:
     """Return the newest call and restart iteration that a worker has begun, whatever it does in it."""
-    begun = [(one.in_process_call, one.in_process_iteration) for one in workers if one.in_process in _HAS_BEGUN]
+    begun = [(one.in_process_call, one.in_process_iteration) for one in workers if one.in_process in HAS_BEGUN]
     return max(begun, default=(0, 0))
 
 

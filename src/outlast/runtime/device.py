@@ -6,6 +6,7 @@ does not import torch, and asking creates no CUDA context in a process that has 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,9 @@ __all__ = [
     "device_rng_state",
     "device_word",
     "empty_cache",
+    "is_done",
     "kernel_seconds",
+    "mark_work",
     "profiled_activities",
     "set_device_rng_state",
     "settle_collectives",
@@ -34,6 +37,7 @@ __all__ = [
     "use_device",
 ]
 
+_QUERY_S = 0.002
 _COLLECTIVE = (
     *("nccl", "rccl", "gloo", "c10d", "alltoall", "all_to_all", "allreduce", "all_reduce", "allgather", "all_gather"),
     *("reduce_scatter", "broadcast", "sendrecv", "barrier", "wait"),
@@ -207,6 +211,30 @@ def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) 
 def device_word() -> str:
     """Return what this machine trains on, for people: ``GPU`` or ``CPU``."""
     return "GPU" if training_device().type == "cuda" else "CPU"
+
+
+def mark_work() -> Any:
+    """Return a mark behind the work that the current device was given so far; ``None`` = there is no device.
+
+    Give it to :func:`is_done`. Blocks: never.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    mark = torch.cuda.Event()
+    mark.record()
+    return mark
+
+
+def is_done(mark: Any, *, timeout_s: float) -> bool:
+    """Return whether the work before a mark is done. Blocks: until it is, up to ``timeout_s`` seconds."""
+    end_s = clock.now_s() + timeout_s
+    while not mark.query():
+        if clock.now_s() >= end_s:
+            return False
+        threading.Event().wait(_QUERY_S)  # torch offers no wait with a timeout
+    return True
 
 
 def timing_event() -> Any:
