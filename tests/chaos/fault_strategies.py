@@ -25,6 +25,8 @@ def faults(draw: st.DrawFn, world_size: int | None = None) -> Fault:
     if victim is not None:
         given[victim] = draw(ranks if victim == "rank" else _names)
     moments = ["iteration", "rate"] if kind.is_numeric else ["iteration", "rate", "after_s"]
+    if kind == FaultKind.SLOW:
+        moments.remove("rate")
     moment = draw(st.sampled_from(moments))
     if moment == "iteration":
         given[moment] = draw(_counts)
@@ -41,9 +43,11 @@ def faults(draw: st.DrawFn, world_size: int | None = None) -> Fault:
         given["element"] = draw(st.none() | _counts)
         if kind == FaultKind.BIT_FLIP:
             given["bit"] = draw(st.none() | st.integers(min_value=0, max_value=63))
+    elif kind == FaultKind.SLOW:
+        given["factor"] = draw(st.floats(min_value=1, max_value=1e6, exclude_min=True))
     else:
         given["section"] = draw(st.none() | _names)
-    if kind in (FaultKind.SLEEP, FaultKind.HOLD_GIL):
+    if kind in (FaultKind.SLEEP, FaultKind.HOLD_GIL, FaultKind.SLOW):
         given["duration_s"] = draw(st.none() | _seconds)
     if kind == FaultKind.EXIT:
         given["exit_code"] = draw(st.integers(min_value=0, max_value=255))

@@ -255,6 +255,37 @@ def test_a_held_gil_stops_other_threads_and_a_sleep_does_not(tmp_path: Path, kin
     assert len(armed.fired) == 1
 
 
+def test_a_slow_rank_stretches_forwards_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its iteration on each forward lasts longer by a multiple of its own time, and whoever timed it before the
+    fault struck sees that; a re-run of the plan in the next cycle is as fast as ever."""
+    slept: list[float] = []
+    ended: list[int] = []
+    monkeypatch.setattr("outlast.chaos.slowing.time.sleep", slept.append)
+    armed = arm(tmp_path, Fault(kind="slow", rank=0, iteration=1, factor=1e6))
+    training = Training()
+    training.model.register_forward_hook(lambda *_: ended.append(len(slept)))
+    for iteration in range(3):
+        training.step(armed, iteration)
+    assert len(slept) == 2
+    assert all(seconds > 0 for seconds in slept)
+    assert ended == [0, 1, 2]
+    armed.close()
+    training.step(armed, 3)
+    training.step(arm(tmp_path, Fault(kind="slow", rank=0, iteration=1, factor=1e6), cycle=1), 1)
+    assert len(slept) == 2
+    assert [(strike["fault"], strike["iteration"]) for strike in strikes(tmp_path)] == [("slow", 1)]
+
+
+def test_a_slow_rank_is_as_fast_as_before_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After duration_s the forwards take no longer, though the fault is armed."""
+    slept: list[float] = []
+    monkeypatch.setattr("outlast.chaos.slowing.time.sleep", slept.append)
+    armed = arm(tmp_path, Fault(kind="slow", rank=0, iteration=0, factor=3, duration_s=1e-9))
+    Training().step(armed, 0)
+    assert slept == []
+    assert len(armed.fired) == 1
+
+
 def test_a_rate_strikes_each_drawn_iteration_once_a_run(tmp_path: Path) -> None:
     """All ranks together strike once at each iteration drawn; a second pass over the same ones is clean."""
     plan = FaultPlan(faults=[Fault(kind="nan", target="loss", rate=0.2)])

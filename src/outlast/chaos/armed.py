@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outlast import clock
 from outlast.chaos.draw import Occurrence, planned_faults
-from outlast.chaos.fault import FaultKind, FaultTarget
+from outlast.chaos.fault import Fault, FaultKind, FaultTarget
 from outlast.chaos.plan import FaultPlan
 from outlast.chaos.process_faults import strike_process
 from outlast.env import WorkerEnv
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from outlast.chaos.damage import Damage
+    from outlast.chaos.slowing import Slowing
 
 __all__ = ["ArmedFaults"]
 
@@ -80,6 +81,8 @@ class ArmedFaults:
         self._spent: set[str] = set()
         self._events: dict[tuple[str, int], Event] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._state: Mapping[str, Any] = {}
+        self._slowings: list[Slowing] = []
 
     @property
     def fired(self) -> tuple[Event, ...]:
@@ -98,7 +101,7 @@ class ArmedFaults:
             ConfigError: A fault names a tensor, an element or a bit that does not exist.
             SimulatedError, SystemExit: The fault of that kind.
         """
-        self._has_durable = has_durable
+        self._has_durable, self._state = has_durable, state
         if self._hooks:
             self._remove_hooks()
         if iteration < self._next:
@@ -153,7 +156,7 @@ class ArmedFaults:
         Raises:
             SimulatedError, SystemExit: The fault of that kind.
         """
-        self._has_durable = has_durable
+        self._has_durable, self._state = has_durable, state
         if self._hooks:
             self._remove_hooks()
         if iteration < self._next:
@@ -178,6 +181,8 @@ class ArmedFaults:
     def close(self) -> None:
         """Let nothing befall any more; idempotent."""
         self._remove_hooks()
+        while self._slowings:
+            self._slowings.pop().remove()
         self._planned, self._timed, self._due_now, self._next = [], [], (), sys.maxsize
 
     # -- what is due ---------------------------------------------------------------------------------------
@@ -227,7 +232,18 @@ class ArmedFaults:
         if self._claim(occurrence):
             rank = self._place.global_rank
             self._write(occurrence, target=f"rank {rank}")
+            if occurrence.fault.kind == FaultKind.SLOW:
+                return self._slow_down(occurrence.fault)
             strike_process(occurrence.fault, f"rank {rank} after iteration {occurrence.iteration}")
+
+    def _slow_down(self, fault: Fault) -> None:
+        from outlast.chaos.slowing import Slowing
+
+        assert fault.factor is not None
+        slowing = Slowing(self._state, factor=fault.factor, duration_s=fault.duration_s)
+        if not slowing.slows:
+            log.warning("[FaultTolerance] %s: there is no module in the state", fault.describe())
+        self._slowings.append(slowing)
 
     def _strike_weight(self, occurrence: Occurrence, state: Mapping[str, Any]) -> None:
         from outlast.chaos.tensors import choose_weight

@@ -33,6 +33,9 @@ class FaultKind(StrEnum):
     """The training thread sleeps for ``duration_s``; other threads go on."""
     HOLD_GIL = "hold_gil"
     """The training thread holds the GIL in C code for ``duration_s``: no Python code of the process runs."""
+    SLOW = "slow"
+    """From then on the forward of each module in the state takes ``factor`` times as long, for ``duration_s``: a slow
+    rank."""
     EXCEPTION = "exception"
     """``outlast.chaos.SimulatedError`` is raised."""
     EXIT = "exit"
@@ -47,7 +50,7 @@ class FaultKind(StrEnum):
 
 
 _NUMERIC = frozenset({FaultKind.NAN, FaultKind.INF, FaultKind.SIGN_FLIP, FaultKind.BIT_FLIP})
-_LASTING = frozenset({FaultKind.SLEEP, FaultKind.HOLD_GIL})
+_LASTING = frozenset({FaultKind.SLEEP, FaultKind.HOLD_GIL, FaultKind.SLOW})
 
 
 class FaultTarget(StrEnum):
@@ -117,7 +120,10 @@ class Fault:
     any. In ``setup`` no step counts as done yet."""
 
     duration_s: float | None = None
-    """How long sleep and hold_gil last, in seconds; none = for ever."""
+    """How long sleep, hold_gil and slow last, in seconds; none = for ever, or until the process ends."""
+
+    factor: float | None = None
+    """How many times as long things take under slow; above 1."""
 
     exit_code: int = 1
     """Exit code of the kind exit."""
@@ -182,7 +188,7 @@ class Fault:
             f"bit={self.bit} is for kind='bit_flip', from 0 to the element's last bit; correct it or leave it out",
         )
         require(self.element is None or self.element >= 0, f"element={self.element} must not be negative")
-        for name in ("section", "duration_s", "after_s"):
+        for name in ("section", "duration_s", "factor", "after_s"):
             require(getattr(self, name) is None, f"{name} is not for kind={self.kind!r}; leave it out")
 
     def _check_process(self) -> None:
@@ -190,7 +196,17 @@ class Fault:
             require(getattr(self, name) is None, f"{name} is not for kind={self.kind!r}; leave it out")
         require(
             self.duration_s is None or (self.kind in _LASTING and self.duration_s > 0),
-            f"duration_s={self.duration_s} is for kind sleep and hold_gil, and above 0; correct it or leave it out",
+            f"duration_s={self.duration_s} is for kind sleep, hold_gil and slow, and above 0; correct it or leave it "
+            "out",
+        )
+        if self.kind == FaultKind.SLOW:
+            require(self.factor is not None, "factor is missing; a slow needs one above 1")
+            for name in ("section", "rate"):
+                require(getattr(self, name) is None, f"{name} is not for kind='slow'; leave it out")
+
+        require(
+            self.factor is None or (self.kind == FaultKind.SLOW and self.factor > 1),
+            f"factor={self.factor} is for kind slow, and above 1; correct it or leave it out",
         )
 
     def _check_victim(self) -> None:
