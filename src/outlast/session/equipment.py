@@ -1,0 +1,201 @@
+"""What a session works with: opened in order, and let go all at once, whatever ends it."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from outlast.chaos.simulated import arm_configured
+from outlast.config import Config, FaultToleranceConfig
+from outlast.env import WorkerEnv
+from outlast.incidents import EventKind
+from outlast.monitor.rank_monitor import RankMonitor
+from outlast.runtime.consensus import Consensus
+from outlast.runtime.group import Group, connect_world, settle
+from outlast.runtime.journal import Journal
+from outlast.session.attempts import Attempts
+from outlast.session.departure import Departure
+from outlast.session.enclosure import Enclosure
+from outlast.session.place import as_initialised, is_initialised, say_what_is_off
+from outlast.session.pulse import Pulse
+from outlast.session.resuming import Resuming
+from outlast.session.saves import Saves
+
+if TYPE_CHECKING:
+    from outlast.chaos import ArmedFaults
+    from outlast.session.replicas import ReplicaWatch
+
+__all__ = ["Equipment"]
+
+log = logging.getLogger(__name__)
+
+
+class Equipment:
+    """Open what a session works with, and let it go.
+
+    Args:
+        config: The settings.
+        place: This worker's place.
+        fault_tolerance: The timeouts in use.
+
+    Collective: all ranks of the world make it.
+    Thread: the main thread, or that of the training loop.
+    """
+
+    def __init__(self, config: Config, place: WorkerEnv, fault_tolerance: FaultToleranceConfig) -> None:
+        self.iteration = 0
+        """Number of optimizer steps done."""
+        self.in_steps = False
+        """Whether the session's loop is under way."""
+        self.place = dataclasses.replace(as_initialised(place), run_dir=place.run_dir or config.run_dir)
+        self.saves: Saves | None = None
+        self.replicas: ReplicaWatch | None = None
+        self._world: Group | None = None
+        self._is_closed = False
+        self._enclosure = Enclosure(config)
+        with self._enclosure.undivided():
+            self._open(fault_tolerance)
+        with self.section("setup"):
+            self._meet(config)
+        self.faults = arm_configured(config, fault_tolerance, self.place, self.journal)
+        if self.faults is not None:
+            for name in self.faults.sections:
+                self.monitor.call_in(name, partial(self._strike, self.faults, name))
+        self.attempts = Attempts(
+            config.rerun_state_machine,
+            self.place,
+            self.journal,
+            consensus=self.consensus,
+            wishes=self.wishes,
+            faults=self.faults,
+        )
+        if self._enclosure.is_restart:
+            self.attempts.replay = None  # it was for the cycle's begin
+        self._say_hello(config)
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """Return a section of the session's own, in which restarts in process have no deadlines."""
+        return self._enclosure.section(self.monitor, name)
+
+    def wishes(self) -> dict[str, int]:
+        """Return what this rank asks all ranks for: to leave on a signal, and to save after the step."""
+        save = self.saves.wish(self.iteration) if self.saves is not None else 0
+        return {"stop": self.departure.asked(), "save": save}
+
+    def write_end(self, code: int) -> None:
+        """Write to the journal with which exit code the session ends."""
+        self.journal.write(
+            EventKind.SESSION_ENDED, rank=self.place.global_rank, iteration=self.iteration, exit_code=int(code)
+        )
+
+    def close(self) -> None:
+        """Wait for what was saved, then let go of everything. Idempotent.
+
+        Collective: all ranks, if something was saved that is not committed.
+        Blocks: until what was saved is committed, up to ``checkpoint.save_timeout``.
+        """
+        if self._is_closed:
+            return
+        if self.saves is not None:
+            self.saves.wait()
+            self.saves.close()
+        self.let_go()
+        if self._world is not None and is_initialised():
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+    def let_go(self, *, keep_notices: bool = False) -> None:
+        """Close everything that closes without waiting for a peer. Idempotent.
+
+        Where a restart was ordered it is the end of the call that does it: see :meth:`_abandon`.
+        """
+        with self._enclosure.undivided():
+            self._let_go(keep_notices=keep_notices)
+
+    # -- details -----------------------------------------------------------------------------------------------
+
+    def _open(self, fault_tolerance: FaultToleranceConfig) -> None:
+        """Take what no peer takes part in, and have it given back."""
+        place = self.place
+        self.journal = Journal(
+            place.run_dir,
+            run_id=place.run_id,
+            job=place.job,
+            node=place.node,
+            proc=f"rank-{place.global_rank}",
+        )
+        self.journal.cycle = place.cycle
+        self.monitor = RankMonitor(place, fault_tolerance, place.run_dir)
+        self.departure = Departure(
+            journal=self.journal,
+            rank=place.global_rank,
+            stop_requested=self.monitor.stop_requested,
+            write_end=self.write_end,
+        )
+        self.pulse = Pulse(self._enclosure, self.monitor, self.journal, place.global_rank)
+        self.resuming: Resuming | None = None
+        if self._enclosure.call is not None:
+            self.resuming = Resuming(self._enclosure.call, place, self.journal)
+            self._enclosure.call.on_leave(self._abandon)
+        atexit.register(self._at_exit)
+
+    def _meet(self, config: Config) -> None:
+        """Open what all ranks open together."""
+        if self.place.world_size > 1 and not is_initialised():
+            self._world = connect_world(self.place)
+        self.consensus = Consensus(["stop", "save"], world_size=self.place.world_size)
+        if config.checkpoint is not None:
+            self.saves = Saves(
+                config.checkpoint, self.place, self.journal, self.monitor, partial(self.section, "checkpointing")
+            )
+
+    def _say_hello(self, config: Config) -> None:
+        place = self.place
+        self.journal.write(
+            EventKind.SESSION_STARTED, rank=place.global_rank, world_size=place.world_size, launcher=place.launcher
+        )
+        if place.global_rank == 0:
+            say_what_is_off(
+                config.checkpoint, place, self.monitor.config, watches_signals=self.departure.watches_signals
+            )
+
+    def _strike(self, faults: ArmedFaults, name: str) -> None:
+        faults.enter_section(name, self.iteration)
+
+    def _at_exit(self) -> None:
+        if self.saves is not None and not self._is_closed and self.in_steps:
+            log.warning("left in the middle of a step; what was not committed by now is lost")
+        self.let_go()
+
+    def _abandon(self) -> None:
+        """Give up what is under way, since the function around the session was left. Blocks: some milliseconds."""
+        if self.saves is not None:
+            self.saves.close()
+        if hasattr(self, "attempts"):  # else the call was left while the session was being made
+            self.attempts.close()
+        self.let_go()
+        if self.resuming is not None:
+            self.resuming.release()
+
+    def _let_go(self, *, keep_notices: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self._at_exit)
+        if self.replicas is not None:
+            self.replicas.close()
+        if hasattr(self, "consensus"):
+            self.consensus.close()
+        if self._world is not None:
+            self._world.cut()
+            if self._enclosure.call is None:  # who called us waits for more than the world
+                settle()
+        if not keep_notices:
+            self.departure.close()
+        self.monitor.close()
+        self.journal.close()
