@@ -45,6 +45,10 @@ class IncidentKind(StrEnum):
     """A node's agent is gone, or cannot be reached any more."""
     CANNOT_START = "cannot_start"
     """A node could not start its workers."""
+    NODE_UNHEALTHY = "node_unhealthy"
+    """A node failed its health check; the evidence holds the checks that failed."""
+    WRONG_ANSWER = "wrong_answer"
+    """A rank answered wrongly when all ranks were asked whether they are there."""
     SAVE_FAILED = "save_failed"
     """A generation could not be made durable; the earlier ones stay."""
     COPY_REJECTED = "copy_rejected"
@@ -92,6 +96,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             IncidentKind.WORKER_HUNG: "hangs",
             IncidentKind.NODE_LOST: "is lost",
             IncidentKind.CANNOT_START: "could not start its workers",
+            IncidentKind.NODE_UNHEALTHY: "is unhealthy",
+            IncidentKind.WRONG_ANSWER: "answered wrongly",
             IncidentKind.SAVE_FAILED: "could not save",
             IncidentKind.COPY_REJECTED: "rejected a stored copy",
             IncidentKind.REPLICATION_FAILED: "could not copy its shard to another node",

@@ -58,7 +58,8 @@ class Config:
     """Settings for that ``Wrapper``; none = the defaults."""
 
     health: HealthConfig | None = None
-    """What a node must have to train, for `outlast doctor`; none = the defaults."""
+    """What a node must have to train, for `outlast doctor` and `outlast run --health-config`, and how often ranks ask
+    each other whether they are there; none = the defaults."""
 
     fault_plan: str | None = None
     """File (TOML, YAML or JSON) with a plan of faults to cause on purpose, in a test; none = no plan."""

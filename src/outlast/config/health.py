@@ -48,14 +48,40 @@ class HealthConfig:
     gpu_memory_test_gib: float = 1.0
     """Memory of each GPU that is written and read back, in GiB; 0 = none."""
 
+    before_joining: bool = True
+    """Look at a node before it joins a job of ``outlast run``; one that fails does not join. It is done while torch is
+    being imported, and takes a fraction of a second."""
+
+    after_fault: bool = True
+    """Look at a node again after a fault that began on it, while its workers are being ended, before others start
+    there."""
+
+    gpus: bool = True
+    """Then look at its GPUs too, where there are any: before joining, and from the node's second fault on. It takes
+    seconds."""
+
+    retry_interval: float = 0.0
+    """Seconds after which a node that was kept out is looked at again, to join once it is fit; 0 = its agent ends with
+    exit code 19."""
+
+    node_interval: float = 0.0
+    """Seconds between two looks at a node while it trains, at all but its GPUs; 0 = none."""
+
+    process_group_interval: int = 0
+    """Steps after which all ranks ask each other whether they are there; 0 = never."""
+
+    process_group_timeout: float = 60.0
+    """Seconds that all ranks may take to answer then, the latest included: more than ranks are apart in a step."""
+
     simulate_wrong_gemm: str | None = None
     """Name of a node whose matrix product gets one bit flipped, to see what follows; none = no node."""
 
     def __post_init__(self) -> None:
         require_finite(self)
-        for name in ("check_timeout", "device_timeout"):
+        for name in ("check_timeout", "device_timeout", "process_group_timeout"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be above 0 seconds")
-        not_negative = ("max_clock_skew", "min_open_files")
+        intervals = ("retry_interval", "node_interval", "process_group_interval")
+        not_negative = ("max_clock_skew", "min_open_files", *intervals)
         sizes = ("min_free_disk_gib", "min_free_shm_gib", "min_free_memory_gib", "gpu_memory_test_gib")
         for name in (*not_negative, *sizes):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")

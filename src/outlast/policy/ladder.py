@@ -196,9 +196,11 @@ def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limit
     if incident.kind == IncidentKind.NODE_LOST:
         heir = "a spare takes its slot" if spare else "no spare waits for its slot"
         return Rung.REPLACE_NODE, heir, (node,) if worn_out and spare else ()
-    if incident.kind == IncidentKind.CANNOT_START:
+    if incident.kind in (IncidentKind.CANNOT_START, IncidentKind.NODE_UNHEALTHY):
         if spare and node:
             return Rung.REPLACE_NODE, f"a spare takes the slot of node {node}", (node,)
+        if incident.evidence.get("computes_wrong"):
+            return Rung.REPLACE_NODE, f"node {node} gets no slot any more, and no spare waits for it", (node,)
         return Rung.RESTART_WORKERS, "no spare waits for its slot, restarting the workers there", ()
     if worn_out:
         had = f"node {node} had {faults} faults (max_node_faults={limits.max_node_faults})"

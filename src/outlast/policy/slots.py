@@ -74,6 +74,7 @@ OWN_VERDICTS = frozenset({ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_V
 _GRAVITY = {
     IncidentKind.NODE_LOST: 0,
     IncidentKind.CANNOT_START: 1,
+    IncidentKind.NODE_UNHEALTHY: 1,
     IncidentKind.WORKER_HUNG: 3,
     IncidentKind.WORKER_DIED: 4,
     IncidentKind.WORKER_FAILED: 5,
