@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outlast.errors import ConfigError
+from outlast.slurm_notation import expand_counts
 
 __all__ = [
     "BOARD",
@@ -30,6 +31,7 @@ __all__ = [
     "clean_name",
     "environ",
     "hostname",
+    "node_name",
     "read_worker",
     "replace_environ",
     "set_default",
@@ -68,6 +70,16 @@ def environ() -> dict[str, str]:
 def hostname() -> str:
     """Return this machine's name without its domain."""
     return socket.gethostname().split(".")[0] or "localhost"
+
+
+def node_name(environment: Mapping[str, str] | None = None) -> str:
+    """Return this node's name: the one that Slurm knows it by, outside of Slurm the machine's.
+
+    Args:
+        environment: What to read instead of the environment of this process.
+    """
+    values = os.environ if environment is None else environment
+    return values.get("SLURMD_NODENAME") or hostname()
 
 
 def clean_name(name: str) -> str:
@@ -131,16 +143,18 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         launcher = "outlast"
     elif "TORCHELASTIC_RUN_ID" in env or ("RANK" in env and "WORLD_SIZE" in env):
         launcher = "torchrun"
-    elif "SLURM_PROCID" in env and number("SLURM_NTASKS", default=1) > 1:
+    elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and number(*_STEP_TASKS, default=1) > 1:
+        # Without a step it is the batch shell, which Slurm calls the first of the tasks that are to come.
         launcher = "srun"
     else:
         launcher = "python"
     if launcher == "srun":
-        rank, world_size = number("SLURM_PROCID", default=0), number("SLURM_NTASKS", default=1)
-        num_nodes = number("SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
-        local_rank = number("SLURM_LOCALID", default=0)
-        local_world_size = max(1, world_size // max(1, num_nodes))
-        node_rank = number("SLURM_NODEID", default=0)
+        rank, world_size = number("SLURM_PROCID", default=0), number(*_STEP_TASKS, default=1)
+        local_rank, node_rank = number("SLURM_LOCALID", default=0), number("SLURM_NODEID", default=0)
+        num_nodes = number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
+        per_node = _tasks_per_node(env, world_size)
+        even = world_size // max(1, num_nodes)
+        local_world_size = max(per_node[node_rank] if node_rank < len(per_node) else even, local_rank + 1)
     else:
         rank, world_size = number("RANK", default=0), number("WORLD_SIZE", default=1)
         local_rank = number("LOCAL_RANK", default=0)
@@ -156,7 +170,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         run_id=run_id,
         job=env.get(JOB) or env.get("SLURM_JOB_ID") or "job",
         cycle=number(CYCLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", default=0),
-        node=env.get(NODE) or hostname(),
+        node=env.get(NODE) or node_name(env),
         device=env.get(DEVICE) or None,
         run_dir=env.get(RUN_DIR) or None,
         board=env.get(BOARD) or None,
@@ -167,6 +181,26 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         untrusted=env.get(UNTRUSTED) or None,
         replay=env.get(REPLAY) or None,
     )
+
+
+_STEP_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+
+def _tasks_per_node(env: Mapping[str, str], world_size: int) -> tuple[int, ...]:
+    """Return the number of tasks on each node of this step; nothing when it is not said.
+
+    Raises:
+        ConfigError: It is said in another form than Slurm's.
+    """
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if text := env.get(name):
+            try:
+                counts = expand_counts(text)
+            except ConfigError as error:
+                raise ConfigError(f"environment variable {name}: {error}; unset it") from None
+            if sum(counts) == world_size:  # else it is about another step, or about the whole job
+                return counts
+    return ()
 
 
 def replace_environ(values: Mapping[str, str]) -> None:

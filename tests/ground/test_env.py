@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
 
-from outlast.env import WorkerEnv, clean_name, hostname, read_worker
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.env import WorkerEnv, clean_name, hostname, node_name, read_worker
 from outlast.errors import ConfigError
 
 TORCHRUN = {
@@ -70,6 +74,7 @@ def test_srun_is_read() -> None:
     """Under srun ranks come from Slurm's variables, job and cycle too."""
     worker = read_worker(
         {
+            "SLURM_STEP_ID": "0",
             "SLURM_PROCID": "6",
             "SLURM_NTASKS": "8",
             "SLURM_LOCALID": "2",
@@ -86,8 +91,54 @@ def test_srun_is_read() -> None:
 
 def test_slurm_batch_shell_is_plain_python() -> None:
     """One process in a Slurm job is not a distributed run; torchrun inside Slurm is torchrun."""
-    assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).launcher == "python"
-    assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", **TORCHRUN}).launcher == "torchrun"
+    assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}).launcher == "python"
+    assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launcher == "python", "it waits for nobody"
+    in_step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+    assert read_worker({**in_step, **TORCHRUN}).launcher == "torchrun"
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9).filter(lambda counts: sum(counts) > 1), st.data())
+def test_nodes_may_have_different_numbers_of_tasks(counts: list[int], data: st.DataObject) -> None:
+    """Each task knows how many run on its own node, in whichever form Slurm says so, and a step's own counts win."""
+    node = data.draw(st.integers(0, len(counts) - 1))
+    local_rank = data.draw(st.integers(0, counts[node] - 1))
+    runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
+    text = ",".join(
+        f"{count}(x{times})" if times > 1 or data.draw(st.booleans()) else str(count) for count, times in runs
+    )
+    worker = read_worker(
+        {
+            "SLURM_STEP_ID": "2",
+            "SLURM_PROCID": str(sum(counts[:node]) + local_rank),
+            "SLURM_NTASKS": data.draw(st.sampled_from([str(sum(counts)), "99"])),
+            "SLURM_STEP_NUM_TASKS": str(sum(counts)),
+            "SLURM_STEP_TASKS_PER_NODE": text,
+            "SLURM_TASKS_PER_NODE": "9(x11)",
+            "SLURM_NNODES": data.draw(st.sampled_from([str(len(counts)), "11"])),
+            "SLURM_NODEID": str(node),
+            "SLURM_LOCALID": str(local_rank),
+            "SLURMD_NODENAME": f"gpu{node}",
+        }
+    )
+    assert (worker.launcher, worker.world_size, worker.local_world_size) == ("srun", sum(counts), counts[node])
+    assert (worker.local_rank, worker.node_rank, worker.node) == (local_rank, node, f"gpu{node}")
+
+
+def test_counts_of_another_step_are_not_taken() -> None:
+    """Where the counts do not add up to this step's tasks, they are evenly spread over the nodes."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
+    assert read_worker({**step, "SLURM_TASKS_PER_NODE": "8(x2)"}).local_world_size == 2
+    assert read_worker({**step, "SLURM_TASKS_PER_NODE": "1,3"}).local_world_size == 3
+    with pytest.raises(ConfigError, match="SLURM_TASKS_PER_NODE"):
+        read_worker({**step, "SLURM_TASKS_PER_NODE": "many"})
+
+
+def test_node_is_called_as_its_agent_or_slurm_calls_it() -> None:
+    """The agent's name for a node comes first, then Slurm's, then the machine's."""
+    slurm = {"SLURMD_NODENAME": "gpu7"}
+    assert (read_worker(slurm).node, node_name(slurm)) == ("gpu7", "gpu7")
+    assert read_worker({**slurm, "OUTLAST_NODE": "a"}).node == "a"
+    assert node_name({}) == hostname()
 
 
 def test_bad_number_names_its_variable() -> None:

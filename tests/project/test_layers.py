@@ -21,6 +21,7 @@ LAYERS = {
     "env": 0,
     "clock": 0,
     "incidents": 0,
+    "slurm_notation": 0,
     "policy": 1,
     "runtime": 2,
     "monitor": 3,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
 
+import outlast
 from outlast.errors import ConfigError
 from outlast.integrations.slurm import SLURMInfo, get_slurm_info, is_requeued, log_job_info
 
@@ -19,6 +21,8 @@ JOB = {
     "SLURM_NTASKS": "11",
     "SLURM_PROCID": "0",
 }
+job_ids = itertools.count(5000)
+"""A job of its own for each test: a process logs each once."""
 
 
 def test_outside_of_slurm_there_is_no_job() -> None:
@@ -75,6 +79,20 @@ def test_nonsense_is_named(name: str) -> None:
 )
 def test_a_job_is_logged_once(more: dict[str, str], lines: int, caplog: pytest.LogCaptureFixture) -> None:
     """Rank 0 logs the job in the first cycle of each of its starts; no other rank, no restarted cycle does."""
+    job = {**JOB, "SLURM_STEP_ID": "0", "SLURM_JOB_ID": str(next(job_ids)), **more}
     with caplog.at_level(logging.INFO, "outlast"):
-        log_job_info({**JOB, **more})
+        for _ in range(2):
+            assert log_job_info(job) is not None
     assert len(caplog.records) == lines
+
+
+def test_session_has_the_job_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session says which job it runs in, once, however many sessions a process makes."""
+    for name, value in {**JOB, "SLURM_JOB_ID": str(next(job_ids))}.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.INFO, "outlast"):
+        for _ in range(2):
+            with outlast.init():
+                pass
+    (line,) = [record.getMessage() for record in caplog.records if "Slurm job" in record.getMessage()]
+    assert "'llm': 3 nodes (gpu[07-08],gpu12), 4 tasks each, partition big" in line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outlast.errors import ConfigError
-from outlast.integrations.slurm.notation import expand_counts, expand_nodes
+from outlast.slurm_notation import expand_counts, expand_nodes
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on
 
     Exit code 0: done as decided, either way; 1: Slurm or the run directory refused; 2: bad input.
     """
-    from outlast.integrations.slurm.job_info import get_slurm_info
+    from outlast.runtime.slurm_job import get_slurm_info
     from outlast.integrations.slurm.requeueing import end_job
 
     _log_to_stderr()
@@ -170,7 +170,7 @@ def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on
 
 def _script_from(settings: dict[str, Any]) -> BatchScript:
     from outlast.integrations.slurm import BatchScript
-    from outlast.integrations.slurm.notation import expand_nodes
+    from outlast.slurm_notation import expand_nodes
 
     command = tuple(settings.pop("command"))
     name = _check_command(command)

@@ -101,7 +101,7 @@ class _Parser:
             "node-name",
             default=None,
             metavar="NAME",
-            help="Name of this node, unique in the job; default the host's name.",
+            help="Name of this node, unique in the job; default Slurm's, without it the host's.",
         )
         add(
             "max-restarts-total",
@@ -191,7 +191,7 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         endpoints=endpoints,
         run_id=run_id,
         run_dir=_make_run_dir(args.run_dir, run_id),
-        node_name=env.clean_name(args.node_name or env.hostname()),
+        node_name=env.clean_name(args.node_name or env.node_name()),
         node_name_given=args.node_name is not None,
         wish=args.node_rank if not alone and any(a.startswith(("--node-rank", "--node_rank")) for a in argv) else None,
         fault_tolerance=fault_tolerance,

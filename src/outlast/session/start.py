@@ -11,6 +11,8 @@ from outlast import env
 from outlast.config import Config, FaultToleranceConfig
 from outlast.config.files import load_config
 from outlast.errors import ConfigError
+from outlast.inprocess.handle import current_handle
+from outlast.runtime.slurm_job import log_job_info
 from outlast.session.session import Session
 
 __all__ = ["init"]
@@ -54,6 +56,8 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
     fault_tolerance = settings.fault_tolerance or FaultToleranceConfig()
     if place.fault_tolerance is not None:
         fault_tolerance = FaultToleranceConfig.from_json(place.fault_tolerance)
+    if (call := current_handle()) is None or call.iteration == 0:
+        log_job_info()
     if settings.seed is not None:
         _seed(settings.seed + place.global_rank)
     return Session(settings, place, fault_tolerance)

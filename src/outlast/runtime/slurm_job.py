@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from outlast import env
 from outlast.errors import ConfigError
-from outlast.integrations.slurm.notation import expand_counts, expand_nodes
+from outlast.slurm_notation import expand_counts, expand_nodes
 
 __all__ = ["SLURMInfo", "get_slurm_info", "is_requeued", "log_job_info"]
 
 log = logging.getLogger(__name__)
+_logged: set[tuple[str, int]] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +94,25 @@ def is_requeued(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def log_job_info(environment: Mapping[str, str] | None = None) -> SLURMInfo | None:
-    """Log the Slurm job in one line, once per job: by global rank 0, in the job's first cycle.
+    """Log the Slurm job in one line, once each time that it starts: by global rank 0, in the job's first cycle.
+
+    A session has it logged when it is made; another call in the same process logs nothing.
+
+    Args:
+        environment: What to read instead of the environment of this process.
 
     Returns:
         The job; ``None`` outside of Slurm.
+
+    Raises:
+        ConfigError: A variable of Slurm has a value that Slurm does not give it.
     """
     info = get_slurm_info(environment)
-    if info is not None:
+    if info is not None and (start := (info.job_id, info.restart_count)) not in _logged:
         place = env.read_worker(environment)
         is_first_cycle = place.cycle == 0 or place.launcher in ("srun", "python")
         if place.global_rank == 0 and is_first_cycle:
+            _logged.add(start)
             log.info("%s", info.describe())
     return info
 
