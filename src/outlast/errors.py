@@ -60,6 +60,8 @@ class ExitReason(IntEnum):
     """An invalid result must be run again elsewhere before it can be judged."""
     FAILED_VALIDATION = 17
     """An invalid result was judged; the diagnosis is in the journal."""
+    STRAGGLER = 18
+    """A slow rank was named and all ranks left, state saved where there is where to; a spare takes its node's slot."""
     UNHEALTHY_NODE = 19
     """This node failed its health check and did not join; the others go on without it."""
     PREEMPTED = 75

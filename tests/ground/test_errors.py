@@ -44,6 +44,8 @@ def test_exit_codes_are_fixed() -> None:
         "BAD_INPUT": 2,
         "RESUME_TO_DISAMBIGUATE": 16,
         "FAILED_VALIDATION": 17,
+        "STRAGGLER": 18,
+        "UNHEALTHY_NODE": 19,
         "PREEMPTED": 75,
         "NO_PROGRESS": 93,
     }

@@ -36,7 +36,7 @@ incidents = st.builds(
     node=st.sampled_from(["a", "b", "c", ""]),
     rank=st.none() | st.integers(0, 7),
     iteration=st.none() | st.integers(0, 100),
-    exit_code=st.sampled_from([1, 2, 16, 17, 75, 93, -9, -11]),
+    exit_code=st.sampled_from([1, 2, 16, 17, 18, 75, 93, -9, -11]),
 )
 mended_incidents = st.builds(
     Incident,
@@ -225,8 +225,15 @@ def test_quarantine_takes_only_the_incidents_node(past: list[CycleEnd], end: Cyc
         if end.is_invalid_result:
             assert end.diagnosis is not None
             named = {end.diagnosis.node, before.replay.node if before.replay is not None else ""}
+        if end.is_slow_rank:
+            assert end.diagnosis is not None
+            named = {end.diagnosis.node}
         assert set(verdict.quarantine) <= named
-        assert end.num_spares > 0 or (end.is_invalid_result and (end.may_shrink or before.held_back))
+        assert (
+            end.num_spares > 0
+            or (end.is_invalid_result and (end.may_shrink or before.held_back))
+            or (end.is_slow_rank and verdict.rung == Rung.STOP)  # the next job is to do without it
+        )
     assert len(set(state.quarantined)) == len(state.quarantined)
     assert not set(verdict.hold_back) & set(verdict.quarantine)
     if verdict.hold_back:

@@ -20,6 +20,7 @@ ends no cycle, and so counts as no cycle without progress.
 
 What follows a result that a worker judged invalid (exit codes 16 and 17) is said by
 :mod:`outlast.policy.invalid_results`: another copy, another device, another try, or the end; within the same budgets.
+What follows a slow rank (exit code 18) by :mod:`outlast.policy.slow_node`: another node, or the end.
 
 The exit code of a stop tells a scheduler whether trying again can help: 93 when the same thing was tried
 again and got no further; 1 when nothing was tried (``max_restarts=0``), when the progress is unknown, or when
@@ -37,6 +38,7 @@ from outlast.policy.invalid_results import Answer, answer
 from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, Limits, Step, begin_job
 from outlast.policy.quarantine import settle
 from outlast.policy.replays import file_case, open_cases
+from outlast.policy.slow_node import judge_slow_rank, slow_node
 
 __all__ = ["CycleEnd", "LadderState", "Limits", "Step", "begin_job", "decide", "drop_replay"]
 
@@ -61,12 +63,17 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     else:
         assert end.incident is not None
         faulty_node = end.incident.node if found is None else found.faulty_node
+        if end.is_slow_rank:
+            faulty_node = slow_node(end)
         ends_cycle = not end.mended_in_process or spent_budget(state, limits) is not None
         state = _count_failure(state, faulty_node, in_vain=ends_cycle and not progressed)
         if found is not None:
             state, verdict = _judge_invalid_result(state, limits, found)
         else:
-            verdict = _judge(state, before, end, end.incident, limits, progressed=progressed)
+            if end.is_slow_rank:
+                verdict = judge_slow_rank(state, end, limits)
+            else:
+                verdict = _judge(state, before, end, end.incident, limits, progressed=progressed)
             if ends_cycle:
                 state = drop_replay(state)
         if verdict.rung != Rung.STOP:
@@ -74,8 +81,9 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
                 state,
                 restarts_without_progress=state.restarts_without_progress + 1,
                 restarts_total=state.restarts_total + 1,
-                quarantined=tuple(dict.fromkeys((*state.quarantined, *verdict.quarantine))),
             )
+    quarantined = tuple(dict.fromkeys((*state.quarantined, *verdict.quarantine)))
+    state = msgspec.structs.replace(state, quarantined=quarantined)
     if verdict.rung == Rung.STOP:
         state = msgspec.structs.replace(drop_replay(state), stopped_with=verdict.exit_code)
     return _remember(state, end, verdict), verdict

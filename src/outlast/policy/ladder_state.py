@@ -75,7 +75,8 @@ class CycleEnd:
     """What the workers had loaded; ``None`` = nothing, or it is not known."""
 
     diagnosis: Diagnosis | None = None
-    """What the workers knew of the invalid result because of which they left; ``None`` = they left none."""
+    """What the workers knew of the invalid result, or slow rank, because of which they left; ``None`` = they left
+    none."""
 
     def __post_init__(self) -> None:
         assert self.incident is not None or self.finished or self.preempted, "a failed cycle needs its incident"
@@ -92,6 +93,11 @@ class CycleEnd:
         """Whether it ended because a worker judged a result invalid."""
         verdicts = (ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_VALIDATION)
         return not self.finished and not self.preempted and self.exit_code in verdicts
+
+    @property
+    def is_slow_rank(self) -> bool:
+        """Whether it ended because all ranks left for the sake of a slow one."""
+        return not self.finished and not self.preempted and self.exit_code == ExitReason.STRAGGLER
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -24,6 +24,10 @@ _FOR_A_PERSON = {
     ExitReason.FAILED_VALIDATION: "an invalid result was judged, the diagnosis is in the journal",
     ExitReason.NO_PROGRESS: "all restarts are spent without progress",
 }
+_FOR_ANOTHER_TRY = {
+    ExitReason.RESUME_TO_DISAMBIGUATE: "an invalid result to disambiguate",
+    ExitReason.STRAGGLER: "a slow node",
+}
 
 
 class RequeueState(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +95,7 @@ def rule(state: RequeueState, end: JobEnd, *, num_job_retries_on_failure: int) -
     if code in TOLD_TO_LEAVE:
         reason = f"told to leave by {TOLD_TO_LEAVE[code]}, not saved in time"
         return Ruling(requeue=True, reason=reason, state=state)
-    what = "an invalid result to disambiguate" if code == ExitReason.RESUME_TO_DISAMBIGUATE else "a failure"
+    what = _FOR_ANOTHER_TRY[ExitReason(code)] if code in _FOR_ANOTHER_TRY else "a failure"
     if state.failures >= num_job_retries_on_failure:
         limit = num_job_retries_on_failure
         spent = f"all {limit} retries are used" if limit else "no retry is allowed"

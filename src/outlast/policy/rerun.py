@@ -1,8 +1,8 @@
 """What a re-run tells about an invalid result, in the form in which workers and launcher pass it on.
 
-A :class:`Diagnosis` is what a worker knows when it leaves with exit code 16 or 17; a :class:`Replay` is what the
-launcher asks of the cycle that follows. JSON has no NaN and no infinity, which are what this is about: numbers are kept
-in the form that :func:`to_json_number` gives them.
+A :class:`Diagnosis` is what a worker knows when it leaves with exit code 16 or 17, or with 18 for a slow rank; a
+:class:`Replay` is what the launcher asks of the cycle that follows. JSON has no NaN and no infinity, which are what
+this is about: numbers are kept in the form that :func:`to_json_number` gives them.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Finding(StrEnum):
     """None of these; in particular, run again it was invalid in another way."""
     SPLIT = "split"
     """Replicas differ, and no majority says whose is bad: no rank, node or device is blamed."""
+    SLOW = "slow"
+    """No result is invalid: the rank is slow, and its node is to be replaced (exit code 18)."""
 
 
 _MEANING = {
@@ -57,16 +59,17 @@ _MEANING = {
     Finding.CORRECT: "correct, since another device gives an invalid result too: the data or the model is at fault",
     Finding.UNREACHED: "the run that was to confirm it did not reach this validation",
     Finding.UNDECIDED: "undecided",
+    Finding.SLOW: "all ranks leave, so that its node can be replaced",
     Finding.SPLIT: "culprit unknown, as no majority says which replica is bad",
 }
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of one invalid result."""
+    """What is known of one invalid result, or of one slow rank."""
 
     finding: Finding
     rank: int
-    """Global rank that saw it."""
+    """Global rank that saw it; of a slow rank: that rank."""
     node: str = ""
     """Node of that rank."""
     device: str = ""
@@ -96,7 +99,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def describe(self) -> str:
         """Return one line for people."""
-        if self.first is None and self.message:  # no value was rejected: replicas were compared
+        if self.first is None and self.message:  # no value was rejected: replicas, or ranks, were compared
             is_blamed = self.finding == Finding.PERSISTENT
             meaning = "a fault of that device, as the others agree" if is_blamed else _MEANING[self.finding]
             return f"{self.message}: {meaning}"

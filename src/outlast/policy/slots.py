@@ -69,8 +69,10 @@ def shrink(slots: Sequence[Slot], *, min_nodes: int | None) -> tuple[Slot, ...] 
     return held if min_nodes is not None and len(held) >= min_nodes else None
 
 
-OWN_VERDICTS = frozenset({ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_VALIDATION})
-"""Exit codes by which a worker says that a result was invalid."""
+OWN_VERDICTS = frozenset(
+    {ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_VALIDATION, ExitReason.STRAGGLER},
+)
+"""Exit codes by which a worker says why all ranks leave: a result was invalid, or a rank is slow."""
 _GRAVITY = {
     IncidentKind.NODE_LOST: 0,
     IncidentKind.CANNOT_START: 1,
@@ -90,7 +92,7 @@ def root_cause(incidents: Sequence[Incident]) -> Incident | None:
 
     One fault shows in many places: peers of a lost node or of a killed rank fail in their collectives. What
     cannot be an effect comes first, then what was seen first. Where all ranks leave because of one invalid result, the
-    cause is the rank that saw it.
+    cause is the rank that saw it; because of a slow rank, that rank.
     """
     ranked = [
         (_gravity(incident), _distance(incident), order)
@@ -112,7 +114,7 @@ def _finding(incident: Incident) -> object:
 
 
 def _distance(incident: Incident) -> int:
-    """Return how far a worker is from the invalid result because of which it left: 0 = it saw it itself."""
+    """Return how far a worker is from the reason for which it left: 0 = it is what it saw itself."""
     diagnosis = incident.evidence.get("diagnosis")
     if not isinstance(diagnosis, dict):
         return 2

@@ -1,0 +1,154 @@
+"""What the ladder does about a slow rank for whose sake all ranks left."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+from test_ladder_properties import ends, follow, histories, is_restart, limits_strategy
+
+from outlast.errors import ExitReason
+from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
+from outlast.policy.requeue import JobEnd, RequeueState, rule
+from outlast.policy.rerun import Diagnosis, Finding
+from outlast.policy.slots import root_cause
+
+SLOW = Diagnosis(
+    finding=Finding.SLOW,
+    rank=1,
+    node="b",
+    device="b/gpu-0",
+    iteration=40,
+    what="forward",
+    message="Rank=1 Node=b takes 2.00 times as long in 'forward' as the others",
+)
+
+
+def left(rank: int = 1, node: str = "b", diagnosis: Diagnosis | None = SLOW) -> Incident:
+    """Return the incident of a worker that left for the sake of a slow rank."""
+    evidence = {} if diagnosis is None else {"summary": diagnosis.describe(), "diagnosis": {"rank": diagnosis.rank}}
+    return Incident(
+        kind=IncidentKind.WORKER_FAILED,
+        node=node,
+        rank=rank,
+        exit_code=ExitReason.STRAGGLER,
+        iteration=40,
+        evidence=evidence,
+    )
+
+
+def end_of(cycle: int = 0, *, durable: int | None = 40, num_spares: int = 1, node: str = "b") -> CycleEnd:
+    return CycleEnd(
+        cycle=cycle,
+        incident=left(node=node),
+        durable_iteration=durable,
+        progress_known=durable is not None,
+        num_spares=num_spares,
+        diagnosis=Diagnosis(finding=Finding.SLOW, rank=1, node=node, iteration=40),
+    )
+
+
+def test_a_spare_takes_the_slot_of_the_slow_ranks_node() -> None:
+    """The node is quarantined and charged, and the run goes on from where it left; the reason says all of it."""
+    end = dataclasses.replace(end_of(), diagnosis=SLOW)
+    state, verdict = decide(LadderState(), end, Limits())
+    assert (verdict.rung, verdict.quarantine, verdict.exit_code) == (Rung.REPLACE_NODE, ("b",), None)
+    assert (state.quarantined, state.node_faults, state.best_durable) == (("b",), {"b": 1}, 40)
+    for part in (
+        "rank 1 on node b",
+        "exit code 18",
+        "in 'forward'",
+        "a spare takes the slot of node b",
+        "iteration 40",
+    ):
+        assert part in verdict.reason
+
+
+def test_without_a_spare_the_run_stops_with_18() -> None:
+    """The code is one that nothing else has; the node is remembered for whoever starts the next job."""
+    state, verdict = decide(LadderState(), end_of(num_spares=0), Limits())
+    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.STRAGGLER)
+    assert "no spare waits for the slot of node b" in verdict.reason
+    assert state.stopped_with == ExitReason.STRAGGLER
+    ruling = rule(
+        RequeueState(),
+        JobEnd(exit_code=verdict.exit_code or 0, durable_iteration=40, quarantined=state.quarantined),
+        num_job_retries_on_failure=2,
+    )
+    assert (ruling.requeue, ruling.state.excluded) == (True, ("b",))
+    assert begin_job(state).quarantined == ()
+
+
+def test_nobody_is_blamed_where_nobody_said_who_is_slow() -> None:
+    """The exit code alone names no node: every rank left with it. The run stops, and no node is quarantined."""
+    end = dataclasses.replace(end_of(), diagnosis=None)
+    state, verdict = decide(LadderState(), end, Limits())
+    assert (verdict.rung, verdict.exit_code, verdict.quarantine) == (Rung.STOP, ExitReason.STRAGGLER, ())
+    assert (state.quarantined, state.node_faults) == ((), {})
+
+
+def test_one_slow_node_after_the_other_is_replaced_as_long_as_there_are_spares() -> None:
+    """Each one is found after progress, which gives the restarts back; then the run stops with 18."""
+    state = LadderState()
+    for cycle, node in enumerate("abcde"):
+        end = end_of(cycle, durable=100 * (cycle + 1), num_spares=4 - cycle, node=node)
+        state, verdict = decide(state, end, Limits(max_restarts=1))
+    assert [step.rung for step in state.history] == [Rung.REPLACE_NODE] * 4 + [Rung.STOP]
+    assert (verdict.exit_code, state.quarantined) == (ExitReason.STRAGGLER, ("a", "b", "c", "d", "e"))
+
+
+def test_the_slow_rank_is_the_cause_among_all_that_left() -> None:
+    """All ranks end with 18 at once, in whatever order they are seen; a peer that fails meanwhile is none."""
+    others = [left(rank, "a") for rank in (0, 2, 3)]
+    died = Incident(kind=IncidentKind.WORKER_DIED, node="a", rank=2, exit_code=-6)
+    assert root_cause([died, *others, left()]) == left()
+
+
+slow_ends = ends().map(
+    lambda end: dataclasses.replace(
+        end,
+        mended_in_process=False,
+        incident=left(),
+        diagnosis=None if end.diagnosis is None else _slow(end.diagnosis),
+    )
+)
+
+
+def _slow(diagnosis: Diagnosis) -> Diagnosis:
+    """Return a diagnosis of the same rank and node that says that it is slow."""
+    return Diagnosis(finding=Finding.SLOW, rank=diagnosis.rank, node=diagnosis.node, iteration=diagnosis.iteration)
+
+
+@given(histories, slow_ends, limits_strategy)
+def test_a_slow_rank_leads_to_another_node_or_to_the_end(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """Whatever came before: either its node is quarantined and a spare takes its slot, or the run stops with a
+    code that is neither success nor a failure without a name. No copy is distrusted, and nothing is replayed."""
+    before = follow(past, limits)
+    if before.finished:
+        return
+    state, verdict = decide(before, end, limits)
+    node = end.diagnosis.node if end.diagnosis is not None else ""
+    assert verdict.quarantine == ((node,) if node else ())
+    if verdict.rung == Rung.REPLACE_NODE:
+        assert end.num_spares > 0
+        assert node
+        assert state.restarts_total == before.restarts_total + 1
+    else:
+        assert verdict.rung == Rung.STOP
+        assert verdict.exit_code in (ExitReason.STRAGGLER, ExitReason.NO_PROGRESS)
+    assert len(state.distrusted) == len(before.distrusted)
+    assert (state.replay, verdict.replay, verdict.hold_back) == (None, None, ())
+
+
+@given(histories, st.lists(slow_ends, min_size=1, max_size=60), limits_strategy)
+def test_slow_ranks_without_progress_are_bounded(past: list[CycleEnd], ends: list[CycleEnd], limits: Limits) -> None:
+    """However many are named one after the other: without progress in between no more restarts than anything gets."""
+    state, restarts = begin_job(follow(past, limits)), 0
+    for end in ends:
+        state, verdict = decide(state, dataclasses.replace(end, durable_iteration=None), limits)
+        if not is_restart(verdict.rung):
+            break
+        restarts += 1
+    assert restarts <= limits.max_restarts
