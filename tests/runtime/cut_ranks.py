@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.runtime import connections, gloo_waits
+from outlast.runtime.group import Group
 
 HOW, FOLDER = sys.argv[1], Path(sys.argv[2])
 PATIENCE = timedelta(seconds=600)
@@ -101,8 +102,35 @@ def leave_a_stopped_one() -> None:
     os._exit(0)
 
 
+def close_beside_a_stopped_one() -> None:
+    """Rank 1 is stopped in the middle of a long message in a group of its own; rank 0 closes that group."""
+    group = Group.open(timeout_s=PATIENCE.total_seconds())
+    tensor = torch.ones(SIZE)
+    dist.all_reduce(torch.ones(1), group=group.process_group)
+    if dist.get_rank() == 1:
+        threading.Thread(target=lambda: (time.sleep(0.02), say("cut"), os.kill(os.getpid(), signal.SIGSTOP))).start()
+        while True:
+            dist.broadcast(tensor, src=1, group=group.process_group)
+
+    def receive() -> None:
+        try:
+            while not group.is_cut:
+                dist.broadcast(tensor, src=1, group=group.process_group)
+        except RuntimeError as error:
+            print("left:", type(error).__name__, flush=True)
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    await_word("cut")
+    group.cut()
+    receiver.join()
+    group.close()
+    print("closed", len(gloo_waits.waiting_threads()), flush=True)
+    os._exit(0)
+
+
 if __name__ == "__main__":
     noting = connections.Noting()
     noting.start()
     dist.init_process_group("gloo", timeout=PATIENCE)
-    {"late": leave_alone, "stopped": leave_a_stopped_one}[HOW]()
+    {"late": leave_alone, "stopped": leave_a_stopped_one, "closed": close_beside_a_stopped_one}[HOW]()

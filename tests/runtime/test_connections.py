@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,28 @@ def test_a_peer_stopped_in_the_middle_of_a_message_is_left(tmp_path: Path) -> No
         assert "left: " in output
         assert "at rest: True 0" in output
         assert "destroyed 0" in output
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_a_group_of_ours_is_closed_beside_a_stopped_peer(tmp_path: Path) -> None:
+    """Neither the thread that waits in it nor its end is held up until the group's timeout of ten minutes."""
+    (tmp_path / "words").mkdir()
+    with RankProcesses(RANKS, "closed", str(tmp_path / "words"), world_size=2, directory=tmp_path) as ranks:
+        assert ranks.wait(timeout_s=40, ranks=[0]) == [0], ranks.tails()
+        assert "closed 0" in ranks.output(0)
+
+
+def test_what_another_thread_opens_meanwhile_is_not_the_groups() -> None:
+    """Of what was opened while a group was made, only what bears its marks is its own, or all where nothing does."""
+    ours, others, of_another = connect(), connect(), connect()
+    for one, timeout_s in ((ours[0], 17), (of_another[0], 600)):
+        os.set_inheritable(one.fileno(), True)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", timeout_s, 0))
+    named = [(one.fileno(), os.fstat(one.fileno()).st_ino) for one in (ours[0], others[0], of_another[0])]
+    opened = frozenset(named)
+    assert connections.of_group(opened, 17.0) == {named[0]}
+    assert connections.of_group(opened) == {named[0], named[2]}
+    assert connections.of_group(frozenset({named[1]}), 17.0) == {named[1]}
+    for one in (*ours, *others, *of_another):
+        one.close()

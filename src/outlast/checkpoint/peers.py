@@ -55,6 +55,8 @@ class Peers:
             raise PeerLost(
                 f"a peer left while the ranks agreed on a checkpoint ({error}); see the log of the rank that left"
             ) from error
+        if self._group is None or self._group.is_cut:
+            raise PeerLost("this rank left while the ranks agreed on a checkpoint; its log says why")
         return [
             bytes(padded[: int(length)].numpy().tobytes()) for padded, length in zip(all_ranks, lengths, strict=True)
         ]

@@ -13,6 +13,10 @@ Only the reading side is shut down at first: gloo then sees the connection's end
 lost on the way out. Whoever waits for a message of which half had come is not told by gloo
 (:mod:`outlast.runtime.gloo_waits`), and is woken here.
 
+Which connections a group opened is seen by what was not there before. What another thread opens meanwhile is told
+apart by marks (:func:`of_group`): libraries that train open connections which child processes inherit, and gloo gives
+them the group's timeout; Python, and the clients of stores, do neither.
+
 Rejected: to diff ``/proc/self/fd`` over the whole life of a group (cuts the user's own connections as well).
 """
 
@@ -25,11 +29,12 @@ import logging
 import math
 import os
 import socket
+import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -42,10 +47,12 @@ __all__ = [
     "Noting",
     "connected_sockets",
     "cut_all",
+    "cut_group",
     "end_lost_waits",
     "forget",
     "noting",
     "num_open",
+    "of_group",
     "register",
     "shut_down",
     "wait_until_at_rest",
@@ -61,6 +68,11 @@ _RESTING_LOOKS = 3
 _TRY_S = 0.3
 """Of connecting to a store."""
 _PAUSE_S = 0.01
+_CLOSING_S = 0.03
+"""Seconds in which gloo closes connections whose reading side was shut down, unless it does not look at them."""
+_TIMEVAL = struct.Struct("@ll")
+_TICK_S = 0.02
+"""How coarsely the kernel keeps a socket's timeout."""
 
 
 class Cuttable(Protocol):
@@ -103,6 +115,8 @@ def noting(*, is_store: bool = False) -> Iterator[None]:
         yield
     finally:
         opened = connected_sockets() - before
+        if not is_store:
+            opened = of_group(opened)
         with _lock:
             _pending.pop(number, None)
             _noted.update(opened)
@@ -155,6 +169,60 @@ def shut_down(fd: int, inode: int, *, how: int = socket.SHUT_RDWR) -> bool:
         except OSError:
             pass  # its other end was faster
     return True
+
+
+def of_group(opened: frozenset[tuple[int, int]], timeout_s: float | None = None) -> frozenset[tuple[int, int]]:
+    """Return those of the connections that bear the marks of a process group; all where none does.
+
+    Args:
+        opened: Connections that were opened while a group was made.
+        timeout_s: The timeout of a group of gloo; ``None``: it is not known.
+
+    Blocks: never.
+    Thread: any.
+    """
+    return frozenset(one for one in opened if _is_marked(*one, timeout_s)) or opened
+
+
+def _is_marked(fd: int, inode: int, timeout_s: float | None) -> bool:
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return False
+    with socket.socket(fileno=copy) as connection:
+        try:
+            if os.fstat(copy).st_ino != inode or not os.get_inheritable(fd):
+                return False
+            if timeout_s is None:
+                return True
+            data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.size)
+        except OSError:
+            return False
+    seconds, microseconds = _TIMEVAL.unpack(data)
+    return bool(abs(seconds + microseconds / 1e6 - timeout_s) <= _TICK_S)
+
+
+def cut_group(opened: Collection[tuple[int, int]], threads: frozenset[int]) -> None:
+    """End whatever waits on the connections of one group, here or at a peer; the group is of no use afterwards.
+
+    Args:
+        opened: Its connections.
+        threads: Its threads that run collectives. One that gloo forgets goes on as if its message had come, so who
+            waits for a collective meanwhile has to know that the group was cut.
+
+    Blocks: a few milliseconds; up to 30 ms where gloo does not look at a connection any more.
+    Thread: any.
+    """
+    end_ns = clock.now_ns() + int(_CLOSING_S * 1e9)
+    left = [one for one in opened if shut_down(*one, how=socket.SHUT_RD)]
+    while left and clock.now_ns() < end_ns:
+        time.sleep(0.001)  # with the interpreter's lock free
+        left = [one for one in left if _is_open(*one)]
+    for one in left:
+        shut_down(*one)
+    if opened and threads & gloo_waits.waiting_threads().keys():
+        time.sleep(_CLOSING_S / 10)  # gloo tells those whom it does not forget
+        gloo_waits.end_waits(threads)
 
 
 def end_lost_waits() -> int:

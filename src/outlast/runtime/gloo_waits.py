@@ -11,7 +11,8 @@ So the buffer is found from the outside: the kernel tells on which address a thr
 any of this is not as expected, nothing is done.
 
 To be used only when every connection of the groups is closed and the collectives are given up: gloo goes on as if the
-message had come, until it looks at a connection again.
+message had come, until it looks at a connection again. Which group a waiting thread belongs to is known where it is one
+of the group's own (:func:`group_threads`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["end_waits", "waiting_threads"]
+__all__ = ["end_waits", "group_threads", "waiting_threads"]
 
 log = logging.getLogger(__name__)
 
@@ -86,20 +87,40 @@ def waiting_threads() -> dict[int, int]:
     return found
 
 
-def end_waits() -> int:
+def group_threads() -> frozenset[int]:
+    """Return the threads of this process; those that are new after a group was made run its collectives.
+
+    A thread that was just started does not bear its name yet; :func:`end_waits` looks at the names.
+    """
+    return frozenset(int(thread) for thread in os.listdir("/proc/self/task"))
+
+
+def end_waits(threads: frozenset[int] | None = None) -> int:
     """End the waits for messages that cannot come any more; return the number of threads that waited.
+
+    Args:
+        threads: Those of a group, to end the waits of no other one; ``None``: all.
 
     Blocks: never.
     Thread: any.
     """
     gloo = _gloo()
     waiting = waiting_threads()
+    if threads is not None:
+        waiting = {thread: waiting[thread] for thread in waiting.keys() & threads if _runs_collectives(thread)}
     if gloo is None or not waiting:
         return 0
     for buffer in waiting.values():
         gloo.abort_receive(buffer)
         gloo.abort_send(buffer)
     return len(waiting)
+
+
+def _runs_collectives(thread: int) -> bool:
+    try:
+        return Path(f"/proc/self/task/{thread}/comm").read_text() == "pt_gloo_runloop\n"
+    except OSError:
+        return False  # ended meanwhile
 
 
 def _buffer_around(memory: int, futex: int, table: int) -> int | None:

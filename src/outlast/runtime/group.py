@@ -3,27 +3,24 @@
 Gloo waits for the peers of an unfinished collective when its group is destroyed, as the interpreter does in
 the end; a rank that crashed would stay alive as long as a hung peer does (torch 2.13, measured; ``abort()``
 and ``shutdown()`` do not help). What helps is to shut down the connections that the group opened: every wait
-on them ends within milliseconds. A :class:`Group` notes its connections when it is made, so that it can
-:meth:`~Group.cut` them. Listening sockets stay untouched (gloo ends the process when its listener fails), and
-a descriptor that meanwhile belongs to something else is recognised by its inode.
+on them ends within milliseconds. A :class:`Group` notes its connections and threads when it is made, so that it can
+:meth:`~Group.cut` them; how that is done is :mod:`outlast.runtime.connections`' business.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import socket
 import threading
 import time
+from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import clock, env
 from outlast.errors import ConfigError, OutlastError, RendezvousError
-from outlast.runtime import device
-from outlast.runtime.connections import connected_sockets
+from outlast.runtime import connections, device, gloo_waits
 
 if TYPE_CHECKING:
     import torch
@@ -31,23 +28,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Group", "connect_world", "meeting_point", "settle"]
 
-log = logging.getLogger(__name__)
-
 
 class Group:
-    """A process group with the connections that it opened.
+    """A process group with what it opened.
 
     Args:
         process_group: The group; ``None`` for the default one.
-        connections: Descriptor and inode of each connected socket.
+        opened: Descriptor and inode of each of its connections.
+        threads: Its threads that run collectives.
     """
 
     def __init__(
-        self, process_group: torch.distributed.ProcessGroup | None, connections: tuple[tuple[int, int], ...]
+        self,
+        process_group: torch.distributed.ProcessGroup | None,
+        opened: Collection[tuple[int, int]],
+        threads: frozenset[int] = frozenset(),
     ) -> None:
         self.process_group = process_group
-        self._connections = connections
+        self._opened, self._threads = opened, threads
+        self._is_cut = False
         self._lock = threading.Lock()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the group was cut; what a collective brings then is worth nothing, even if it seems to succeed."""
+        return self._is_cut
 
     @classmethod
     def open(cls, *, timeout_s: float) -> Group:
@@ -61,43 +66,32 @@ class Group:
         """
         import torch.distributed as dist
 
-        before = connected_sockets()
+        making = _Making()
         try:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise RendezvousError(
                 f"the ranks could not connect ({error}); see the log of the rank that left"
             ) from error
-        return cls(group, _opened_since(before))
+        return making.end(group, timeout_s)
 
     def cut(self) -> None:
-        """Shut down the group's connections: whatever waits on them, here or at a peer, fails at once.
+        """End whatever waits on the group's connections, here or at a peer.
 
         Idempotent. The group is of no use afterwards.
 
-        Blocks: never.
+        Blocks: a few milliseconds, at most 30 ms.
         Thread: any.
         """
+        self._is_cut = True
         with self._lock:
-            connections, self._connections = self._connections, ()
-        for fd, inode in connections:
-            try:
-                copy = os.dup(fd)
-            except OSError:
-                continue  # closed by its owner
-            if os.fstat(copy).st_ino != inode:
-                os.close(copy)  # it belongs to something else by now, perhaps no socket at all
-                continue
-            with socket.socket(fileno=copy) as connection:
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError as error:
-                    log.debug("connection %d was closed already: %s", fd, error)
+            opened, self._opened = self._opened, ()
+        connections.cut_group(opened, self._threads)
 
     def close(self) -> None:
         """Cut the group and destroy it.
 
-        Blocks: never; peers that still wait in the group fail.
+        Blocks: as :meth:`cut` does; peers that still wait in the group fail.
         """
         import torch.distributed as dist
 
@@ -169,7 +163,7 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
     try:
         store, _, _ = next(rendezvous(meeting_point(place), place.global_rank, place.world_size, timeout=timeout))
         store.set_timeout(timeout)
-        before = connected_sockets()
+        making = _Making()
         dist.init_process_group(
             device.training_backend(),
             store=PrefixStore("default_pg", store),
@@ -181,7 +175,7 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
         raise ConfigError(f"it is not known where the ranks meet ({error}); set MASTER_ADDR and MASTER_PORT") from error
     except (RuntimeError, OutlastError) as error:
         raise RendezvousError(f"the ranks could not connect ({error}); see the log of the rank that left") from error
-    return Group(None, _opened_since(before))
+    return making.end(None, timeout_s)
 
 
 def meeting_point(place: env.WorkerEnv) -> str:
@@ -205,5 +199,13 @@ def _first_node(nodes: str) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-def _opened_since(before: frozenset[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted(connected_sockets() - before))
+class _Making:
+    """A group that is being made."""
+
+    def __init__(self) -> None:
+        self._connections, self._threads = connections.connected_sockets(), gloo_waits.group_threads()
+
+    def end(self, process_group: torch.distributed.ProcessGroup | None, timeout_s: float) -> Group:
+        """Return the group, with what was opened meanwhile."""
+        opened = connections.of_group(connections.connected_sockets() - self._connections, timeout_s)
+        return Group(process_group, opened, gloo_waits.group_threads() - self._threads)
