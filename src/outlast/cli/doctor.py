@@ -116,9 +116,9 @@ def _places_of(settings: Config | None) -> tuple[str, ...]:
     """Return where a run writes; without settings, the current folder."""
     if settings is None:
         return (".",)
-    checkpoint = settings.checkpoint
-    tiers = () if checkpoint is None else (checkpoint.directory, checkpoint.local_directory)
-    return tuple(place for place in (settings.run_dir, *tiers) if place is not None) or (".",)
+    from outlast.health.node import places_of
+
+    return places_of(settings) or (".",)
 
 
 def _table(results: tuple[CheckResult, ...]) -> Table:

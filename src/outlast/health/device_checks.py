@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECKS"]
 
-_NUM_ROUNDS = 4
-
 
 def count_devices(_: Devices) -> Outcome:
     """Count the accelerators that torch can use."""
@@ -37,7 +35,10 @@ def count_devices(_: Devices) -> Outcome:
 
 def check_compute(task: Compute) -> Outcome:
     """Multiply in each number format and compare the digests with those that are right."""
-    products = _on_cpu() if task.device is None else _on_device(accelerator.training_device(task.device))
+    if task.device is None:
+        products = _on_cpu(task.num_rounds)
+    else:
+        products = _on_device(accelerator.training_device(task.device), task.num_rounds)
     wrong = []
     for name, size, largest, product in products:
         found, expected = digest_of(product, flip=task.flip), EXPECTED[size, largest]
@@ -53,18 +54,18 @@ _Products = list[tuple[str, int, int, Any]]
 """Format, size, largest factor, product."""
 
 
-def _on_cpu() -> _Products:
+def _on_cpu(num_rounds: int) -> _Products:
     import numpy as np
 
     left, right = factors(512, 8)
     found: _Products = []
     for kind in (np.float32, np.float64):
         a, b = left.astype(kind), right.astype(kind)
-        found += [(kind.__name__, 512, 8, np.matmul(a, b)) for _ in range(_NUM_ROUNDS)]
+        found += [(kind.__name__, 512, 8, np.matmul(a, b)) for _ in range(num_rounds)]
     return found
 
 
-def _on_device(device: torch.device) -> _Products:
+def _on_device(device: torch.device, num_rounds: int) -> _Products:
     import torch
 
     found: _Products = []
@@ -72,7 +73,7 @@ def _on_device(device: torch.device) -> _Products:
         left, right = (torch.from_numpy(matrix).to(device) for matrix in factors(2048, largest))
         for kind in kinds:
             a, b = left.to(kind), right.to(kind)
-            for _ in range(_NUM_ROUNDS):
+            for _ in range(num_rounds):
                 product = (a @ b).to(torch.int32).cpu().numpy()
                 found.append((str(kind).removeprefix("torch."), 2048, largest, product))
     return found

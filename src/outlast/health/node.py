@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from outlast import env
 from outlast.config.health import HealthConfig
@@ -10,11 +12,20 @@ from outlast.health import tasks as t
 from outlast.health.prober import Prober
 from outlast.health.result import CheckResult
 
-__all__ = ["check_node"]
+if TYPE_CHECKING:
+    from outlast.config import Config
+
+__all__ = ["check_node", "places_of"]
 
 
 def check_node(
-    config: HealthConfig | None = None, *, places: Sequence[str] = (), node: str | None = None
+    config: HealthConfig | None = None,
+    *,
+    places: Sequence[str] = (),
+    node: str | None = None,
+    network: bool = True,
+    num_products: int = 4,
+    prober: Prober | None = None,
 ) -> tuple[CheckResult, ...]:
     """Look at this node: its disks, memory, clock, network, its CPU's arithmetic, the user's own checks.
 
@@ -25,6 +36,9 @@ def check_node(
         places: Folders and URLs of tiers, and the run directory; those that do not exist yet are looked at where they
             will be made.
         node: This node's name, for ``simulate_wrong_gemm``; the host's without it.
+        network: Off: only interfaces that ``network_interfaces`` names must be up; for a job of one node.
+        num_products: Matrix products of each number format.
+        prober: What has the checks made, and stays open; one of its own without it.
 
     Blocks: up to ``check_timeout`` for each check; all of them together take a fraction of a second on a sound node.
     """
@@ -42,12 +56,22 @@ def check_node(
         (t.SharedMemory(min_free_bytes=_bytes(config.min_free_shm_gib)), "shm", "/dev/shm"),
         (t.Memory(min_free_bytes=_bytes(config.min_free_memory_gib)), "memory", "node"),
         (t.OpenFiles(min_open_files=config.min_open_files), "files", "process"),
-        (t.Network(interfaces=config.network_interfaces), "network", ",".join(config.network_interfaces) or "any"),
-        (t.Compute(flip=flip), "compute", "cpu"),
+        (t.Compute(flip=flip, num_rounds=num_products), "compute", "cpu"),
         *((t.Command(command=command), "command", command) for command in config.commands),
     ]
-    with Prober() as prober:
-        return tuple(prober.ask(task, name, target, timeout_s=config.check_timeout) for task, name, target in asked)
+    if interfaces := config.network_interfaces:
+        asked.append((t.Network(interfaces=interfaces), "network", ",".join(interfaces)))
+    elif network:
+        asked.append((t.Network(), "network", "any"))
+    timeout_s = config.check_timeout
+    with contextlib.nullcontext(prober) if prober is not None else Prober() as asking:
+        return tuple(asking.ask(task, name, target, timeout_s=timeout_s) for task, name, target in asked)
+
+
+def places_of(config: Config) -> tuple[str, ...]:
+    """Return where a run writes, for ``places``: its run directory and its tiers, as far as they are named."""
+    tiers = () if config.checkpoint is None else (config.checkpoint.directory, config.checkpoint.local_directory)
+    return tuple(place for place in (config.run_dir, *tiers) if place is not None)
 
 
 def _bytes(gib: float) -> int:

@@ -32,10 +32,12 @@ _END_S = 2.0
 class Prober:
     """Ask a probe process. A context manager: what it started is ended at its end.
 
-    Thread: one.
+    Thread: one, which must outlive the probe process: the kernel ends that with it. :meth:`abandon`: any.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._abandoned = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._answers = -1
         self._pending = b""
@@ -74,6 +76,13 @@ class Prober:
             facts=outcome.facts,
         )
 
+    def abandon(self) -> None:
+        """End the check that is being made, and make none any more: they all fail at once. Blocks: never."""
+        with self._lock:
+            self._abandoned.set()
+            if self._process is not None:
+                kill_group(self._process.pid, signal.SIGKILL)
+
     def _ask(self, task: Task, *, until_s: float, timeout_s: float) -> Outcome:
         process = self._process or self._start()
         assert process.stdin is not None
@@ -93,12 +102,14 @@ class Prober:
         return msgspec.json.decode(line, type=Outcome)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        if self._abandoned.is_set():
+            raise OSError("no check is made any more")
         variables = env.environ()
         package_root = str(Path(__file__).resolve().parents[2])
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")]))
         self._answers, theirs = os.pipe()
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "outlast.health.probe", str(theirs), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -109,7 +120,11 @@ class Prober:
             )
         finally:
             os.close(theirs)
-        return self._process
+        with self._lock:
+            self._process = process
+            if self._abandoned.is_set():
+                kill_group(process.pid, signal.SIGKILL)
+        return process
 
     def _read_line(self, until_s: float) -> bytes | None:
         """Return the next answer; empty: the process ended; ``None``: not in time."""
@@ -126,7 +141,8 @@ class Prober:
 
     def _drop(self) -> int | None:
         """End the process; return its exit code, ``None`` when there is none or it cannot be ended."""
-        process, self._process = self._process, None
+        with self._lock:
+            process, self._process = self._process, None
         if self._answers >= 0:
             os.close(self._answers)
             self._answers, self._pending = -1, b""

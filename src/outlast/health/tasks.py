@@ -89,6 +89,8 @@ class Compute(_Task, frozen=True, kw_only=True):
     """Number of the accelerator; ``None`` = the CPU."""
     flip: bool = False
     """Change one bit of the product."""
+    num_rounds: int = 4
+    """Products of each number format."""
 
 
 class MemoryTest(_Task, frozen=True, kw_only=True):

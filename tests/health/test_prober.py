@@ -1,0 +1,38 @@
+"""Checks that are given up end at once, with all that they started."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from outlast.health import Status
+from outlast.health import tasks as t
+from outlast.health.prober import Prober
+
+pytestmark = pytest.mark.process
+
+
+def test_abandoned_check_ends_with_what_it_started(tmp_path: Path) -> None:
+    """Whoever waits for a check is answered once it is abandoned; its command is gone, and no other check is made."""
+    pid_file = tmp_path / "pid"
+    found = []
+    with Prober() as prober:
+
+        def ask() -> None:
+            for command in (f"sleep 1000 & echo $! > {pid_file}; wait", "true"):
+                found.append(prober.ask(t.Command(command=command), "command", "it", timeout_s=1000))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while not (pid_file.exists() and pid_file.read_text().strip()):
+            assert asking.is_alive(), found
+            time.sleep(0.01)
+        prober.abandon()
+        asking.join(15)
+        assert not asking.is_alive()
+    assert [one.status for one in found] == [Status.FAILED, Status.ERROR]
+    stat = Path(f"/proc/{int(pid_file.read_text())}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
