@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Config,
         FaultToleranceConfig,
         InProcessRestartConfig,
+        PreemptionConfig,
         RerunStateMachineConfig,
         StragglerDetectionConfig,
     )
@@ -29,6 +30,7 @@ _HOMES = {
     "FaultToleranceConfig": "outlast.config",
     "InProcessRestartConfig": "outlast.config",
     "OutlastError": "outlast.errors",
+    "PreemptionConfig": "outlast.config",
     "RerunStateMachineConfig": "outlast.config",
     "Session": "outlast.session",
     "StragglerDetectionConfig": "outlast.config",
@@ -42,6 +44,7 @@ __all__ = [
     "FaultToleranceConfig",
     "InProcessRestartConfig",
     "OutlastError",
+    "PreemptionConfig",
     "RerunStateMachineConfig",
     "Session",
     "StragglerDetectionConfig",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["MONOTONIC", "Clock", "now_ns", "now_s", "wall_ns"]
+__all__ = ["MONOTONIC", "Clock", "now_ns", "now_s", "seconds_until", "wall_ns"]
 
 now_ns = time.monotonic_ns
 
@@ -22,6 +22,14 @@ def now_s() -> float:
 def wall_ns() -> int:
     """Return nanoseconds since the epoch, for the journal only; no decision may depend on it."""
     return time.time_ns()
+
+
+def seconds_until(epoch_s: float) -> float:
+    """Return the seconds from now to a time of day that somebody else set, such as a scheduler's time limit.
+
+    Ask once, and count on with the monotonic clock.
+    """
+    return epoch_s - wall_ns() / 1e9
 
 
 class Clock(Protocol):

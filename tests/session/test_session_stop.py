@@ -102,13 +102,14 @@ def test_sigterm_to_one_rank_under_torchrun_stops_all_after_the_same_iteration(t
 
 @pytest.mark.process
 def test_without_a_checkpoint_directory_it_does_not_claim_to_have_saved(tmp_path: Path) -> None:
-    """The exit code says 75 only if something was saved; otherwise it is the signal's."""
+    """The exit code says 75 only if there is something to go on from; otherwise it is the signal's."""
     with Ranks(_script(tmp_path), str(tmp_path), "nothing") as ranks:
         ranks.wait_for_line(0, "running")
         ranks.processes[0].send_signal(signal.SIGTERM)
         codes, outputs = ranks.end()
     assert codes == [128 + signal.SIGTERM], outputs
-    assert "nothing is saved" in outputs[0]
+    assert "there is no checkpoint.directory" in outputs[0]
+    assert "are lost: there is no saved generation; exiting with code 143" in outputs[0]
 
 
 @pytest.mark.process

@@ -9,6 +9,7 @@ from outlast.config.checkpoint import CheckpointConfig
 from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.config.health import HealthConfig
 from outlast.config.in_process_restart import InProcessRestartConfig
+from outlast.config.preemption import PreemptionConfig
 from outlast.config.replica_digest import ReplicaDigestConfig
 from outlast.config.rerun_state_machine import RerunStateMachineConfig
 from outlast.config.straggler_detection import StragglerDetectionConfig
@@ -19,6 +20,7 @@ __all__ = [
     "FaultToleranceConfig",
     "HealthConfig",
     "InProcessRestartConfig",
+    "PreemptionConfig",
     "ReplicaDigestConfig",
     "RerunStateMachineConfig",
     "StragglerDetectionConfig",
@@ -56,6 +58,9 @@ class Config:
 
     in_process_restart: InProcessRestartConfig | None = None
     """Settings for that ``Wrapper``; none = the defaults."""
+
+    preemption: PreemptionConfig | None = None
+    """What tells the run to leave, and how long it may take to; none = the defaults, which listen to SIGTERM."""
 
     health: HealthConfig | None = None
     """What a node must have to train, for `outlast doctor` and `outlast run --health-config`, and how often ranks ask

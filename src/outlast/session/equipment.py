@@ -58,7 +58,7 @@ class Equipment:
         self._is_closed = False
         self._enclosure = Enclosure(config)
         with self._enclosure.undivided():
-            self._open(fault_tolerance)
+            self._open(config, fault_tolerance)
         with self.section("setup"):
             self._meet(config)
         self.faults = arm_configured(config, fault_tolerance, self.place, self.journal)
@@ -119,7 +119,7 @@ class Equipment:
 
     # -- details -----------------------------------------------------------------------------------------------
 
-    def _open(self, fault_tolerance: FaultToleranceConfig) -> None:
+    def _open(self, config: Config, fault_tolerance: FaultToleranceConfig) -> None:
         """Take what no peer takes part in, and have it given back."""
         place = self.place
         self.journal = Journal(
@@ -132,9 +132,12 @@ class Equipment:
         self.journal.cycle = place.cycle
         self.monitor = RankMonitor(place, fault_tolerance, place.run_dir)
         self.departure = Departure(
+            config.preemption,
+            place=place,
             journal=self.journal,
-            rank=place.global_rank,
             stop_requested=self.monitor.stop_requested,
+            iteration=lambda: self.iteration,
+            kept=lambda: None if self.saves is None else self.saves.durable_iteration,
             write_end=self.write_end,
         )
         self.pulse = Pulse(self._enclosure, self.monitor, self.journal, place.global_rank)

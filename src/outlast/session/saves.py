@@ -67,7 +67,12 @@ class Saves:
     @property
     def has_durable(self) -> bool:
         """Whether there is something to come back from."""
-        return self._manager.durable_iteration is not None
+        return self.durable_iteration is not None
+
+    @property
+    def durable_iteration(self) -> int | None:
+        """The newest iteration that there is a generation of, saved or loaded; ``None`` = none yet. Thread: any."""
+        return self._manager.durable_iteration
 
     def restore(self, state: Mapping[str, Any], own: Attempts) -> Restored | None:
         """Load what is to be replayed, if anything, else the newest generation; ``None`` when there is nothing to load.
@@ -188,11 +193,15 @@ class Saves:
         with self._section():
             self._manager.wait()
 
-    def wait_unless_told(self, handle: SaveHandle, departure: Departure) -> bool:
-        """Wait for the commit; return ``False`` if a second notice came first."""
+    def wait_unless_given_up(self, handle: SaveHandle, departure: Departure) -> bool:
+        """Wait for the commit; return ``False`` if it is to be given up before: told again, or the deadline is near.
+
+        Raises:
+            CheckpointError: The save failed.
+        """
         with self._section():
             while not handle.done:
-                if departure.wait_for_second(0.02):
+                if departure.wait_to_give_up(0.02):
                     return False
             handle.wait()
         return True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
-from outlast.errors import ExitReason, OutlastError, Untrusted
+from outlast.errors import CheckpointError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
 from outlast.monitor.rank_monitor import SectionTimer
 from outlast.policy.slots import OWN_VERDICTS
 from outlast.runtime.device import training_device
@@ -110,12 +110,13 @@ class Session:
         near ones (section ``checkpointing``). After the last one the state is saved to all tiers, unless that was
         just done, and the call waits until everything is committed.
 
-        When any rank was told to leave (SIGTERM, or its agent asked it to), all ranks stop after the same
+        When any rank was told to leave (SIGTERM, or what else ``preemption`` names), all ranks stop after the same
         iteration, commit one generation, and ``SystemExit(75)`` (``ExitReason.PREEMPTED``) is raised here. A
-        second signal, a second or more after the first, gives up that save. What was not saved is not claimed
-        to be: then, and without a checkpoint directory, the exit code is 128 plus the signal's number.
+        second signal, a second or more after the first, and the deadline (``shutdown_timeout``) give up that save; the
+        exit code is 75 then, too, and a line says which iterations are lost. Without any saved generation to go on
+        from the exit code is 128 plus the signal's number.
         ``SystemExit(17)`` (``ExitReason.FAILED_VALIDATION``) says that every generation led to invalid results.
-        Before the first iteration a notice waits for that one's end; after the last, SIGTERM ends the process.
+        Before the first iteration a notice waits for that one's end; after the last, a signal ends the process.
 
         ``break`` leaves the loop without a save; an exception in the body passes through untouched.
 
@@ -158,7 +159,7 @@ class Session:
                 yield self._has.iteration
                 agreed = self._end_step()
                 if agreed["stop"] and self._has.iteration < total:
-                    self._leave(state, agreed["stop"])
+                    self._leave(state)
                 self._between_steps(state, agreed["save"], is_last=self._has.iteration >= total)
         except GeneratorExit:
             if self._saves is not None:
@@ -310,19 +311,30 @@ class Session:
         self._monitor.finish()
         self._has.write_end(ExitReason.FINISHED)
 
-    def _leave(self, state: Mapping[str, Any], number: int) -> None:
-        """Save if there is where to, and raise SystemExit; ``number`` is the signal that was agreed upon."""
+    def _leave(self, state: Mapping[str, Any]) -> None:
+        """Save if there is where to, as far as there is time, and raise SystemExit; all ranks agreed to leave."""
+        self._departure.start_leaving()
         self._attempts.finish()
         self._check_replicas(saves=self._saves is not None)
-        log.info("stopping after iteration %d, on all ranks", self._has.iteration)
-        code = 128 + number
+        iteration = self._has.iteration
         if self._saves is None:
-            log.warning("nothing is saved: there is no checkpoint.directory; exit code %d", code)
-        elif self._saves.wait_unless_told(self.save(state), self._departure):
-            code = int(ExitReason.PREEMPTED)
-            log.info("iteration %d is saved; exit code %d", self._has.iteration, code)
+            log.warning(
+                "stopping after iteration %d, on all ranks; there is no checkpoint.directory to save to", iteration
+            )
         else:
-            log.warning("told to leave again: the save of iteration %d is given up", self._has.iteration)
+            log.info("stopping after iteration %d, on all ranks, and saving a checkpoint", iteration)
+            try:
+                if not self._saves.wait_unless_given_up(self.save(state), self._departure):
+                    log.warning("the save of iteration %d is given up", iteration)
+            except (CheckpointError, DeadlineExceeded, PeerLost) as error:  # a peer may have given it up
+                log.error("the save of iteration %d failed: %s", iteration, error)
+        code = self._departure.exit_code()
+        log.log(
+            logging.INFO if code == ExitReason.PREEMPTED else logging.WARNING,
+            "%s; exiting with code %d",
+            self._departure.describe_loss(),
+            code,
+        )
         self._exit(code)
 
     def _check_replicas(self, *, saves: bool) -> None:

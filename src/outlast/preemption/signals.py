@@ -1,4 +1,4 @@
-"""Notices: signals that tell a process to leave, seen at once and handled later.
+"""Signals that tell a process to leave, seen at once and handled later.
 
 Python runs signal handlers only when the main thread is back in bytecode; a rank that waits inside a
 collective would learn of a SIGTERM after it, or never. The C-level handler, however, writes the signal's
@@ -18,34 +18,33 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from outlast import clock
 from outlast.errors import OutlastError
+from outlast.preemption.loader_workers import outlive_signals
 
-__all__ = ["Notice", "Notices"]
+__all__ = ["SignalWatch", "does_nothing_else"]
 
 log = logging.getLogger(__name__)
 _CLOSE = 0  # no signal has this number
-_open: weakref.WeakSet[Notices] = weakref.WeakSet()
+_open: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """One signal that told this process to leave."""
+def does_nothing_else(number: int) -> bool:
+    """Return whether a signal has its default action in this process: to end it.
 
-    signal: int
-    """Number of the signal."""
-    ordinal: int
-    """1 for the first notice, 2 for the second; echoes of one are not counted."""
-    seen_ns: int
-    """When the watcher saw it, on the monotonic clock."""
+    A handler of a C extension (``faulthandler.register``) counts, which :func:`signal.getsignal` does not know of.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    fields = dict(line.split(":", 1) for line in status.splitlines() if line.startswith(("SigCgt", "SigIgn")))
+    return not any(int(mask, 16) >> (number - 1) & 1 for mask in fields.values())
 
 
-class Notices:
-    """Watch for signals that tell this process to leave.
+class SignalWatch:
+    """Watch for signals.
 
     Earlier Python handlers of the same signals are called as before; the signals' default action (to end the
     process) is suspended until :meth:`close`. A forked child gets the earlier handlers back and never reports
@@ -53,61 +52,34 @@ class Notices:
 
     Args:
         signals: The signals to watch.
-        on_notice: Called with each notice, in the watcher's thread, while the main thread may be anywhere;
-            must not raise and must return soon.
-        echo_s: A signal within this many seconds of a notice is taken for an echo of it: a scheduler signals
-            every process of a job, and the launcher passes the same signal on.
+        on_signal: Called with the number of each, and when it was seen on the monotonic clock, in nanoseconds; in the
+            watcher's thread, while the main thread may be anywhere. Must not raise and must return soon.
+        keep_forked: What is forked from this process outlives these signals; see :func:`outlive_signals`.
 
     Raises:
         OutlastError: Not called from the main thread; Python sets signal handlers nowhere else.
 
-    Thread: make and close it in the main thread; everything else from any.
+    Thread: make and close it in the main thread.
     """
 
     def __init__(
-        self,
-        signals: Sequence[int] = (signal.SIGTERM,),
-        *,
-        on_notice: Callable[[Notice], None] | None = None,
-        echo_s: float = 1.0,
+        self, signals: Sequence[int], *, on_signal: Callable[[int, int], None], keep_forked: bool = False
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise OutlastError("signals can be watched from the main thread only; call outlast.init() there")
-        self.signals = tuple(int(number) for number in signals)
-        self._on_notice = on_notice
-        self._echo_ns = int(echo_s * 1e9)
-        self._last_ns: int | None = None
-        self._first: Notice | None = None
-        self._num_seen = 0
-        self._changed = threading.Condition()
+        self._on_signal, self._keep_forked = on_signal, keep_forked
         self._closed = False
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._earlier_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._earlier: dict[int, Any] = {}
-        for number in self.signals:
-            self._earlier[number] = signal.signal(number, self._handle)
-        _open.add(self)
-        self._thread = threading.Thread(target=self._watch, name="outlast-notices", daemon=True)
+        # Before the first signal can come: a thread that starts late would only see it late.
+        self._thread = threading.Thread(target=self._watch, name="outlast-signals", daemon=True)
         self._thread.start()
-
-    @property
-    def first(self) -> Notice | None:
-        """The first notice; ``None`` while there was none."""
-        return self._first
-
-    @property
-    def num_seen(self) -> int:
-        """Number of notices so far."""
-        return self._num_seen
-
-    def wait(self, timeout_s: float, *, ordinal: int = 1) -> bool:
-        """Wait until notice number ``ordinal`` was seen; return whether it was.
-
-        Blocks: up to ``timeout_s`` seconds.
-        """
-        with self._changed:
-            return self._changed.wait_for(lambda: self._num_seen >= ordinal, timeout_s)
+        for number in signals:
+            self._earlier[int(number)] = None
+            self._earlier[int(number)] = signal.signal(number, self._handle)
+        _open.add(self)
 
     def close(self) -> None:
         """Restore the earlier handlers and end the watcher. Idempotent.
@@ -143,6 +115,7 @@ class Notices:
         try:
             while True:
                 numbers = self._reader.recv(64)
+                seen_ns = clock.now_ns()
                 others = bytes(number for number in numbers if number != _CLOSE)
                 if others and self._earlier_fd >= 0:
                     self._forward(others)
@@ -150,7 +123,7 @@ class Notices:
                     if number == _CLOSE:
                         return
                     if number in self._earlier:
-                        self._see(number)
+                        self._on_signal(number, seen_ns)
         except OSError:
             if not self._closed:
                 log.exception("signals are not noticed any more")
@@ -158,32 +131,24 @@ class Notices:
             log.exception("signals are not noticed any more: a callback failed")
             raise
 
-    def _see(self, number: int) -> None:
-        now_ns = clock.now_ns()
-        with self._changed:
-            if self._last_ns is not None and now_ns - self._last_ns < self._echo_ns:
-                return
-            self._last_ns = now_ns
-            self._num_seen += 1
-            notice = Notice(signal=number, ordinal=self._num_seen, seen_ns=now_ns)
-            self._first = self._first or notice
-            self._changed.notify_all()
-        if self._on_notice is not None:
-            self._on_notice(notice)
-
     def _forward(self, numbers: bytes) -> None:
         try:
             os.write(self._earlier_fd, numbers)
         except BlockingIOError:
             log.debug("the earlier wake-up descriptor is full; it has been woken already")
 
+    def _forget_in_child(self) -> None:
+        # A child shares the descriptor: a signal to it (a data loader's worker being ended) would look like ours.
+        self._restore()
+        self._reader.close()
+        self._writer.close()
+        if self._keep_forked:
+            outlive_signals(tuple(self._earlier))
+
 
 def _forget_in_child() -> None:
-    # A child shares the descriptor: a signal to it (a data loader's worker being ended) would look like ours.
-    for notices in list(_open):
-        notices._restore()
-        notices._reader.close()
-        notices._writer.close()
+    for watch in list(_open):
+        watch._forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

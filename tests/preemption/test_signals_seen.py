@@ -14,20 +14,20 @@ import time
 import pytest
 
 from outlast.errors import OutlastError
-from outlast.runtime.signals import Notice, Notices
+from outlast.preemption import Notice, ShutdownListener
 
 
 def test_a_notice_is_seen_while_the_main_thread_is_in_c_code() -> None:
     """A signal is seen although the main thread holds no bytecode until long after."""
     seen: list[Notice] = []
-    notices = Notices([signal.SIGUSR1], on_notice=seen.append)
+    listener = ShutdownListener([signal.SIGUSR1], on_notice=seen.append)
     try:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         # One C call of about a second that no Python signal handler can interrupt, as a collective is.
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
         left_c_code_ns = time.monotonic_ns()
     finally:
-        notices.close()
+        listener.close()
     assert seen
     assert seen[0].signal == signal.SIGUSR1
     assert seen[0].seen_ns < left_c_code_ns
@@ -36,19 +36,19 @@ def test_a_notice_is_seen_while_the_main_thread_is_in_c_code() -> None:
 def test_a_second_notice_is_told_apart_from_an_echo() -> None:
     """The same signal right after the first is its echo; a later one is the second notice."""
     seen: list[int] = []
-    notices = Notices([signal.SIGUSR1], on_notice=lambda notice: seen.append(notice.ordinal), echo_s=0.2)
+    listener = ShutdownListener([signal.SIGUSR1], on_notice=lambda notice: seen.append(notice.ordinal), echo_s=0.2)
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert notices.wait(5)
+        assert listener.wait(5)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert not notices.wait(0.3, ordinal=2)
+        assert not listener.wait(0.3, ordinal=2)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert notices.wait(5, ordinal=2)
+        assert listener.wait(5, ordinal=2)
     finally:
-        notices.close()
+        listener.close()
     assert seen == [1, 2]
-    assert notices.first is not None
-    assert notices.first.ordinal == 1
+    assert listener.first is not None
+    assert listener.first.ordinal == 1
 
 
 def test_an_earlier_handler_is_called_and_comes_back() -> None:
@@ -60,12 +60,12 @@ def test_an_earlier_handler_is_called_and_comes_back() -> None:
 
     before = signal.signal(signal.SIGUSR1, earlier)
     try:
-        notices = Notices([signal.SIGUSR1])
+        listener = ShutdownListener([signal.SIGUSR1])
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert notices.wait(5)
+        assert listener.wait(5)
         assert got == [signal.SIGUSR1]
-        notices.close()
-        notices.close()
+        listener.close()
+        listener.close()
         assert signal.getsignal(signal.SIGUSR1) is earlier
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -78,10 +78,10 @@ def test_an_earlier_wakeup_descriptor_keeps_getting_its_bytes() -> None:
     reader.settimeout(5)
     before = signal.set_wakeup_fd(writer.fileno())
     try:
-        notices = Notices([signal.SIGUSR1])
+        listener = ShutdownListener([signal.SIGUSR1])
         os.kill(os.getpid(), signal.SIGUSR1)
         assert reader.recv(1) == bytes([signal.SIGUSR1])
-        notices.close()
+        listener.close()
         assert signal.set_wakeup_fd(before) == writer.fileno()
     finally:
         signal.set_wakeup_fd(before)
@@ -95,7 +95,7 @@ def test_only_the_main_thread_may_watch() -> None:
 
     def make() -> None:
         try:
-            Notices()
+            ShutdownListener()
         except OutlastError as error:
             errors.append(error)
 
@@ -110,8 +110,8 @@ def test_a_forked_child_dies_of_the_signal_and_its_parent_hears_nothing() -> Non
     """A data loader's worker that is ended with SIGTERM ends, and is no notice for its parent."""
     script = """
 import os, signal
-from outlast.runtime.signals import Notices
-notices = Notices([signal.SIGTERM], echo_s=0)
+from outlast.preemption import ShutdownListener
+listener = ShutdownListener([signal.SIGTERM], echo_s=0)
 ready, told = os.pipe()
 child = os.fork()
 if child == 0:
@@ -123,8 +123,8 @@ os.kill(child, signal.SIGTERM)
 _, status = os.waitpid(child, 0)
 assert os.WTERMSIG(status) == signal.SIGTERM, status
 os.kill(os.getpid(), signal.SIGTERM)
-assert notices.wait(5)
-assert notices.num_seen == 1, notices.num_seen
-notices.close()
+assert listener.wait(5)
+assert listener.num_seen == 1, listener.num_seen
+listener.close()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
