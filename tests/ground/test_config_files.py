@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast.config import HealthConfig, PreemptionConfig
 from outlast.config.files import load_config
 from outlast.errors import ConfigError
 
@@ -89,6 +90,17 @@ BAD = [
         "",
         "no checkpoint.directory to come back from",
     ),
+    ("c.toml", "[train]\nnccl_health_chek_interval = 5\n", ":2", "did you mean 'nccl_health_check_interval'?"),
+    ("c.toml", "train = 5\n", ":1", "train: 5 is not a section"),
+    (
+        "c.toml",
+        "[health]\nprocess-group-interval = 5\n[train]\nnccl_health_check_interval = 5\n",
+        ":4",
+        "train.nccl_health_check_interval is health.process_group_interval, which is given too; keep one of them",
+    ),
+    ("c.toml", "health='none'\n[train]\nnccl_health_check_interval = 5\n", ":3", "which is given too"),
+    ("c.toml", "[train]\nnccl_health_check_interval = 'often'\n", ":2", "health.process_group_interval: 'often'"),
+    ("c.toml", "# x\n[train]\nnccl_health_check_interval = -1\n", ":2", "health: process_group_interval=-1"),
     ("c.toml", "seed = true\n", ":1", "seed: True does not fit; write a whole number, or none"),
     ("c.toml", "[fault_tolerance]\nrank_heartbeat_timeout = inf\n", ":1", "must be finite"),
 ]
@@ -138,3 +150,22 @@ def test_yaml_without_its_library_says_what_to_install(tmp_path: Path, monkeypat
     path.write_text("seed: 1")
     with pytest.raises(ConfigError, match=r"pip install 'outlast\[yaml\]'"):
         load_config(path)
+
+
+def test_names_of_another_system_are_understood(tmp_path: Path) -> None:
+    """Who comes from KempnerForge finds the shutdown deadline and the liveness check where they were."""
+    path = tmp_path / "c.toml"
+    path.write_text(
+        "[train]\nshutdown_timeout_sec = 120.0\nnccl-health-check-interval = 50\n[health]\ncheck_timeout = 5\n"
+    )
+    config = load_config(path)
+    assert config.preemption is not None
+    assert config.preemption.shutdown_timeout == 120.0
+    assert config.health is not None
+    assert (config.health.process_group_interval, config.health.check_timeout) == (50, 5.0)
+
+
+def test_other_systems_names_have_our_defaults() -> None:
+    """What is called otherwise there means the same, and is what it is there when it is not given."""
+    assert PreemptionConfig().shutdown_timeout == 600.0
+    assert HealthConfig().process_group_interval == 0

@@ -1,7 +1,8 @@
 """Read a :class:`~outlast.config.Config` from a TOML, YAML or JSON file.
 
-The file's keys are the fields of ``Config``; its sections are the fields of the configs within. Whatever is
-wrong is said in one line that begins with the file, and with the line where that is known.
+The file's keys are the fields of ``Config``; its sections are the fields of the configs within. A few settings may
+go by the names that users of another system know. Whatever is wrong is said in one line that begins with the file, and
+with the line where that is known.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from outlast.config import Config
 from outlast.config.base import from_mapping
+from outlast.config.known_names import Translation
 from outlast.errors import ConfigError
 
 __all__ = ["load_config", "load_values"]
@@ -32,7 +34,14 @@ def load_config(path: str | os.PathLike[str]) -> Config:
             repeated key, or a value that the config refuses.
     """
     values, text = load_values(path)
-    return from_mapping(Config, values, where=str(Path(path)), locate=lambda keys: _find_line(text, keys))
+    where = str(Path(path))
+
+    def place(keys: tuple[str, ...]) -> str:
+        line = _find_line(text, keys)
+        return where if line is None else f"{where}:{line}"
+
+    known = Translation(values, place=place)
+    return from_mapping(Config, known.values, where=where, locate=lambda keys: _find_line(text, known.origin(keys)))
 
 
 def load_values(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str]:
