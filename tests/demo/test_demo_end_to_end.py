@@ -50,12 +50,13 @@ def left_running(folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.process
 @pytest.mark.timeout(150)
-def test_six_faults_change_no_bit(tmp_path: Path) -> None:
+def test_no_fault_changes_a_bit(tmp_path: Path) -> None:
     """Each fault is noticed for what it was; weights, moments and losses are as without any.
 
     A NaN costs one more run of its step and no restart. A flipped bit is found in its tensor, and costs its node. The
     ranks of a node that is out come back from the copies on the other node, and nobody reads a byte of the global tier;
-    where these copies are damaged, they are rejected, and the global tier has the state.
+    where these copies are damaged, they are rejected, and the global tier has the state. Told to leave, all ranks do so
+    after the same iteration, which the next job goes on from.
     """
     temporary, kept = tmp_path / "tmp", tmp_path / "kept"
     temporary.mkdir()
@@ -65,7 +66,7 @@ def test_six_faults_change_no_bit(tmp_path: Path) -> None:
     (line,) = output.splitlines()
     result = json.loads(line)
     assert result["bit_identical"] is True
-    assert result["cycles"] == 6
+    assert result["cycles"] == 7
     (nan,) = (one for one in result["incidents"] if not one["restarts"])
     assert (nan["fault"], nan["kind"], nan["finding"]) == ("NaN in an activation", "invalid_result", "transient")
     *first, last = (one for one in result["incidents"] if one["restarts"])
@@ -92,8 +93,13 @@ def test_six_faults_change_no_bit(tmp_path: Path) -> None:
         assert one["restored_iteration"] > 0
         assert 0 <= one["redone_iterations"] <= 15
     assert [one["fault"] for one in result["incidents"] if one["fault"] is None] == []
+    left = result["preemption"]
+    assert (left["exit_code"], left["next_exit_code"], left["ranks_that_saved"]) == (75, 0, 4)
+    assert left["iteration"] == left["resumed_at"] >= left["struck_at"]
+    assert left["lost_iterations"] == 0
+    assert 0 <= left["noticed_after_s"] <= left["left_after_s"] <= left["going_on_after_s"]
     events = list(read_journal(kept / "with-faults" / "run"))
-    assert sum(event.kind == EventKind.FAULT_SIMULATED for event in events) == 6
+    assert sum(event.kind == EventKind.FAULT_SIMULATED for event in events) == 7
     path = kept / "with-faults" / "faults.toml"
     assert verify_fired(FaultPlan.load(path), kept / "with-faults" / "run") == []
     lost = {event.data["node"] for event in events if event.data.get("expected") == "node_lost"}
@@ -130,7 +136,7 @@ def test_told_to_end_it_leaves_nothing(tmp_path: Path, number: int, code: int) -
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        (("--iterations=20",), "too few for 6 faults"),
+        (("--iterations=20",), "too few for 7 faults"),
         (("--keep={full}",), "is not empty"),
         (("--keep={file}",), "cannot be used"),
         (("--sed=1",), "--sed"),

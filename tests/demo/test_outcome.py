@@ -9,8 +9,10 @@ import json
 from rich.console import Console
 
 from outlast.demo.account import Account
-from outlast.demo.outcome import Outcome, differences, render
+from outlast.demo.leaving import Leaving
+from outlast.demo.outcome import Outcome, differences
 from outlast.demo.sources import Sources
+from outlast.demo.tables import render
 from outlast.incidents import IncidentKind
 
 RESULT = {"iterations": 100, "final_loss": 2.5, "weights": "aa", "optimizer": "bb", "losses": "cc"}
@@ -62,6 +64,22 @@ FLIPPED = dataclasses.replace(
     struck="model.w",
     quarantined=("node-1",),
     sources=FROM_REPLICA,
+)
+LEFT = Leaving(
+    fault="SIGTERM of a rank",
+    rank=2,
+    node="node-1",
+    struck_at=91,
+    noticed_after_s=0.002,
+    left_after_s=0.4,
+    left_at=dict.fromkeys(range(4), 92),
+    exit_codes=dict.fromkeys(range(4), 75),
+    saved_by={92: 4},
+    run_exit_codes=(75,),
+    resumed_at=dict.fromkeys(range(4), 92),
+    sources=Sources(tiers=dict.fromkeys(range(4), "local"), bytes_read={"local": 20_000_000}, rejected={}),
+    going_on_after_s=3.2,
+    next_exit_codes=(0,),
 )
 GOOD = Outcome(seed=0, undisturbed=RESULT, struck=dict(RESULT), incidents=(HUNG,), cycles=2, wall_s=40.0, problems=())
 
@@ -119,6 +137,24 @@ def test_wrong_numbers_are_told_with_what_was_struck_and_done() -> None:
     assert "node-1 quarantined, a spare took over" in shown
     assert "iteration 30" in shown
     assert "replicas differ" in shown
+
+
+def test_a_notice_to_leave_is_told_with_what_was_kept() -> None:
+    """When it was noticed, after which iteration all left, with which exit codes, and where the next job went on."""
+    assert json.loads(GOOD.to_json())["preemption"] is None
+    outcome = dataclasses.replace(GOOD, leaving=LEFT)
+    told = json.loads(outcome.to_json())["preemption"]
+    assert (told["rank"], told["noticed_after_s"], told["iteration"], told["ranks_that_saved"]) == (2, 0.002, 92, 4)
+    assert (told["exit_code"], told["resumed_at"], told["lost_iterations"]) == (75, 92, 0)
+    assert (told["next_exit_code"], told["tiers"]) == (0, {"local": 4})
+    shown = text(outcome)
+    for part in ("told to leave", "all ranks saved", "iteration 92", "exit code 75", "2 ms", "3.20 s", "in 2 jobs"):
+        assert part in shown
+    apart = dataclasses.replace(LEFT, left_at={0: 92, 1: 93}, run_exit_codes=(1, 75), resumed_at={})
+    shown = text(dataclasses.replace(GOOD, leaving=apart))
+    assert "did not leave" in shown
+    assert "1 or 75" in shown
+    assert json.loads(dataclasses.replace(GOOD, leaving=apart).to_json())["preemption"]["exit_code"] is None
 
 
 def test_the_table_tells_each_incident_and_the_comparison() -> None:

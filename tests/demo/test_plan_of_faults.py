@@ -16,7 +16,7 @@ DRAWN = {Deed.KILL, Deed.STOP, Deed.LOSE, Deed.FLIP}
 
 def restarts(seed: int, shape: Shape) -> list[Fault]:
     """Return the faults that cost a restart."""
-    return [fault for fault in draw_faults(seed, shape) if fault.deed != Deed.NAN]
+    return [fault for fault in draw_faults(seed, shape) if fault.deed not in (Deed.NAN, Deed.LEAVE)]
 
 
 @st.composite
@@ -33,11 +33,12 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @given(st.integers(0, 2**32), shapes())
 def test_each_fault_once_with_a_victim_that_exists(seed: int, shape: Shape) -> None:
-    """One of each kind, on a rank or a node of the world, the spoiled node last; the same seed draws the same."""
+    """One of each kind, on a rank or a node of the world, the notice to leave last; the same seed draws the same."""
     faults = draw_faults(seed, shape)
     assert len(faults) == NUM_FAULTS
     assert {fault.deed for fault in faults} == set(Deed)
-    assert faults[-1].deed == Deed.SPOIL
+    assert faults[-1].deed == Deed.LEAVE
+    assert restarts(seed, shape)[-1].deed == Deed.SPOIL
     assert [fault.iteration for fault in faults] == sorted(fault.iteration for fault in faults)
     for fault in faults:
         if fault.deed.loses_node:
@@ -85,6 +86,14 @@ def test_the_nan_comes_clearly_after_a_restart_and_before_the_next(seed: int, sh
             assert nan.iteration // interval >= fault.iteration // interval + 2
         else:
             assert nan.iteration // interval < fault.iteration // interval
+
+
+@given(st.integers(0, 2**32), shapes())
+def test_the_notice_to_leave_comes_a_while_before_the_end(seed: int, shape: Shape) -> None:
+    """A generation after the last restart's fault at least, and one before the end: all go on, and leave, and go on."""
+    *_, last, leave = draw_faults(seed, shape)
+    assert leave.iteration >= last.iteration + shape.save_interval
+    assert leave.iteration <= shape.iterations - shape.save_interval
 
 
 def test_seeds_draw_other_orders_victims_and_moments() -> None:

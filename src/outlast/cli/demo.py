@@ -39,9 +39,9 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     """
     from rich.console import Console
 
-    from outlast.demo.outcome import render
     from outlast.demo.plan import Shape
     from outlast.demo.show import perform
+    from outlast.demo.tables import render
     from outlast.demo.view import LiveView, PlainView, SilentView, View
 
     console = Console(highlight=False)

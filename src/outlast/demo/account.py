@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from outlast.demo.sources import Sources, find_sources, newest_global
-from outlast.demo.strikes import Strike, find_strikes, kind_of
+from outlast.demo.strikes import Strike, find_strikes, kind_of, split_jobs
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.policy.rerun import Diagnosis, JsonNumber
 
@@ -75,25 +75,27 @@ class _Decision:
 
 def account_for(events: Sequence[Event]) -> tuple[Account, ...]:
     """Return a row for each incident that something was done about, in their order."""
-    return tuple(_row(decision, events) for decision in _decisions(events))
+    return tuple(_row(decision, job) for job in split_jobs(events) for decision in _decisions(job))
 
 
 def unnoticed(events: Sequence[Event]) -> tuple[str, ...]:
     """Return the faults that no verdict names, each in one line."""
+    return tuple(line for job in split_jobs(events) for line in _unnoticed(job))
+
+
+def count_cycles(events: Iterable[Event]) -> int:
+    """Return how many cycles had workers, over all jobs."""
+    return len({(event.job, event.cycle) for event in events if event.kind == EventKind.CYCLE_STARTED})
+
+
+def _unnoticed(events: Sequence[Event]) -> Iterator[str]:
     decisions = _decisions(events)
-    lines = []
     for strike in find_strikes(events):
         if not any(decision.strike == strike for decision in decisions):
             others = (one for one in decisions if one.event.cycle == strike.cycle and one.strike is None)
             taken_for = next((one.verdict.reason for one in others), "nothing")
             told = f"{strike.fault}, {strike.target}, in cycle {strike.cycle}"
-            lines.append(f"{told}, was not noticed as {strike.expected} but taken for: {taken_for}")
-    return tuple(lines)
-
-
-def count_cycles(events: Iterable[Event]) -> int:
-    """Return how many cycles had workers."""
-    return len({event.cycle for event in events if event.kind == EventKind.CYCLE_STARTED})
+            yield f"{told}, was not noticed as {strike.expected} but taken for: {taken_for}"
 
 
 def _decisions(events: Sequence[Event]) -> list[_Decision]:

@@ -16,8 +16,10 @@ _LEAD = 2
 _GAP = 3
 """Generations between two of them. A restart goes back by two at most (the newest may not be committed when the fault
 strikes), so that at least one newer than what was restored lies before the next, and one in the global tier too."""
+_CALM = 2
+"""Generations from the last fault that costs a restart to the moment when a rank is told to leave."""
 _TAIL = 2
-"""Generations after the last fault."""
+"""Generations after that."""
 _GLOBAL_EVERY = 2
 """Of the saves, those that also go to the global tier."""
 
@@ -32,11 +34,13 @@ class Deed(StrEnum):
     """A byte is flipped before in every copy that other nodes hold."""
     NAN = "NaN in an activation"
     FLIP = "bit flip in a weight"
+    LEAVE = "SIGTERM of a rank"
+    """A notice, as before a preemption: all ranks save and leave, and another job goes on."""
 
     @property
-    def expected(self) -> IncidentKind:
-        """The incident that it should be noticed as."""
-        return _EXPECTED[self]
+    def expected(self) -> IncidentKind | None:
+        """The incident that it should be noticed as; ``None``: it is to be none."""
+        return _EXPECTED.get(self)
 
     @property
     def loses_node(self) -> bool:
@@ -65,8 +69,9 @@ _EXPECTED = {
 _DRAWN = (Deed.KILL, Deed.STOP, Deed.LOSE, Deed.FLIP)
 _LAST = _LEAD + _GAP * len(_DRAWN) + 1
 """Generations before the last fault, at least: so many that the newest is not in the global tier."""
-NUM_FAULTS = len(_DRAWN) + 2
-"""Four in any order and a lost node whose ranks' copies are bad, which cost a restart each; a NaN, which costs none."""
+NUM_FAULTS = len(_DRAWN) + 3
+"""Four in any order and a lost node whose ranks' copies are bad, which cost a restart each; a NaN, which costs none;
+and at the end a notice to leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +110,16 @@ class Fault:
 
 def least_iterations(save_interval: int) -> int:
     """Return how many iterations the faults need at least."""
-    return (_LAST + _TAIL) * save_interval
+    return (_LAST + _CALM + _TAIL) * save_interval
 
 
 def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
     """Return one fault of each kind, in the order in which they strike.
 
     Order, victims and iterations depend on the arguments alone. No fault strikes at the iteration of a save, so that
-    each restart costs something. The lost node with spoiled copies is the last, after a generation that is on the nodes
-    alone, so that all ranks have to go back further than to the newest. The NaN comes a generation before one of the
-    others, or two.
+    each restart costs something. The lost node with spoiled copies is the last that costs one, after a generation that
+    is on the nodes alone, so that all ranks have to go back further than to the newest. The NaN comes a generation
+    before one of the others, or two. The notice to leave comes at the end.
 
     Raises:
         ConfigError: There are too few iterations for the faults.
@@ -134,7 +139,7 @@ def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
     *earlier, latest = shifts
     generations = [*(_LEAD + _GAP * index + shift for index, shift in enumerate(earlier)), _LAST + latest]
     before_nan = numbers.choice(generations) - 1
-    drawn = [*zip(deeds, generations, strict=True), (Deed.NAN, before_nan)]
+    drawn = [*zip(deeds, generations, strict=True), (Deed.NAN, before_nan), (Deed.LEAVE, generations[-1] + _CALM)]
     faults = [_draw_fault(numbers, deed, generation, shape) for deed, generation in drawn]
     return tuple(sorted(faults, key=lambda fault: fault.iteration))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outlast.demo.plan import Deed, Fault
 from outlast.incidents import Event, EventKind, Rung
@@ -39,11 +39,17 @@ class Scene:
     """The newest that rank 0 printed."""
     running: tuple[str, ...] = ()
     """Nodes whose agent runs."""
+    of_job: Sequence[Event] = field(init=False, repr=False, compare=False)
+    """The events of the newest job that has had workers; all, before there are any."""
+
+    def __post_init__(self) -> None:
+        job = next((event.job for event in reversed(self.events) if event.kind == EventKind.CYCLE_STARTED), None)
+        object.__setattr__(self, "of_job", [event for event in self.events if job in (None, event.job)])
 
     @property
     def cycle(self) -> int:
-        """The newest cycle that has workers; -1 = none yet."""
-        cycles = (event.cycle for event in self.events if event.kind == EventKind.CYCLE_STARTED)
+        """The newest cycle that has workers, of the newest job; -1 = none yet."""
+        cycles = (event.cycle for event in self.of_job if event.kind == EventKind.CYCLE_STARTED)
         return max((cycle for cycle in cycles if cycle is not None), default=-1)
 
     @property
@@ -52,7 +58,7 @@ class Scene:
         cycle = self.cycle
         on_boards = [one.iteration for one in self.ranks if one.cycle == cycle]
         kinds = (EventKind.RESTORED, EventKind.PROGRESS, EventKind.SESSION_ENDED)
-        written = [event.iteration or 0 for event in self.events if event.kind in kinds and event.cycle == cycle]
+        written = [event.iteration or 0 for event in self.of_job if event.kind in kinds and event.cycle == cycle]
         return max([*on_boards, *written], default=0)
 
     @property
@@ -65,8 +71,8 @@ class Scene:
     def spares(self) -> tuple[str, ...]:
         """Nodes that have joined, carry no rank in the newest cycle, and may get a slot."""
         cycle = self.cycle
-        joined = {event.data["name"] for event in self.events if event.kind == EventKind.NODE_JOINED}
-        started = (event for event in self.events if event.kind == EventKind.CYCLE_STARTED)
+        joined = {event.data["name"] for event in self.of_job if event.kind == EventKind.NODE_JOINED}
+        started = (event for event in self.of_job if event.kind == EventKind.CYCLE_STARTED)
         others = {event.node for event in started if event.cycle == cycle} | self.quarantined
         return tuple(node for node in self.running if node in joined and node not in others)
 
@@ -100,7 +106,7 @@ class Scene:
             tier: Committed to this tier; ``None`` = to any.
         """
         ranks: dict[int, set[int | None]] = {}
-        for event in self.events:
+        for event in self.of_job:
             if event.kind != EventKind.SAVE_COMMITTED or event.cycle != cycle:
                 continue
             if (tier is None or tier in event.data["tiers"]) and (generation := _generation(event)) is not None:
@@ -109,7 +115,7 @@ class Scene:
 
     def restored(self, cycle: int) -> int:
         """Return the iteration that a cycle went on from; 0 = it began anew."""
-        found = (e.iteration for e in self.events if e.kind == EventKind.RESTORED and e.cycle == cycle)
+        found = (e.iteration for e in self.of_job if e.kind == EventKind.RESTORED and e.cycle == cycle)
         return max((iteration for iteration in found if iteration is not None), default=0)
 
     def holder(self, slot: int) -> str:
@@ -118,16 +124,16 @@ class Scene:
         Raises:
             LookupError: None does.
         """
-        for event in reversed(self.events):
+        for event in reversed(self.of_job):
             is_start = event.kind == EventKind.CYCLE_STARTED and event.cycle == self.cycle
             if is_start and event.data.get("node_rank") == slot:
                 return event.node
         raise LookupError(f"no node holds slot {slot}")
 
     def ranks_by_node(self) -> dict[str, tuple[int, ...]]:
-        """Return the nodes that carry ranks in the newest cycle, with their ranks."""
+        """Return the nodes that carry ranks in the newest cycle, or did in the last one, with their ranks."""
         cycle = self.cycle
-        started = (event for event in self.events if event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle)
+        started = (event for event in self.of_job if event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle)
         return {event.node: tuple(event.data["ranks"]) for event in started}
 
 
@@ -144,7 +150,7 @@ def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int, nu
     cycle = scene.cycle
     if cycle <= after_cycle:
         return False
-    if any(event.kind == EventKind.VERDICT and (event.cycle or 0) >= cycle for event in scene.events):
+    if any(event.kind == EventKind.VERDICT and (event.cycle or 0) >= cycle for event in scene.of_job):
         return False  # it is ending for another reason
     here = [one for one in scene.ranks if one.cycle == cycle]
     if len(here) < world_size or any(one.iteration < fault.iteration for one in here):
@@ -152,6 +158,8 @@ def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int, nu
     coming = [other for other in numeric if not scene.is_judged(other)]
     if any(scene.iteration >= other.iteration - _MARGIN for other in coming):
         return False  # a restart now would wipe out what it did, or is about to do
+    if fault.deed == Deed.LEAVE:
+        return True
     if fault.deed.needs_spare and len(scene.spares) <= sum(other.deed.needs_spare for other in coming):
         return False  # nobody could take its place, or that of one who comes for sure
     tier = "global" if fault.deed == Deed.SPOIL else None

@@ -15,6 +15,7 @@ from outlast import clock
 from outlast.demo.account import account_for, count_cycles, unnoticed
 from outlast.demo.claims import unkept
 from outlast.demo.example import find_example
+from outlast.demo.leaving import find_leaving, unkept_of_leaving
 from outlast.demo.outcome import Outcome, differences
 from outlast.demo.plan import Fault, Shape, draw_faults
 from outlast.demo.scene import Scene, is_time
@@ -93,6 +94,7 @@ def _run_both(
     if not problems:
         events = _play(second, f"With faults: {size} + {_NUM_SPARES} spare nodes", faults, view, problems, on_failure)
         problems += [*unnoticed(events), *unkept(account_for(events))]
+        problems += unkept_of_leaving(find_leaving(events), world_size=shape.world_size)
     undisturbed, struck = _read_result(first.result_path), _read_result(second.result_path)
     if undisturbed and struck and (unequal := differences(undisturbed, struck)):
         problems.append(f"the results differ in {', '.join(unequal)}")
@@ -101,6 +103,7 @@ def _run_both(
         undisturbed=undisturbed,
         struck=struck,
         incidents=account_for(events),
+        leaving=find_leaving(events),
         cycles=count_cycles(events),
         wall_s=clock.now_s() - started_s,
         problems=tuple(problems),
@@ -146,11 +149,16 @@ def _follow(stage: Stage, faults: tuple[Fault, ...], view: View) -> list[Fault]:
         running = stage.running  # asked before the look: nothing is missed
         scene: Scene = stage.look()
         world_size = stage.shape.world_size
-        if pending and is_time(pending[0], scene, world_size=world_size, after_cycle=struck_cycle, numeric=numeric):
-            stage.strike(pending.pop(0), scene)
+        is_due = bool(pending) and is_time(
+            pending[0], scene, world_size=world_size, after_cycle=struck_cycle, numeric=numeric
+        )
+        if is_due and stage.strike(pending[0], scene):
+            pending.pop(0)
             struck_cycle = scene.cycle
         view.show(scene)
-        if not running:
+        if not running and stage.may_resume:
+            stage.resume(scene)
+        elif not running:
             return [*pending, *(fault for fault in numeric if not scene.has_struck(fault))]
         if clock.now_s() > deadline_s:
             raise DeadlineExceeded(f"the training did not end within {limit_s:.0f} s")

@@ -6,16 +6,20 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
+from outlast import clock
 from outlast.demo.copies import Spoiler, find_copies
 from outlast.demo.plan import Deed, Fault, Shape
 from outlast.demo.scene import RankScene, Scene
 from outlast.demo.settings import write_settings
-from outlast.errors import OutlastError
+from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import Event, EventKind
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal, read_journal
@@ -26,6 +30,7 @@ __all__ = ["Stage"]
 _LOSS = re.compile(r"^iteration\s+\d+\s+loss\s+([-+.\w]+)", re.MULTILINE)
 _TAIL_LINES = 25
 _END_S = 5.0
+_STOP_S = 1.0
 TIMEOUTS = (
     "--ft-rank_section_timeouts=setup:60,step:3,checkpointing:30",
     "--ft-rank_out_of_section_timeout=30",
@@ -72,6 +77,9 @@ class Stage:
         self._problems: list[str] = []
         self._events: list[Event] = []
         self._sizes: dict[str, int] = {}
+        self._leaving: tuple[Agent, ...] = ()
+        """Those whose run was told to leave."""
+        self._was_resumed = False
         self._journal: Journal | None = None
         self._cluster = Cluster(
             script,
@@ -126,15 +134,39 @@ class Stage:
             running=tuple(agent.name for agent in self._cluster.agents if agent.running),
         )
 
-    def strike(self, fault: Fault, scene: Scene) -> None:
-        """Cause a fault from outside, and write into the journal that and when it was caused."""
+    def strike(self, fault: Fault, scene: Scene) -> bool:
+        """Cause a fault from outside, and write into the journal that and when it was caused.
+
+        Returns:
+            Whether it was caused: a rank is not stopped in the moments between two steps. Then try again.
+        """
         if fault.deed.loses_node:
             assert fault.slot is not None
             self._lose(scene.holder(fault.slot), fault, scene)
-            return
+            return True
         victim = next(one for one in scene.ranks if one.rank == fault.rank and one.cycle == scene.cycle)
+        if fault.deed == Deed.STOP:
+            if not self._stop(victim):
+                return False
+            self._note(fault, scene, node=victim.node, pid=victim.pid)
+            return True
         self._note(fault, scene, node=victim.node, pid=victim.pid)
-        os.kill(victim.pid, signal.SIGKILL if fault.deed == Deed.KILL else signal.SIGSTOP)
+        if fault.deed == Deed.LEAVE:
+            self._leaving = tuple(agent for agent in self._cluster.agents if agent.running)
+        os.kill(victim.pid, signal.SIGTERM if fault.deed == Deed.LEAVE else signal.SIGKILL)
+        return True
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether the run was told to leave, has left with its state saved, and can be started again."""
+        left = bool(self._leaving) and all(_exit_code(agent) == ExitReason.PREEMPTED for agent in self._leaving)
+        return left and not self._was_resumed
+
+    def resume(self, scene: Scene) -> None:
+        """Start the run again: another job, on the nodes that had ranks when it was left."""
+        self._was_resumed = True
+        for node in sorted(scene.ranks_by_node()):
+            self._cluster.add_node(node)
 
     def problems(self) -> list[str]:
         """Return what went wrong with the processes, once all agents ended; empty = nothing.
@@ -143,9 +175,10 @@ class Stage:
         """
         found = list(self._problems)
         for agent in self._cluster.agents:
-            code = agent.wait(0)
-            if code != 0 and agent.name not in self.killed:
-                found.append(f"the agent of {agent.name} ended with exit code {code}")
+            expected = ExitReason.PREEMPTED if agent in self._leaving else ExitReason.FINISHED
+            if (code := agent.wait(0)) != expected and agent.name not in self.killed:
+                instead = "" if expected == ExitReason.FINISHED else f" instead of {expected}"
+                found.append(f"the agent of {agent.name} ended with exit code {code}{instead}")
         try:
             self._cluster.assert_no_orphans(within_s=_END_S)
         except AssertionError as error:
@@ -162,6 +195,18 @@ class Stage:
     def tails(self) -> str:
         """Return the end of every agent's output."""
         return "\n".join(agent.tail(_TAIL_LINES) for agent in self._cluster.agents)
+
+    def _stop(self, victim: RankScene) -> bool:
+        """Stop a rank's process within a step, whose timeout is short; return whether it is stopped."""
+        os.kill(victim.pid, signal.SIGSTOP)
+        process, deadline_s = psutil.Process(victim.pid), clock.now_s() + _STOP_S
+        while process.status() != psutil.STATUS_STOPPED and clock.now_s() < deadline_s:
+            time.sleep(0.001)
+        now = (one for one in _read_boards(self._cluster.agent(victim.node)) if one.pid == victim.pid)
+        if any(one.section.startswith("step") for one in now):
+            return True
+        os.kill(victim.pid, signal.SIGCONT)
+        return False
 
     def _lose(self, name: str, fault: Fault, scene: Scene) -> None:
         """Lose a node with all that it holds: its processes, with the memory of its writer, and its disk."""
@@ -217,6 +262,10 @@ class Stage:
                 losses = _LOSS.findall(self._cluster.agent(event.node).output())
                 return float(losses[-1]) if losses else None
         return None
+
+
+def _exit_code(agent: Agent) -> int | None:
+    return None if agent.running else agent.wait(0)
 
 
 def _read_boards(agent: Agent) -> Iterator[RankScene]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from outlast.demo.sources import count_bytes
+from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind, Incident, Rung, Verdict
 
 __all__ = ["tell"]
@@ -29,6 +30,14 @@ def tell(event: Event) -> str | None:
         case EventKind.VERDICT:
             verdict = msgspec.convert(data["verdict"], Verdict)
             return f"decided: {verdict.reason}" if verdict.rung != Rung.STOP or verdict.exit_code else None
+        case EventKind.NOTICE:
+            who = event.node if event.rank is None else f"rank {event.rank}"
+            why = data.get("reason") or f"signal {data['signal']}"
+            return f"noticed by {who}: told to leave ({why})"
+        case EventKind.SESSION_ENDED if data["exit_code"] == ExitReason.PREEMPTED:
+            return f"rank {event.rank}: saved, and left after iteration {event.iteration} with exit code 75"
+        case EventKind.JOB_ENDED if data["exit_code"] == ExitReason.PREEMPTED:
+            return f"{event.node}: the job is over, exit code 75"
         case EventKind.RESTORED:
             read = sum(data["bytes_read"].values())
             return f"rank {event.rank}: restored iteration {event.iteration} from {data['tier']}, {count_bytes(read)}"

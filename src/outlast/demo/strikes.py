@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from outlast.demo.plan import Deed
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
 
-__all__ = ["Strike", "find_strikes", "kind_of"]
+__all__ = ["Strike", "find_strikes", "kind_of", "split_jobs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,22 @@ def kind_of(incident: Incident) -> IncidentKind:
     return IncidentKind.INVALID_RESULT if "diagnosis" in incident.evidence else incident.kind
 
 
+def split_jobs(events: Iterable[Event]) -> list[list[Event]]:
+    """Return the events of each job of the run, the first job first: cycles are numbered anew in each."""
+    jobs: dict[str, list[Event]] = {}
+    for event in events:
+        jobs.setdefault(event.job, []).append(event)
+    return list(jobs.values())
+
+
 def find_strikes(events: Iterable[Event]) -> list[Strike]:
-    """Return all strikes, by time."""
-    struck = (event for event in events if event.kind == EventKind.FAULT_SIMULATED)
+    """Return all strikes that are to be noticed as incidents that something is done about, by time."""
+    struck = (event for event in events if event.kind == EventKind.FAULT_SIMULATED and _is_incident(event))
     return sorted((_strike(event) for event in struck), key=lambda strike: strike.at_ns)
+
+
+def _is_incident(event: Event) -> bool:
+    return event.data["fault"] not in [deed for deed in Deed if deed.expected is None]
 
 
 def _strike(event: Event) -> Strike:
