@@ -52,6 +52,9 @@ class Config:
     replica_digest: ReplicaDigestConfig | None = None
     """How often the replicas of a data-parallel group are compared; none = never."""
 
+    straggler_detection: StragglerDetectionConfig | None = None
+    """Whether slow ranks are looked for, and what follows when one is found; none = they are not."""
+
     in_process: bool = False
     """The session is made within a function that ``outlast.inprocess.Wrapper`` calls, and is left with it at each
     restart in process; on, too, where ``in_process_restart.enabled`` is."""

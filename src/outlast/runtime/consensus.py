@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from outlast import clock
 from outlast.runtime.dissemination import Dissemination
 
 __all__ = ["Consensus"]
@@ -38,6 +39,8 @@ class Consensus:
         assert questions, "ask at least one question"
         assert len(set(questions)) == len(questions), "a question is asked twice"
         self.questions = tuple(questions)
+        self.waited_s = 0.0
+        """How long this rank has waited for others in :meth:`finish` and :meth:`agree`, in all."""
         self._ranks = (
             Dissemination.open(timeout_s=timeout_s) if world_size > 1 else Dissemination((), (), timeout_s=timeout_s)
         )
@@ -62,7 +65,7 @@ class Consensus:
         Collective: once a step on every rank, after :meth:`begin`.
         Blocks: until all ranks have begun the same step; up to the timeout.
         """
-        return dict(zip(self.questions, self._ranks.finish(), strict=True))
+        return dict(zip(self.questions, self._wait(), strict=True))
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """Return the largest of all ranks' numbers, one by one, at once.
@@ -74,7 +77,7 @@ class Consensus:
         Blocks: until all ranks have come; up to the timeout.
         """
         self._ranks.start(values)
-        return self._ranks.finish()
+        return self._wait()
 
     @property
     def pending(self) -> bool:
@@ -85,3 +88,10 @@ class Consensus:
         """Leave, however the peers fare: those that wait for this rank fail. Idempotent. Blocks: never."""
         self._ranks.cut()
         self._ranks.close()
+
+    def _wait(self) -> list[int]:
+        begin_ns = clock.now_ns()
+        try:
+            return self._ranks.finish()
+        finally:
+            self.waited_s += (clock.now_ns() - begin_ns) / 1e9

@@ -24,6 +24,7 @@ from outlast.session.place import as_initialised, is_initialised, say_what_is_of
 from outlast.session.pulse import Pulse
 from outlast.session.resuming import Resuming
 from outlast.session.saves import Saves
+from outlast.session.slow_ranks import SlowRanks
 
 if TYPE_CHECKING:
     from outlast.chaos import ArmedFaults
@@ -54,6 +55,7 @@ class Equipment:
         self.place = dataclasses.replace(as_initialised(place), run_dir=place.run_dir or config.run_dir)
         self.saves: Saves | None = None
         self.replicas: ReplicaWatch | None = None
+        self.slow_ranks: SlowRanks | None = None
         self._world: Group | None = None
         self._is_closed = False
         self._enclosure = Enclosure(config)
@@ -79,12 +81,14 @@ class Equipment:
 
     def section(self, name: str) -> AbstractContextManager[None]:
         """Return a section of the session's own, in which restarts in process have no deadlines."""
-        return self._enclosure.section(self.monitor, name)
+        section = self._enclosure.section(self.monitor, name)
+        return section if self.slow_ranks is None else self.slow_ranks.left_out(section)
 
     def wishes(self) -> dict[str, int]:
-        """Return what this rank asks all ranks for: to leave on a signal, and to save after the step."""
+        """Return what this rank asks all ranks for: to leave on a notice, to save after the step, to be compared."""
         save = self.saves.wish(self.iteration) if self.saves is not None else 0
-        return {"stop": self.departure.asked(), "save": save}
+        report = self.slow_ranks.wish() if self.slow_ranks is not None else 0
+        return {"stop": self.departure.asked(), "save": save, "report": report}
 
     def write_end(self, code: int) -> None:
         """Write to the journal with which exit code the session ends."""
@@ -151,7 +155,9 @@ class Equipment:
         """Open what all ranks open together."""
         if self.place.world_size > 1 and not is_initialised():
             self._world = connect_world(self.place)
-        self.consensus = Consensus(["stop", "save"], world_size=self.place.world_size)
+        self.consensus = Consensus(["stop", "save", "report"], world_size=self.place.world_size)
+        if config.straggler_detection is not None and config.straggler_detection.enabled:
+            self.slow_ranks = SlowRanks(config.straggler_detection, self.place, self.journal, self.consensus)
         if config.checkpoint is not None:
             self.saves = Saves(
                 config.checkpoint, self.place, self.journal, self.monitor, partial(self.section, "checkpointing")
@@ -192,6 +198,8 @@ class Equipment:
         atexit.unregister(self._at_exit)
         if self.replicas is not None:
             self.replicas.close()
+        if self.slow_ranks is not None:
+            self.slow_ranks.close()
         if hasattr(self, "consensus"):
             self.consensus.close()
         if self._world is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from outlast.runtime.consensus import Consensus
 from outlast.session.attempts import Attempts
+from outlast.session.slow_ranks import SlowRanks
 
 __all__ = ["Rounds"]
 
@@ -17,18 +18,28 @@ class Rounds:
         consensus: How the ranks agree.
         attempts: Their own reduction carries the wishes where it comes anyway.
         wishes: What this rank asks all ranks for, by name.
+        slow_ranks: Times the steps; ``None`` = nobody does.
 
     Thread: that of the training loop.
     """
 
-    def __init__(self, consensus: Consensus, attempts: Attempts, wishes: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(
+        self,
+        consensus: Consensus,
+        attempts: Attempts,
+        wishes: Callable[[], Mapping[str, int]],
+        slow_ranks: SlowRanks | None = None,
+    ) -> None:
         self._consensus, self._attempts, self._wishes = consensus, attempts, wishes
+        self._slow_ranks = slow_ranks
 
     def begin(self, iteration: int) -> None:
         """Begin a step. Collective: all ranks. Blocks: never."""
         self._attempts.begin_step(iteration)
         if not self._attempts.carries_wishes:
             self._consensus.begin(self._wishes())
+        if self._slow_ranks is not None:
+            self._slow_ranks.begin_step(iteration)
 
     def finish(self) -> dict[str, int]:
         """Return what all ranks agreed on in the step.
@@ -39,6 +50,14 @@ class Rounds:
         Collective: all ranks, after :meth:`begin`.
         Blocks: until all ranks have begun the step.
         """
+        if self._slow_ranks is None:
+            return self._finish()
+        self._slow_ranks.end_step()
+        agreed = self._finish()
+        self._slow_ranks.note_wait()
+        return agreed
+
+    def _finish(self) -> dict[str, int]:
         agreed = self._attempts.take_agreed()
         if self._consensus.pending:
             return self._consensus.finish()

@@ -61,7 +61,7 @@ class Session:
         self._place, self._monitor = has.place, has.monitor
         self._departure, self._pulse, self._faults = has.departure, has.pulse, has.faults
         self._attempts, self._saves = has.attempts, has.saves
-        self._rounds = Rounds(has.consensus, has.attempts, has.wishes)
+        self._rounds = Rounds(has.consensus, has.attempts, has.wishes, has.slow_ranks)
 
     @property
     def iteration(self) -> int:
@@ -91,9 +91,12 @@ class Session:
     def section(self, name: str) -> SectionTimer:
         """Return a context manager, also usable as a decorator, that names what the code within does.
 
-        A section has a timeout of its own (``rank_section_timeouts``); sections nest.
+        A section has a timeout of its own (``rank_section_timeouts``); sections nest. With ``straggler_detection`` its
+        time within a step is compared with that of the other ranks, other than that of ``checkpointing``, ``setup``,
+        ``evaluation`` and ``validation``, which are left out.
         """
-        return self._monitor.section(name)
+        section = self._monitor.section(name)
+        return section if self._has.slow_ranks is None else self._has.slow_ranks.timed(name, section)
 
     def steps(
         self,
@@ -116,6 +119,8 @@ class Session:
         exit code is 75 then, too, and a line says which iterations are lost. Without any saved generation to go on
         from the exit code is 128 plus the signal's number.
         ``SystemExit(17)`` (``ExitReason.FAILED_VALIDATION``) says that every generation led to invalid results.
+        ``SystemExit(18)`` (``ExitReason.STRAGGLER``) says that a rank is so slow that its node is to be replaced, with
+        ``straggler_detection.stop_if_detected``; the state is saved as for a notice.
         Before the first iteration a notice waits for that one's end; after the last, a signal ends the process.
 
         ``break`` leaves the loop without a save; an exception in the body passes through untouched.
@@ -134,7 +139,8 @@ class Session:
         Raises:
             CheckpointError: Saving failed too often in a row.
             PeerLost: A peer left or did not reach the step's end in time.
-            SystemExit: The run was told to leave, there is no generation left to trust, or replicas differ.
+            SystemExit: The run was told to leave, there is no generation left to trust, replicas differ, or a rank is
+                slow.
 
         Collective: all ranks, with the same ``total``.
         Blocks: at the end of each step until all ranks have begun it.
@@ -150,6 +156,8 @@ class Session:
                 self._has.replicas = ReplicaWatch(
                     self.config.replica_digest, state, replicas, self._place, self._has.journal
                 )
+            if self._has.slow_ranks is not None:
+                self._has.slow_ranks.watch(state)
         try:
             while self._has.iteration < total:
                 if self._faults is not None:
@@ -160,6 +168,8 @@ class Session:
                 agreed = self._end_step()
                 if agreed["stop"] and self._has.iteration < total:
                     self._leave(state)
+                if agreed["report"]:
+                    self._report_slow_ranks(state, is_last=self._has.iteration >= total)
                 self._between_steps(state, agreed["save"], is_last=self._has.iteration >= total)
         except GeneratorExit:
             if self._saves is not None:
@@ -314,6 +324,18 @@ class Session:
     def _leave(self, state: Mapping[str, Any]) -> None:
         """Save if there is where to, as far as there is time, and raise SystemExit; all ranks agreed to leave."""
         self._departure.start_leaving()
+        self._save_to_leave(state)
+        code = self._departure.exit_code()
+        log.log(
+            logging.INFO if code == ExitReason.PREEMPTED else logging.WARNING,
+            "%s; exiting with code %d",
+            self._departure.describe_loss(),
+            code,
+        )
+        self._exit(code)
+
+    def _save_to_leave(self, state: Mapping[str, Any]) -> None:
+        """Save if there is where to, as far as there is time; all ranks agreed to leave."""
         self._attempts.finish()
         self._check_replicas(saves=self._saves is not None)
         iteration = self._has.iteration
@@ -328,14 +350,19 @@ class Session:
                     log.warning("the save of iteration %d is given up", iteration)
             except (CheckpointError, DeadlineExceeded, PeerLost) as error:  # a peer may have given it up
                 log.error("the save of iteration %d failed: %s", iteration, error)
-        code = self._departure.exit_code()
-        log.log(
-            logging.INFO if code == ExitReason.PREEMPTED else logging.WARNING,
-            "%s; exiting with code %d",
-            self._departure.describe_loss(),
-            code,
-        )
-        self._exit(code)
+
+    def _report_slow_ranks(self, state: Mapping[str, Any], *, is_last: bool) -> None:
+        """Compare the ranks; leave with all of them if one is so slow that its node is to be replaced."""
+        slow_ranks = self._has.slow_ranks
+        if slow_ranks is None:
+            raise OutlastError(
+                "straggler_detection is on for another rank and off for this one; give all ranks the same"
+            )
+        report = slow_ranks.report()
+        if report.should_stop and not is_last:
+            slow_ranks.leave_word(report)
+            self._save_to_leave(state)
+            self._exit(ExitReason.STRAGGLER)
 
     def _check_replicas(self, *, saves: bool) -> None:
         """Compare the replicas if it is time to; if they differ, leave with all ranks, and save nothing."""

@@ -68,10 +68,10 @@ class Recorder:
         return self._indices[name]
 
     def enter(self, index: int) -> None:
-        """Begin a section, or waiting (:data:`_WAITING`)."""
+        """Begin a section, or waiting (:data:`_WAITING`); one within itself is part of the one around it."""
         if threading.get_ident() != self._thread:
             return
-        if self.active and not self._left_out:
+        if self.active and not self._left_out and not any(entry[0] == index for entry in self._stack):
             span = None
             if self._device is not None and (index < 0 or self._on_device[index]):
                 span = self._device.begin(index, self._span())
@@ -117,13 +117,15 @@ class Recorder:
 
     def begin_left_out(self) -> None:
         """Let what follows be nobody's own time, and time no section in it."""
-        self.enter(_LEFT_OUT)
-        self._left_out += 1
+        if threading.get_ident() == self._thread:
+            self.enter(_LEFT_OUT)
+            self._left_out += 1
 
     def end_left_out(self) -> None:
         """End what :meth:`begin_left_out` began."""
-        self._left_out -= 1
-        self.leave(_LEFT_OUT)
+        if threading.get_ident() == self._thread and self._left_out:
+            self._left_out -= 1
+            self.leave(_LEFT_OUT)
 
     def drop_open(self) -> None:
         """Forget what is open, as after an exception."""

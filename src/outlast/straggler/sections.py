@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class Section:
-    """Times what is within it: a context manager that may be nested in itself, and a decorator.
+    """Times what is within it: a context manager, and a decorator; within itself it is part of the one around it.
 
     One object serves every use of a section's name.
     """
