@@ -220,6 +220,19 @@ def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
         assert ranks[1].wait_end() == -signal.SIGKILL
 
 
+def test_stopped_reserve_is_ended_after_the_hard_timeout() -> None:
+    """Its monitor process kills it, nobody is disturbed, and nobody waits for it when a reserve is needed."""
+    with FakeRanks(4, active=2, soft_timeout_s=2.5, hard_timeout_s=3.5) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        ranks[2].send(signal.SIGSTOP)
+        assert ranks[2].wait_end() == -signal.SIGKILL
+        ranks[1].send(signal.SIGKILL)
+        order = ranks.go(1, but=(1, 2))
+        assert order["ranks"] == {"0": 0, "3": 1}
+        assert kinds(order) == {1: "died"}
+
+
 def test_rank_without_progress_is_interrupted_after_the_soft_timeout() -> None:
     """It is told to restart with all others, and stays."""
     with FakeRanks(3, active=3, soft_timeout_s=1.5, hard_timeout_s=8.0) as ranks:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import pytest
+
 from outlast.inprocess.messages import FaultKind
 from outlast.inprocess.monitor_task import MonitorTask
 from outlast.inprocess.page import Page, RankPhase
@@ -105,10 +107,27 @@ def test_order_to_leave_gives_no_extra_time() -> None:
     assert watch.look(s(13.0)) == (None, s(14.0))
 
 
-def test_nothing_is_enforced_outside_the_function() -> None:
-    """A reserve waits, and a rank cleans up, without a timeout of this watch."""
-    for phase in (RankPhase.WAITING, RankPhase.OUT, RankPhase.COMPLETED):
-        assert RankWatch(Words(phase=phase), TASK).look(s(1000.0)) == (None, None)
+OUTSIDE = (RankPhase.WAITING, RankPhase.OUT, RankPhase.COMPLETED)
+
+
+@pytest.mark.parametrize("phase", OUTSIDE)
+def test_main_thread_may_wait_outside_the_function(phase: RankPhase) -> None:
+    """A reserve waits, and a rank cleans up, as long as it takes, while the monitor thread beats."""
+    words = Words(phase=phase, progress_ns=s(10.0), beat_ns=s(999.0))
+    assert RankWatch(words, TASK).look(s(1000.0)) == (None, s(1003.0))
+
+
+@pytest.mark.parametrize("phase", OUTSIDE)
+def test_rank_stopped_outside_the_function_is_stuck_at_the_hard_timeout(phase: RankPhase) -> None:
+    """A reserve that is stopped could take nobody's place."""
+    words = Words(phase=phase, progress_ns=s(999.0), beat_ns=s(996.0))
+    watch = RankWatch(words, TASK)
+    assert watch.look(s(999.9)) == (None, s(1000.0))
+    found, _ = watch.look(s(1000.0))
+    assert isinstance(found, Stuck)
+    assert found.kind == FaultKind.HARD_TIMEOUT
+    watch.note_end()
+    assert watch.look(s(1000.0)) == (None, None)
 
 
 def test_pause_suspends_both_timeouts() -> None:

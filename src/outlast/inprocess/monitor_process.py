@@ -149,10 +149,14 @@ class MonitorProcess:
             case m.Connect() as order:
                 self._uplink.connect(order)
             case m.Reconnect() as known:
-                self._has_left = known.last_words is not None
+                if known.last_words is not None:
+                    self._has_left = True
+                    self._watch.note_end()
                 self._uplink.reconnect(known)
             case report:
-                self._has_left |= isinstance(report, m.Left)
+                if isinstance(report, m.Left):
+                    self._has_left = True
+                    self._watch.note_end()
                 self._uplink.report(report)
 
     def _on_death(self, _: int) -> None:
@@ -187,7 +191,9 @@ class MonitorProcess:
                 self._watch.note_leave(now_ns)
             case m.Finish() | m.Abort():
                 self._watch.note_leave(now_ns)
+                self._watch.note_end()
             case m.Expel():
+                self._watch.note_end()
                 self._expel()
         if not self._rank_is_gone:
             self._tell_rank(order)

@@ -67,6 +67,11 @@ class RankWatch:
         self._said_soft = -1
         self._went: tuple[int, int] | None = None
         self._told_to_leave_ns: int | None = None
+        self._is_over = False
+
+    def note_end(self) -> None:
+        """The rank is about to leave the wrapper, or has left: its monitor thread need not run any more."""
+        self._is_over = True
 
     def note_go(self, iteration: int, now_ns: int) -> None:
         """The rank was told to enter an iteration."""
@@ -99,12 +104,11 @@ class RankWatch:
             elif now_ns >= (due := self._went[1] + self._start_ns):
                 text = f"the function was not entered within {self._task.limits.barrier_timeout_s:g} s"
                 return Stuck(self._went[0], FaultKind.HARD_TIMEOUT, text), None
-            elif now_ns >= (silent_ns := page.beat_ns + self._hard_ns):
-                return Stuck(self._went[0], FaultKind.HARD_TIMEOUT, self._describe_silence(now_ns)), None
             else:
-                return None, min(due, silent_ns)
+                found, silent_ns = self._look_at_beat(self._went[0], now_ns, "before the function was entered")
+                return found, due if silent_ns is None else min(due, silent_ns)
         if phase not in _IN_FN:
-            return None, None
+            return self._look_at_beat(iteration, now_ns, "outside the function")
         if page.is_paused:
             return None, now_ns + self._soft_ns
         progress_ns = page.progress_ns
@@ -124,10 +128,16 @@ class RankWatch:
         # The monitor thread does not run either: it may come back (a long call that holds the interpreter's lock).
         return None, min(hard_ns, now_ns + self._fresh_ns // 4)
 
-    def _describe_silence(self, now_ns: int) -> str:
+    def _look_at_beat(self, iteration: int, now_ns: int, where: str) -> tuple[Stuck | None, int | None]:
+        """Judge a rank whose main thread may wait as long as it likes, such as a reserve: its monitor thread beats."""
+        if self._is_over:
+            return None, None
+        silent_ns = self._page.beat_ns + self._hard_ns
+        if now_ns < silent_ns:
+            return None, silent_ns
         since_s = (now_ns - self._page.beat_ns) / 1e9
-        text = f"no thread of it has run for {since_s:.1f} s before the function was entered; it was stopped, or held"
-        return text + f" the interpreter's lock (hard_timeout={self._task.hard_timeout_s:g})"
+        text = f"no thread of it has run for {since_s:.1f} s {where}; it was stopped, or held the interpreter's lock"
+        return Stuck(iteration, FaultKind.HARD_TIMEOUT, f"{text} (hard_timeout={self._task.hard_timeout_s:g})"), None
 
     def _describe(self, now_ns: int, *, hard: bool) -> str:
         since_s = (now_ns - self._page.progress_ns) / 1e9
