@@ -42,6 +42,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "RANK": str(self.rank), "WORLD_SIZE": str(task.initial_world_size)},
         )
         self.pid = self.process.pid
         self.said: list[dict[str, Any]] = []
@@ -116,9 +117,26 @@ def is_monitor(pid: int) -> bool:
 
 
 class FakeRanks:
-    """A world of fake ranks; a context manager that leaves nothing behind."""
+    """A world of fake ranks; a context manager that leaves nothing behind.
 
-    def __init__(self, num: int, *, active: int | None = None, log_dir: Path | None = None, **changes: Any) -> None:
+    Args:
+        num: Ranks.
+        active: Of these; ``None``: all.
+        log_dir: Of the monitor processes.
+        short_lived: A rank that is killed as soon as it has started its monitor process.
+        changes: Settings.
+    """
+
+    def __init__(
+        self,
+        num: int,
+        *,
+        active: int | None = None,
+        log_dir: Path | None = None,
+        short_lived: int | None = None,
+        **changes: Any,
+    ) -> None:
+        self._short_lived = short_lived
         limits = {name: changes.pop(name) for name in RestartLimits.__struct_fields__ if name in changes}
         self.children = []
         for rank in range(num):
@@ -146,8 +164,11 @@ class FakeRanks:
             addresses = []
             for child in self.children:
                 child.wait_for("started")
+                if child.rank == self._short_lived:
+                    child.send(signal.SIGKILL)
             for child in self.children:
-                addresses.append(child.wait_for("Listening")["address"])
+                is_alive = child.rank != self._short_lived
+                addresses.append(child.wait_for("Listening")["address"] if is_alive else "")
             self.hub = addresses[0]
         except BaseException:
             self.close()
@@ -161,7 +182,7 @@ class FakeRanks:
         return self.children[rank]
 
     def connect(self, *ranks: int, token: str = TOKEN) -> None:
-        for rank in ranks or range(len(self.children)):
+        for rank in ranks or set(range(len(self.children))) - {self._short_lived}:
             self[rank].tell(f"connect {self.hub} {token}")
 
     def go(self, iteration: int, *, but: tuple[int, ...] = (), timeout_s: float = TIMEOUT_S) -> dict[str, Any]:

@@ -114,8 +114,11 @@ class Hub:
         return clock.now_s() >= self._end_s or not (self._peers or len(self._absences))
 
     def serves_others(self, rank: int) -> bool:
-        """Return whether members other than this one are linked, or may come back."""
-        return any(other != rank for other in (*self._peers, *self._absences.ranks()))
+        """Return whether members other than this one are linked, or may come (back)."""
+        state = self._state
+        members = {} if state is None or state.end is not None else state.members
+        expected = [other for other, member in members.items() if not member.is_here]
+        return any(other != rank for other in (*self._peers, *self._absences.ranks(), *expected))
 
     def adopt(self, link: Link, join: m.Join) -> None:
         """Take a member in; its greeting was found to be genuine."""

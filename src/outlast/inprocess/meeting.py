@@ -9,6 +9,7 @@ import datetime
 import itertools
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from outlast import clock, env
@@ -44,19 +45,23 @@ class Meeting:
     Args:
         place: This worker's place.
         timeout_s: How long the others are waited for.
+        key: Of the meeting of a rank that cannot come itself; empty: another meeting.
     """
 
-    def __init__(self, place: env.WorkerEnv, *, timeout_s: float) -> None:
+    def __init__(self, place: env.WorkerEnv, *, timeout_s: float, key: str = "") -> None:
         self._place, self._timeout_s = place, timeout_s
         # The launcher's store outlives its cycles.
-        self._key = f"outlast/inprocess/{place.cycle}/{next(_ordinals)}"
+        self.key = key or f"outlast/inprocess/{place.cycle}/{next(_ordinals)}"
         self._store: Any = None
 
-    def meet(self, own: str) -> m.Connect:
-        """Return what to tell the monitor process.
+    def meet(self, own: str, tell: Callable[[m.Connect], None], *, known: m.Connect | None = None) -> None:
+        """Tell the monitor process where the hub is, and have the others told, if that is with it.
 
         Args:
             own: ``host port`` where this rank's monitor process listens.
+            tell: Called once. Initial rank 0's is told before the others are, so that it knows whom they look for
+                even if the rank dies.
+            known: What it was told already, for the others.
 
         Raises:
             ConfigError: It is not known where the ranks meet.
@@ -64,19 +69,21 @@ class Meeting:
 
         Blocks: until initial rank 0 has come; up to the timeout.
         """
+        ours = known or m.Connect(hub=own, token=secrets.token_hex(16))
         if self._place.world_size == 1:
-            return m.Connect(hub=own, token=secrets.token_hex(16))
+            return tell(ours)
+        if self._place.global_rank == 0:
+            tell(ours)
         self._store = self._open()
         try:
             if self._place.global_rank == 0:
-                connect = m.Connect(hub=own, token=secrets.token_hex(16))
-                self._store.set(self._key, f"{connect.hub} {connect.token}")
-                return connect
-            self._store.wait([self._key], datetime.timedelta(seconds=self._timeout_s))
-            host, port, token = self._store.get(self._key).decode().split(" ")
+                self._store.set(self.key, f"{ours.hub} {ours.token}")
+                return None
+            self._store.wait([self.key], datetime.timedelta(seconds=self._timeout_s))
+            host, port, token = self._store.get(self.key).decode().split(" ")
         except (RuntimeError, ValueError) as error:
             raise RendezvousError(f"initial rank 0 did not come in {self._timeout_s:g} s: {error}") from error
-        return m.Connect(hub=f"{host} {port}", token=token)
+        return tell(m.Connect(hub=f"{host} {port}", token=token))
 
     def close(self) -> None:
         """Stop hosting: everybody has met. Idempotent."""

@@ -27,6 +27,7 @@ from outlast.inprocess import whereabouts
 from outlast.inprocess.monitor_task import MonitorTask
 from outlast.inprocess.page import Page
 from outlast.inprocess.rank_watch import RankWatch, SoftTimeout
+from outlast.inprocess.stand_in import StandIn
 from outlast.inprocess.uplink import Uplink
 
 __all__ = ["main"]
@@ -59,6 +60,10 @@ class MonitorProcess:
         self._kill_s: float | None = None
         self._stuck: m.Fault | None = None
         self._confession: m.Fault | None = None
+        self._connect: m.Connect | None = None
+        self._is_ready = False
+        self._stand_in: StandIn | None = None
+        self._is_asking = False
         self._looked_s = clock.now_s()
         self._uplink = Uplink(self._selector, task, on_order=self._order, on_candidates=self._tell_rank)
         rank.setblocking(False)
@@ -69,13 +74,15 @@ class MonitorProcess:
         """Serve until nobody needs this process; return its exit code."""
         self._tell_rank(m.Listening(address=self._uplink.address))
         try:
-            while not (self._rank_is_gone and self._uplink.is_done):
+            while not (self._rank_is_gone and not self._is_asking and self._uplink.is_done):
                 due_s = self._look()
                 for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
                     # Not what an event before this one has closed; its number may be another's by now.
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
         finally:
+            if self._stand_in is not None:
+                self._stand_in.close()
             self._uplink.close()
             self._rank.close()
             os.close(self._pidfd)
@@ -147,13 +154,16 @@ class MonitorProcess:
     def _hear(self, data: bytes) -> None:
         match m.decode_from_rank(data):
             case m.Connect() as order:
+                self._connect = order
                 self._uplink.connect(order)
             case m.Reconnect() as known:
                 if known.last_words is not None:
                     self._has_left = True
                     self._watch.note_end()
+                self._is_ready = True  # or whoever takes the hub's place knows
                 self._uplink.reconnect(known)
             case report:
+                self._is_ready |= isinstance(report, m.Ready)
                 if isinstance(report, m.Left):
                     self._has_left = True
                     self._watch.note_end()
@@ -177,7 +187,32 @@ class MonitorProcess:
                 self._selector.unregister(watched)
             except KeyError:
                 pass  # the socket ended before
-        self._uplink.end(last_words)
+        if self._has_come_to_meet or isinstance(last_words, m.Left):
+            self._uplink.end(last_words)
+        else:
+            self._ask_in_its_place(last_words)
+
+    @property
+    def _has_come_to_meet(self) -> bool:
+        """Whether the rank knows where the hub is and, if it is with initial rank 0, has told everybody."""
+        return self._is_ready or (self._connect is not None and self._task.initial_rank != 0) or not self._task.meeting
+
+    def _ask_in_its_place(self, last_words: m.Gone) -> None:
+        def go_on(answer: m.Connect | None) -> None:
+            self._is_asking = False
+            if answer is not None and self._connect is None:
+                self._uplink.connect(answer)
+            self._uplink.end(last_words)
+
+        self._stand_in = StandIn(
+            self._selector,
+            key=self._task.meeting,
+            address=self._uplink.address,
+            known=self._connect,
+            timeout_s=self._task.limits.barrier_timeout_s,
+            on_answer=go_on,
+        )
+        self._is_asking = True
 
     def _order(self, order: m.Order) -> None:
         """Give the rank an order."""
@@ -209,7 +244,7 @@ class MonitorProcess:
     def _signal(self, number: signal.Signals) -> None:
         try:
             signal.pidfd_send_signal(self._pidfd, number)
-        except ProcessLookupError:
+        except OSError:
             pass  # it ended by itself meanwhile
 
     def _tell_rank(self, message: m.FromMonitor) -> None:
@@ -252,17 +287,27 @@ def main(arguments: list[str] | None = None) -> int:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", filename=task.log_path)
     else:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        pidfd = os.pidfd_open(task.pid)
-    except ProcessLookupError:
-        return 0
-    if os.getppid() != task.pid:  # the rank ended before the descriptor was there
-        return 0
+    pidfd = _open_pidfd(task.pid)
     try:
         return MonitorProcess(task, socket.socket(fileno=int(rank_fd)), Page(int(page_fd)), pidfd).run()
     except OutlastError:
         log.exception("rank %d is watched no more", task.initial_rank)
         return 1
+
+
+def _open_pidfd(pid: int) -> int:
+    """Return what is readable once the rank, whose child this process is, has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        pass
+    else:
+        if os.getppid() == pid:
+            return pidfd
+        os.close(pidfd)  # the rank ended before the descriptor was there, and the number is another's
+    ended, other_end = os.pipe()
+    os.close(other_end)
+    return ended
 
 
 if __name__ == "__main__":

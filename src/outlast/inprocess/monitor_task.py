@@ -36,6 +36,8 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Of the link to the hub."""
     termination_grace_s: float
     """Seconds between SIGTERM and SIGKILL for a rank that is ended while its main thread still runs."""
+    meeting: str = ""
+    """Key of the meeting at which the ranks learn where the hub is; empty: nobody stands in for the rank there."""
     labels: dict[str, str] = {}
     """What this rank says of its place beyond its node, for those who assign ranks."""
     log_path: str = ""

@@ -97,8 +97,9 @@ class Rank:
             self._said = Announcements(self._place, self._config)
             self._background = Background()
             self._host = own_address(self._place)
+            meeting = Meeting(self._place, timeout_s=self._config.barrier_timeout)
             self._page = Page.create()
-            self._link = MonitorLink(self._task(), self._page)
+            self._link = MonitorLink(self._task(meeting.key), self._page)
             self._thread = MonitorThread(
                 self._link,
                 self._page,
@@ -109,8 +110,8 @@ class Rank:
             self._thread.start()
             noting.start()
             self._background.freeze()
-            meeting = self._join()
             try:
+                self._join(meeting)
                 return self._follow(function, args, kwargs, name, meeting)
             finally:
                 meeting.close()
@@ -119,14 +120,12 @@ class Rank:
 
     # -- orders ------------------------------------------------------------------------------------------------
 
-    def _join(self) -> Meeting:
+    def _join(self, meeting: Meeting) -> None:
         listening = self._next(self._config.barrier_timeout)
         if not isinstance(listening, m.Listening):
             raise OutlastError(f"the monitor process did not start: {listening!r}")
-        meeting = Meeting(self._place, timeout_s=self._config.barrier_timeout)
-        self._link.send(meeting.meet(listening.address))
+        meeting.meet(listening.address, self._link.send)
         self._get_ready(0)
-        return meeting
 
     def _follow(
         self,
@@ -450,7 +449,7 @@ class Rank:
     def _check_group(self, backend: str, timeout_s: float) -> None:
         device.check_collectives(backend, timeout_s, hard_timeout_s=self._config.hard_timeout)
 
-    def _task(self) -> MonitorTask:
+    def _task(self, meeting: str) -> MonitorTask:
         config = self._config
         return MonitorTask(
             pid=os.getpid(),
@@ -471,6 +470,7 @@ class Rank:
             heartbeat_interval_s=config.heartbeat_interval,
             heartbeat_timeout_s=config.heartbeat_timeout,
             termination_grace_s=config.termination_grace_time,
+            meeting=meeting,
             labels=dict(labels_of(self._plugins.rank_assignment)),
             log_path=""
             if config.monitor_process_logdir is None
