@@ -6,6 +6,7 @@ Arguments: what happens, to which initial rank, and optionally how many ranks ar
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ FAULT, VICTIM = sys.argv[1], int(sys.argv[2])
 ACTIVE = int(sys.argv[3]) if len(sys.argv) > 3 else None
 NUM_STEPS, FAULT_STEP = 12, 5
 INITIAL_RANK = int(os.environ["RANK"])
-CONFIG = InProcessRestartConfig(soft_timeout=4.0, hard_timeout=8.0, granularity="rank", active_world_size=ACTIVE)
+CONFIG = InProcessRestartConfig(soft_timeout=6.0, hard_timeout=12.0, granularity="rank", active_world_size=ACTIVE)
 
 
 def say(*words: object) -> None:
@@ -77,6 +78,7 @@ def train(seed: int, call: inprocess.Handle) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # as DDP does: peers wait for a reserve meanwhile, and lose patience
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
     before = [os.environ.get(name) for name in names]
     say("returned", train(7))

@@ -62,6 +62,7 @@ def test_ranks_that_can_go_on_do(tmp_path: Path, expected: str, fault: str) -> N
     assert codes == [0, 0, 0], outputs
     assert [returned(output) for output in outputs] == [expected, expected, "None"]
     for rank in (0, 1):
+        assert len(calls(outputs[rank])) == 2, outputs
         first, second = calls(outputs[rank])
         assert first[1:] == second[1:] == (str(rank), "2", first[3])
     assert calls(outputs[2]) == []
@@ -77,6 +78,7 @@ def test_a_reserve_takes_a_lost_ranks_place(tmp_path: Path, expected: str, fault
     assert codes[victim] == -signal.SIGKILL
     assert (codes[other], codes[2]) == (0, 0), outputs
     assert returned(outputs[other]) == returned(outputs[2]) == expected
+    assert len(calls(outputs[other])) == 2, outputs
     first, second = calls(outputs[other])
     assert first[1:] == second[1:]
     assert [call[:3] for call in calls(outputs[2])] == [("1", str(victim), "2")]
