@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,11 +14,15 @@ from outlast import clock
 
 __all__ = ["Slowing"]
 
+_NUM_LAST = 9
+"""Forwards of a module whose middle one counts."""
+
 
 class Slowing:
     """Stretch the forward of every module of a state, on the host.
 
-    The rank sleeps for as long as it is to be slower, so that other ranks of the same machine keep their speed.
+    The rank sleeps for as long as it is to be slower, so that other ranks of the same machine keep their speed. How
+    long that is follows from the middle one of a module's last forwards, so that what disturbs a single one is not multiplied.
 
     Args:
         state: A mapping with the modules; everything else in it is ignored. Of a module in
@@ -32,6 +37,7 @@ class Slowing:
         self._factor = factor
         self._ends_s = float("inf") if duration_s is None else clock.now_s() + duration_s
         self._began_s = 0.0
+        self._lasted_s: dict[torch.nn.Module, deque[float]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for module in _modules(state):
             self._handles.append(module.register_forward_pre_hook(self._begin))
@@ -51,10 +57,12 @@ class Slowing:
     def _begin(self, *_: object) -> None:
         self._began_s = clock.now_s()
 
-    def _end(self, *_: object) -> None:
+    def _end(self, module: torch.nn.Module, *_: object) -> None:
         now_s = clock.now_s()
         if now_s < self._ends_s:
-            time.sleep((self._factor - 1) * (now_s - self._began_s))
+            lasted_s = self._lasted_s.setdefault(module, deque(maxlen=_NUM_LAST))
+            lasted_s.append(now_s - self._began_s)
+            time.sleep((self._factor - 1) * sorted(lasted_s)[(len(lasted_s) - 1) // 2])
 
 
 def _modules(state: Mapping[str, Any]) -> Iterator[torch.nn.Module]:
