@@ -81,7 +81,7 @@ def test_reports_come_after_the_same_steps_without_a_word(told: list[dict[str, A
     """Ranks that differ in speed make their reports after the same steps, about as often as configured."""
     assert all(rank["paced"] == told[0]["paced"] for rank in told)
     iterations = told[0]["paced"]
-    assert iterations[0] == 18
+    assert iterations[0] == 19
     assert 2 <= len(iterations) <= 12
 
 

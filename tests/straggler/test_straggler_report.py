@@ -104,7 +104,7 @@ def test_what_is_printed_is_configurable(caplog: pytest.LogCaptureFixture) -> No
         assert len(caplog.messages) == (2 if logs else 0)
         detector.close()
     ((metrics, iteration),) = taken
-    assert iteration == 4
+    assert iteration == 5
     assert metrics["gpu_individual_perf/max"] == 1.0
 
 

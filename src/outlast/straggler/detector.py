@@ -164,6 +164,7 @@ class StragglerDetector:
     def end_step(self) -> None:
         """End what :meth:`begin_step` began: this rank is done, and has not yet waited for the others."""
         recorder = self._recorder
+        self._iteration += 1
         if recorder.active:
             self._steps_ns.append(perf_counter_ns() - self._step_began_ns)
             self._num_timed += 1
