@@ -22,7 +22,7 @@ class Slowing:
     """Stretch the forward of every module of a state, on the host.
 
     The rank sleeps for as long as it is to be slower, so that other ranks of the same machine keep their speed. How
-    long that is follows from the middle one of a module's last forwards, so that what disturbs a single one is not multiplied.
+    long that is follows from the middle one of a module's last forwards: what disturbs a single one is not multiplied.
 
     Args:
         state: A mapping with the modules; everything else in it is ignored. Of a module in
