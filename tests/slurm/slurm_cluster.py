@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
+
 NODES = ("n1", "n2", "n3")
 KEEPER = Path(__file__).with_name("slurm_keeper.py")
 CONF = """\
@@ -80,11 +82,29 @@ class SlurmCluster:
 
     def power_off(self, node: str) -> None:
         """Kill a node's daemon and all that runs on it."""
+        self._order(f"power_off {node}")
+
+    def kill_daemon(self, node: str) -> None:
+        """Kill a node's daemon alone; what runs on it goes on."""
+        self._order(f"kill_daemon {node}")
+
+    def running_on(self, node: str) -> list[str]:
+        """Return what steps of jobs have running on a node."""
+        found = []
+        for process in psutil.Process(self._keeper.pid).children(recursive=True):
+            try:
+                if process.environ().get("SLURMD_NODENAME") == node:
+                    found.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
+            except psutil.Error:
+                continue  # it has just ended
+        return found
+
+    def _order(self, line: str) -> None:
         assert self._keeper.stdin is not None
         assert self._keeper.stdout is not None
-        self._keeper.stdin.write(f"{node}\n".encode())
+        self._keeper.stdin.write(f"{line}\n".encode())
         self._keeper.stdin.flush()
-        assert self._keeper.stdout.readline() == b"off\n"
+        assert self._keeper.stdout.readline() == b"done\n"
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float, told: Callable[[], str] = str) -> None:
         """Look every tenth of a second until something holds; fail with what ``told`` returns."""
@@ -94,10 +114,12 @@ class SlurmCluster:
             assert self._keeper.poll() is None, self.log()
             time.sleep(0.1)
 
-    def wait_for_end(self, job_id: str, timeout_s: float = 180) -> dict[str, str]:
+    def wait_for_end(self, job_id: str, timeout_s: float = 180, told: Callable[[], str] = str) -> dict[str, str]:
         """Wait until a job is over for good; return what Slurm knows of it."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self.wait_until(lambda: self.job(job_id)["JobState"] in over, timeout_s, lambda: str(self.job(job_id)))
+        self.wait_until(
+            lambda: self.job(job_id)["JobState"] in over, timeout_s, lambda: f"{self.job(job_id)}\n{told()}"
+        )
         return self.job(job_id)
 
     def log(self) -> str:

@@ -1,4 +1,4 @@
-"""Keeps a Slurm cluster's processes: starts the daemons, powers nodes off, ends all of it when its stdin closes.
+"""Keeps a Slurm cluster's processes: starts daemons, kills them, powers nodes off, ends all when its stdin closes.
 
 Run as a program. It is a subreaper, so that job steps, which Slurm's daemons let go of, stay among its children: not
 one of them outlives it, and it does not outlive whoever holds its stdin.
@@ -31,10 +31,13 @@ class Keeper:
     def power_on(self, node: str) -> None:
         self.start(node, ["slurmd", "-D", "-N", node, "-f", str(self.folder / "slurm.conf")])
 
-    def power_off(self, node: str) -> None:
+    def kill_daemon(self, node: str) -> None:
         daemon = self.daemons.pop(node)
         daemon.kill()
         daemon.wait()
+
+    def power_off(self, node: str) -> None:
+        self.kill_daemon(node)
         mark = f"SLURMD_NODENAME={node}".encode()
         for process in self.me.children(recursive=True):
             if mark in environ_of(process).split(b"\0"):
@@ -89,11 +92,11 @@ def main() -> None:
             readable, _, _ = select.select([0], [], [], 0.5)
             keeper.reap()
             if readable:
-                node = os.read(0, 1000).decode().strip()
-                if not node:
+                order, _, node = os.read(0, 1000).decode().strip().partition(" ")
+                if not order:
                     return
-                keeper.power_off(node)
-                os.write(1, b"off\n")
+                {"power_off": keeper.power_off, "kill_daemon": keeper.kill_daemon}[order](node)
+                os.write(1, b"done\n")
     finally:
         keeper.close()
 

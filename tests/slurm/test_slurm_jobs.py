@@ -1,238 +1,119 @@
-"""Jobs on a real Slurm of three nodes: told to leave, re-queued, out of time, robbed of a node, crashing."""
+"""Trainings on a real Slurm of three nodes: told to leave, re-queued, out of time, robbed of a node, failing."""
 
 from __future__ import annotations
 
-import json
-import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import SlurmCluster, free_ports, run_slurm
+from slurm_cluster import SlurmCluster, run_slurm
+from slurm_jobs import Training
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-OUTLAST = Path(sys.executable).with_name("outlast")
-
-TRAIN = """
-import os, time
-import torch
-import outlast
-from outlast.config import CheckpointConfig
-
-weight = torch.nn.Parameter(torch.zeros(4))
-optimizer = torch.optim.SGD([weight], lr=0.5)
-run = outlast.init(outlast.Config(checkpoint=CheckpointConfig(directory={checkpoints!r}, save_interval=10)))
-for iteration in run.steps({{"weight": weight, "optimizer": optimizer}}, total={total}):
-    (weight.sum() - 1).square().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if run.global_rank == 0:
-        with open({seen!r}, "a") as file:
-            print(os.environ.get("SLURM_RESTART_COUNT", "0"), iteration, file=file)
-    time.sleep(0.05)
-"""
-
-STAND_IN = """#!/usr/bin/env bash
-# Stands in for `outlast run` in the jobs that are about Slurm alone; all else is the real one.
-[ "$1" = run ] || exec {outlast} "$@"
-attempt="${{SLURM_RESTART_COUNT:-0}}"
-echo "started $attempt on $SLURMD_NODENAME" >> {told}
-{body}
-"""
-
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[SlurmCluster]:
-    with run_slurm() as cluster:
-        yield cluster
+def limited(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A training that is longer than its time limit; begun before the other tests, as Slurm counts limits in minutes.
 
-
-def submit(slurm: SlurmCluster, folder: Path, *options: str, script: Path) -> str:
-    """Submit a job with the tool; its run directory is ``folder/run``."""
-    arguments = ["--run-dir", str(folder / "run"), "--nproc-per-node=1", *options]
-    return slurm.call(str(OUTLAST), "slurm", "submit", *arguments, "--", str(script), cwd=folder).strip()
-
-
-def submit_stand_in(slurm: SlurmCluster, folder: Path, body: str, *options: str) -> str:
-    """Submit a job whose agents are the given lines of bash."""
-    program = folder / "outlast"
-    program.write_text(STAND_IN.format(outlast=OUTLAST, told=folder / "told", body=body))
-    program.chmod(0o755)
-    script = folder / "train.py"
-    script.touch()
-    return submit(slurm, folder, f"--outlast={program}", *options, script=script)
-
-
-def told(folder: Path) -> list[str]:
-    path = folder / "told"
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def output(folder: Path, job_id: str) -> str:
-    return (folder / "run" / f"slurm-{job_id}.log").read_text(errors="replace")
-
-
-@pytest.fixture(scope="module")
-def limited(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A job that outlasts its time limit, begun before the other tests: Slurm counts limits in minutes."""
+    Slurm looks at limits every 30 s: it tells this job 25 to 55 s after its start, and ends it 30 s later if need be.
+    """
     folder = tmp_path_factory.mktemp("limited")
-    body = """
-[ "$attempt" = 0 ] || exit 0
-trap 'echo "told to leave $attempt" >> %s; exit 75' TERM
-for _ in {1..900}; do sleep 0.1; done
-"""
-    return folder, submit_stand_in(slurm, folder, body % (folder / "told"), "--time=1", "--preempt-time=50")
+    options = ["--nproc-per-node=2", "--time=1", "--preempt-time=5"]
+    return Training(slurm, folder, *options, total=90, script=("--pace", "1", "0.01"))
 
 
-class Training:
-    """A real training under ``outlast run``, submitted as a job."""
-
-    def __init__(self, slurm: SlurmCluster, folder: Path, *options: str, total: int = 150) -> None:
-        self.slurm, self.folder, self.total = slurm, folder, total
-        self.seen = folder / "seen"
-        script = folder / "train.py"
-        checkpoints = str(folder / "checkpoints")
-        script.write_text(TRAIN.format(checkpoints=checkpoints, total=total, seen=str(self.seen)))
-        port = free_ports(1)[0]
-        arguments = ["--run-dir", str(folder / "run"), "--nproc-per-node=1", *options]
-        # The nodes of this cluster are names of Slurm's alone, which no resolver knows.
-        command = ["--", f"--rdzv-endpoint=127.0.0.1:{port}", str(script)]
-        self.job_id = slurm.call(str(OUTLAST), "slurm", "submit", *arguments, *command, cwd=folder).strip()
-
-    def iterations(self, attempt: int) -> list[int]:
-        """Return the iterations that one start of the job has run, as rank 0 saw them."""
-        lines = self.seen.read_text().splitlines() if self.seen.exists() else []
-        return [int(line.split()[1]) for line in lines if line.startswith(f"{attempt} ") and len(line.split()) == 2]
-
-    def wait_for(self, attempt: int, iteration: int) -> None:
-        self.slurm.wait_until(
-            lambda: max(self.iterations(attempt), default=-1) >= iteration, 90, lambda: output(self.folder, self.job_id)
-        )
-
-    def trainers(self) -> list[str]:
-        """Return the nodes that have workers."""
-        journals = "".join(path.read_text() for path in (self.folder / "run" / "journal").iterdir())
-        events = [json.loads(line) for line in journals.splitlines()]
-        return sorted(event["node"] for event in events if event["kind"] == "cycle_started")
-
-    def nodes(self) -> list[str]:
-        """Return the job's nodes."""
-        return self.slurm.call("scontrol", "show", "hostnames", self.slurm.job(self.job_id)["NodeList"]).split()
-
-    def output(self) -> str:
-        return output(self.folder, self.job_id)
-
-
-def test_job_told_to_leave_and_job_requeued_by_hand_resume_and_finish(
-    slurm: SlurmCluster, limited: tuple[Path, str], tmp_path: Path
-) -> None:
-    """After `scancel --signal=TERM` and `scontrol requeue` a run goes on from what it saved, and once done stays so."""
-    training = Training(slurm, tmp_path, "--nodes=2")
+def test_job_requeued_by_hand_resumes_and_finishes(slurm: SlurmCluster, limited: Training, tmp_path: Path) -> None:
+    """After `scontrol requeue` a run of two nodes goes on from what it saved, and once it has finished it stays so."""
+    training = Training(slurm, tmp_path, "--nodes=2", "--nproc-per-node=1", total=200)
     training.wait_for(0, 15)
-    slurm.call("scancel", "--signal=TERM", training.job_id)
-    training.wait_for(1, 30)
-    assert "state saved" in training.output()
-    left_at = training.iterations(0)[-1]
-    assert training.iterations(1)[0] == left_at + 1, "it lost or repeated iterations"
-
-    slurm.call("scontrol", "requeue", training.job_id)
-    job = slurm.wait_for_end(training.job_id)
-    assert job["JobState"] == "COMPLETED", training.output()
-    assert job["Restarts"] == "2", "a finished run was re-queued"
-    assert 0 < training.iterations(2)[0] <= training.iterations(1)[-1] + 1
-    assert training.iterations(2)[-1] == training.total - 1
+    slurm.call("scontrol", "requeue", training.id)
+    training.assert_finished_as_undisturbed()
+    assert training.facts()["Restarts"] == "1", "a finished run was re-queued"
+    assert training.remembered()["failures"] == 0
     assert "is not re-queued: the run is finished" in training.output()
+    for rank in (0, 1):
+        first, second = training.iterations(0, rank), training.iterations(1, rank)
+        assert 10 <= second[0] <= first[-1] + 1, "it did not resume from the newest generation"
+        assert second == list(range(second[0], training.total))
+    limited.wait_for_end()  # what it has running would be taken for the next test's
+
+
+def test_bad_node_is_left_and_excluded_when_the_job_told_to_leave_comes_back(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """A node at fault gives its slot to the spare; after `scancel --signal=TERM` the job comes back without that node.
+
+    All ranks leave after the same iteration, and the next start of the job goes on with the one after it.
+    """
+    options = ["--nodes=1", "--spares=1", "--nproc-per-node=2"]
+    script = ("--crash", "--pace", "0.3", "0.01")
+    training = Training(slurm, tmp_path, *options, total=150, agent=("--ft-max_node_faults=1",), script=script)
+    training.wait_for(0, 15)
+    bad = (tmp_path / "crashed").read_text()
+    slurm.call("scancel", "--signal=TERM", training.id)
+    training.assert_finished_as_undisturbed()
+
+    facts = training.facts()
+    assert (facts["Restarts"], facts["ExcNodeList"]) == ("1", bad), training.output()
+    assert training.remembered()["excluded"] == [bad]
+    assert training.remembered()["failures"] == 0, "what the spare mended, and being told to leave, cost a retry"
+    output = training.output()
+    assert output.count("goes back to the queue: told to leave, state saved") == 1, output
+    assert "is not re-queued: the run is finished" in output
+    for rank in (0, 1):
+        assert {one.node for one in training.ran(rank) if one.cycle == 0 and one.start == 0} == {bad}
+        ran = [one for one in training.ran(rank) if (one.start, one.cycle) > (0, 0)]
+        assert bad not in {one.node for one in ran}
+        assert [one.iteration for one in ran] == list(range(training.total)), "it lost or repeated iterations"
+    assert training.iterations(0, 0)[-1] == training.iterations(0, 1)[-1], "the ranks left at different iterations"
+
+
+def test_time_limit_is_announced_and_the_job_goes_on(limited: Training) -> None:
+    """Before its time limit the job's steps are told: all ranks save and leave, and the re-queued job goes on there."""
+    limited.assert_finished_as_undisturbed()
+    assert limited.remembered()["failures"] == 0
+    output, restarts = limited.output(), int(limited.facts()["Restarts"])
+    assert restarts >= 1, "the limit was not reached"
+    assert output.count("goes back to the queue: told to leave, state saved") == restarts, "a finished run came back"
+    assert "is not re-queued: the run is finished" in output
+    for rank in (0, 1):
+        ran = [one.iteration for one in limited.ran(rank)]
+        assert ran == list(range(limited.total)), "it lost or repeated iterations"
+        assert limited.iterations(0, rank) == limited.iterations(0, 0), "the ranks left at different iterations"
 
 
 def test_lost_node_costs_one_requeue_onto_others(tmp_path: Path) -> None:
-    """When a node dies, Slurm starts the job on other nodes, and the run resumes from what was saved and finishes."""
+    """When a node's slurmd dies, Slurm starts the job on other nodes, where it resumes from what was saved.
+
+    What ran on that node is beyond Slurm's reach: its agent has to end by itself, and to leave the run alone.
+    """
     with run_slurm() as slurm:
-        training = Training(slurm, tmp_path, "--nodes=2", total=100)
+        script = ("--pace", "0.3", "0.01")
+        training = Training(slurm, tmp_path, "--nodes=2", "--nproc-per-node=1", total=300, script=script)
         training.wait_for(0, 15)
-        first = training.nodes()
-        slurm.power_off(first[1])
-        job = slurm.wait_for_end(training.job_id)
-        assert job["JobState"] == "COMPLETED", training.output()
-        assert first[1] not in training.nodes(), training.output() + slurm.log()
-    assert training.iterations(1)[0] >= 10, "it began anew"
-    assert training.iterations(1)[-1] == training.total - 1
+        lost = training.nodes()[1]
+        slurm.kill_daemon(lost)
+        training.assert_finished_as_undisturbed()
+        assert training.facts()["Restarts"] == "1"
+        assert lost not in training.nodes()
+        slurm.wait_until(lambda: not slurm.running_on(lost), 60, lambda: str(slurm.running_on(lost)))
+    for rank in (0, 1):
+        assert [one.start for one in training.ran(rank)] == sorted(one.start for one in training.ran(rank))
+        first, second = training.iterations(0, rank), training.iterations(1, rank)
+        assert 10 <= second[0] <= first[-1] + 1, "it did not resume from the newest generation"
+        assert second == list(range(second[0], training.total))
 
 
 def test_spare_takes_a_lost_nodes_slot_without_a_requeue(tmp_path: Path) -> None:
     """With a spare node in the job, the loss of a node costs no re-queue: the spare takes its slot."""
     with run_slurm() as slurm:
-        training = Training(slurm, tmp_path, "--nodes=2", "--spares=1", total=100)
+        training = Training(slurm, tmp_path, "--nodes=2", "--spares=1", "--nproc-per-node=1", total=100)
         training.wait_for(0, 15)
         head = training.nodes()[0]  # runs the batch script, without which Slurm has no job
-        slurm.power_off(next(node for node in training.trainers() if node != head))
-        job = slurm.wait_for_end(training.job_id)
-    assert job["JobState"] == "COMPLETED", training.output()
-    assert job["Restarts"] == "0", training.output()
-    assert training.iterations(0)[-1] == training.total - 1
-
-
-def test_time_limit_is_announced_and_the_job_goes_on(slurm: SlurmCluster, limited: tuple[Path, str]) -> None:
-    """Before its time limit the job's steps are told to leave; it is re-queued, and not again once it has finished."""
-    folder, job_id = limited
-    job = slurm.wait_for_end(job_id)
-    assert job["JobState"] == "COMPLETED", output(folder, job_id)
-    assert job["Restarts"] == "1"
-    assert [line.split(" on ")[0] for line in told(folder)] == ["started 0", "told to leave 0", "started 1"]
-
-
-def test_crash_loop_ends(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """A job that fails each time is re-queued as often as allowed, and then fails."""
-    job_id = submit_stand_in(slurm, tmp_path, "exit 1", "--num-job-retries-on-failure=2")
-    job = slurm.wait_for_end(job_id)
-    assert job["JobState"] == "FAILED"
-    assert job["ExitCode"] == "1:0"
-    assert [line.split(" on ")[0] for line in told(tmp_path)] == ["started 0", "started 1", "started 2"]
-    assert "all 2 retries are used" in output(tmp_path, job_id)
-
-
-def test_quarantined_node_is_excluded(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """A node that the run's ladder quarantined gets none of its later jobs, re-queued or submitted."""
-    ladder = tmp_path / "run" / "ladder.json"
-    body = f"""
-if [ "$attempt" = 0 ] && [ ! -e {tmp_path}/again ]; then
-  echo '{{"quarantined": ["'$SLURMD_NODENAME'"]}}' > {ladder}
-  touch {tmp_path}/again
-  exit 75
-fi
-"""
-    job_id = submit_stand_in(slurm, tmp_path, body)
-    job = slurm.wait_for_end(job_id)
-    assert job["JobState"] == "COMPLETED", output(tmp_path, job_id)
-    first, second = (line.split(" on ")[1] for line in told(tmp_path))
-    assert first != second
-    assert job["ExcNodeList"] == first
-
-    later = submit_stand_in(slurm, tmp_path, body)
-    assert slurm.wait_for_end(later)["ExcNodeList"] == first
-    assert told(tmp_path)[2].split(" on ")[1] != first
-    assert json.loads((tmp_path / "run" / "requeue.json").read_text())["excluded"] == [first]
-
-
-@pytest.mark.parametrize(
-    ("options", "facts", "per_node"),
-    [
-        (("--nodes=3", "--ntasks-per-node=2"), "3 2 (2, 2, 2)", 2),  # 2(x3)
-        (("--nodes=3", "--ntasks=5"), "3 3 (3, 1, 1)", 3),  # 3,1(x2)
-    ],
-)
-def test_what_a_job_knows_of_itself(
-    slurm: SlurmCluster, tmp_path: Path, options: tuple[str, ...], facts: str, per_node: int
-) -> None:
-    """Slurm's own variables, in the forms that this Slurm gives them, are understood; the job is logged once."""
-    code = (
-        "import logging, sys; logging.basicConfig(level=20, stream=sys.stdout, format='%(message)s');"
-        "from outlast.integrations.slurm import log_job_info; info = log_job_info();"
-        "print('info', info.num_nodes, info.ntasks_per_node, info.tasks_per_node, *info.nodes, info.restart_count)"
-    )
-    lines = slurm.call("srun", "--job-name=who", *options, sys.executable, "-c", code, cwd=tmp_path).splitlines()
-    assert {line for line in lines if line.startswith("info")} == {f"info {facts} n1 n2 n3 0"}
-    (logged,) = [line for line in lines if line.startswith("Slurm job")]
-    expected = rf"Slurm job \d+ 'who': 3 nodes \(n\[1-3\]\), {per_node} tasks each, partition main"
-    assert re.fullmatch(expected, logged), logged
+        lost = next(one.node for one in (training.ran(0)[0], training.ran(1)[0]) if one.node != head)
+        slurm.power_off(lost)
+        training.assert_finished_as_undisturbed()
+        assert training.facts()["Restarts"] == "0"
+    resumed = [one for one in training.ran(0) if one.cycle == 1]
+    assert resumed[0].iteration >= 10, "it began anew"
+    assert {one.node for rank in (0, 1) for one in training.ran(rank) if one.cycle == 1}.isdisjoint({lost})

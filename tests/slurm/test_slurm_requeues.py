@@ -1,0 +1,100 @@
+"""What a real Slurm does with jobs that end: which come back, how often, and where."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+from slurm_jobs import StandIn
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+
+def starts(job: StandIn) -> int:
+    return len([line for line in job.told() if line.startswith("started ")])
+
+
+def test_crash_loop_ends(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A job that fails each time is re-queued as often as allowed, and then fails; a notice to leave is not charged."""
+    body = '[ "$attempt" = 1 ] && exit 75; exit 1'
+    job = StandIn(slurm, tmp_path, body, "--num-job-retries-on-failure=2")
+    facts = job.wait_for_end()
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "1:0")
+    assert starts(job) == 4, job.output()
+    assert "all 2 retries are used" in job.output()
+    assert job.remembered()["failures"] == 2
+
+
+@pytest.mark.parametrize(("exit_code", "state"), [(0, "COMPLETED"), (17, "FAILED"), (93, "FAILED")])
+def test_what_is_done_or_needs_a_person_does_not_come_back(
+    slurm: SlurmCluster, tmp_path: Path, exit_code: int, state: str
+) -> None:
+    """A finished run, a judged result and a spent budget are started once, and their job ends as they did."""
+    job = StandIn(slurm, tmp_path, f"exit {exit_code}", "--num-job-retries-on-failure=5")
+    facts = job.wait_for_end()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == (state, f"{exit_code}:0", "0"), job.output()
+    assert starts(job) == 1
+    assert "is not re-queued" in job.output()
+
+
+def test_quarantined_node_is_excluded(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A node that the run's ladder quarantined gets none of its later jobs, re-queued or submitted."""
+    ladder = tmp_path / "run" / "ladder.json"
+    body = f"""
+if [ "$attempt" = 0 ] && [ ! -e {tmp_path}/again ]; then
+  echo '{{"quarantined": ["'$SLURMD_NODENAME'"]}}' > {ladder}
+  touch {tmp_path}/again
+  exit 18
+fi
+"""
+    job = StandIn(slurm, tmp_path, body)
+    facts = job.wait_for_end()
+    assert facts["JobState"] == "COMPLETED", job.output()
+    first, second = (line.split(" on ")[1] for line in job.told())
+    assert first != second
+    assert facts["ExcNodeList"] == first
+    assert job.remembered()["failures"] == 1, "a node that is bad is charged"
+
+    later = StandIn(slurm, tmp_path, body)
+    assert later.wait_for_end()["ExcNodeList"] == first
+    assert later.told()[2].split(" on ")[1] != first
+    assert later.remembered()["excluded"] == [first]
+
+
+@pytest.mark.parametrize(
+    ("options", "facts", "per_node"),
+    [
+        (("--nodes=3", "--ntasks-per-node=2"), "3 2 (2, 2, 2)", 2),  # 2(x3)
+        (("--nodes=3", "--ntasks=5"), "3 3 (3, 1, 1)", 3),  # 3,1(x2)
+    ],
+)
+def test_what_a_job_knows_of_itself(
+    slurm: SlurmCluster, tmp_path: Path, options: tuple[str, ...], facts: str, per_node: int
+) -> None:
+    """Slurm's own variables, in the forms that this Slurm gives them, are understood; the job is logged once."""
+    code = (
+        "import logging, sys; logging.basicConfig(level=20, stream=sys.stdout, format='%(message)s');"
+        "from outlast import env; from outlast.integrations.slurm import log_job_info; info = log_job_info();"
+        "print('info', info.num_nodes, info.ntasks_per_node, info.tasks_per_node, *info.nodes, info.restart_count);"
+        "place = env.read_worker(); print('on', place.node, place.local_world_size, place.launcher)"
+    )
+    lines = slurm.call("srun", "--job-name=who", *options, sys.executable, "-c", code, cwd=tmp_path).splitlines()
+    assert {line for line in lines if line.startswith("info")} == {f"info {facts} n1 n2 n3 0"}
+    counts = [int(one) for one in re.findall(r"\d+", facts)[2:]]
+    on = [line for line in lines if line.startswith("on ")]
+    assert sorted(on) == [f"on n{node + 1} {count} srun" for node, count in enumerate(counts) for _ in range(count)]
+    (logged,) = [line for line in lines if line.startswith("Slurm job")]
+    expected = rf"Slurm job \d+ 'who': 3 nodes \(n\[1-3\]\), {per_node} tasks each, partition main"
+    assert re.fullmatch(expected, logged), logged
+
+
+def test_batch_shell_is_no_rank(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A program in the batch script itself waits for no other rank, though Slurm calls it the first of many tasks."""
+    code = "from outlast import env; place = env.read_worker(); print(place.launcher, place.world_size, place.node)"
+    out = tmp_path / "out"
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{sys.executable} -c '{code}'\n")
+    slurm.call("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={out}", str(tmp_path / "job.sh"))
+    assert out.read_text().split() == ["python", "1", "n1"]
