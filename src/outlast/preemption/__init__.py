@@ -1,7 +1,7 @@
 """Leaving in time: hearing that the process must go, and being gone by the deadline."""
 
 from outlast.preemption.listener import Notice, ShutdownListener
-from outlast.preemption.loader_workers import outlive_signals
+from outlast.preemption.loader_workers import outlive_sigterm
 from outlast.preemption.sources import EndTime, NoticeFile, NoticeSource, NoticeURL, Told, load_source
 
 __all__ = [
@@ -13,5 +13,5 @@ __all__ = [
     "ShutdownListener",
     "Told",
     "load_source",
-    "outlive_signals",
+    "outlive_sigterm",
 ]

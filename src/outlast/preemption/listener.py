@@ -70,7 +70,7 @@ class ShutdownListener:
         echo_s: A signal within so many seconds of another is its echo: a scheduler signals every process of a job, and
             launchers pass the same signal on.
         keep_forked: What is forked from this process (a DataLoader's workers) outlives the signals while this one
-            lives; see :func:`outlive_signals`.
+            lives. For workers that are spawned see :func:`outlive_sigterm`.
 
     Raises:
         OutlastError: Not called from the main thread, with signals to listen for.

@@ -4,45 +4,51 @@ A scheduler signals every process of a job. A worker that dies of it takes the t
 rank fails before it could save. So a worker keeps such signals waiting, and takes them itself, in a thread: one from
 its parent ends it, as torch's own handler would; others wait until the parent is gone, then count after all.
 
-Rejected: ``SIG_IGN``, and a Python handler: torch puts its own handler in their place when a worker starts, and
-neither tells who sent the signal, so a loader could not end its workers any more.
+Rejected for forked workers: ``SIG_IGN``, and a Python handler: torch puts its own handler in their place when a worker
+starts, and neither tells who sent the signal, so a loader could not end its workers any more.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
 from collections.abc import Collection
 
-__all__ = ["outlive_signals"]
+__all__ = ["outlive_signals", "outlive_sigterm"]
 
-log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _outlived: frozenset[int] = frozenset()
 
 
-def outlive_signals(signals: Collection[int] | int = (signal.SIGTERM,)) -> None:
-    """Let this process, a child of one that trains, live through signals until its parent leaves.
-
-    ``exit_signal_handler_for_dataloader`` does this for forked workers. For those that are spawned give it to the
-    loader: ``DataLoader(..., worker_init_fn=outlive_signals)``.
+def outlive_signals(signals: Collection[int]) -> None:
+    """Let this process, just forked by one that trains, live through signals until its parent leaves.
 
     A signal that the parent itself sends still ends this process, and so do those of others once the parent is gone.
 
-    Args:
-        signals: The signals; a plain number, as a loader passes to its ``worker_init_fn``, stands for SIGTERM alone.
-
-    Thread: the main thread, before others are started, which would still die of the signals.
+    Thread: the main thread, before others are started: they would still die of the signals.
     """
     global _outlived
-    numbers = {int(signal.SIGTERM)} if isinstance(signals, int) else {int(number) for number in signals}
-    if not numbers - _outlived:
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    _outlived |= numbers
-    _start(frozenset(numbers))
+    numbers = frozenset(int(number) for number in signals) - _outlived
+    if numbers:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        _outlived |= numbers
+        _start(numbers)
+
+
+def outlive_sigterm(worker_id: int) -> None:
+    """Let a loader's worker that was not forked live through SIGTERM: ``DataLoader(worker_init_fn=outlive_sigterm)``.
+
+    Libraries have started threads in it by now, so it ignores the signal for good, its parent's too. It ends when its
+    loader says so, or its parent is gone, as torch looks to.
+
+    Args:
+        worker_id: The worker's number; not used.
+
+    Thread: the main thread.
+    """
+    if signal.SIGTERM not in _outlived:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _start(numbers: frozenset[int]) -> None:

@@ -1,0 +1,191 @@
+"""Random moments at which a run is told to leave, each played by real ranks that go on where the last ones left.
+
+Run as a script with a folder, a number of moments, a seed and, if wanted, the number of ranks: it imports torch once,
+forks the ranks of one moment after another, and prints a line of JSON for each. All moments share one checkpoint
+directory, so every start loads what the one before has left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import outlast
+from outlast import clock
+from outlast.checkpoint import CheckpointManager as _loaded_before_forks  # noqa: F401
+from outlast.checkpoint.catalogue.listing import look_into
+from outlast.checkpoint.catalogue.verification import verify
+from outlast.incidents import EventKind
+from outlast.runtime.journal import read_journal
+from outlast.session import session as _too  # noqa: F401
+from outlast.testing.reaping import free_port
+
+LIMIT_S = 60.0
+"""Within this all ranks must have left; undisturbed it takes about a second."""
+NUM_NUMBERS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Who is told when."""
+
+    ranks: tuple[int, ...]
+    """Who is told, one after the other; all of them: a signal to the process group."""
+    after_s: float
+    """Seconds since the last rank listens."""
+    apart_s: float
+    """Seconds between the signals."""
+    in_c_s: float
+    """How long each step sits in one C call."""
+
+
+def draw(rng: random.Random, world_size: int) -> Moment:
+    """Return a moment: in the restore, in the first steps, in one of the regular saves, or between them."""
+    who = rng.choice(("one", "one", "one", "two", "all"))
+    count = {"one": 1, "two": min(2, world_size), "all": world_size}[who]
+    return Moment(
+        ranks=tuple(rng.sample(range(world_size), count)),
+        after_s=round(rng.uniform(0, 0.8), 4),
+        apart_s=round(rng.choice((0, rng.uniform(0, 0.05))), 4),
+        in_c_s=rng.choice((0.0, 0.0005, 0.005, 0.03)),
+    )
+
+
+def train(folder: Path, moment: Moment, number: int, listens: int) -> None:
+    """Train until told to leave; what the weights are follows from the iteration alone."""
+    libc = ctypes.CDLL(None)
+    run = outlast.init(
+        outlast.Config(
+            checkpoint=outlast.CheckpointConfig(directory=str(folder / "ckpt"), save_interval=7, most_recent_k=2),
+            preemption=outlast.PreemptionConfig(shutdown_timeout=30.0),
+            run_dir=str(folder / f"run-{number}"),
+        )
+    )
+    os.write(listens, b"x")
+    state = {"weights": torch.zeros(NUM_NUMBERS), "steps": torch.zeros(1)}
+    for iteration in run.steps(state, total=1_000_000_000):
+        expected = float(iteration)
+        if iteration and not (state["steps"].item() == iteration and bool((state["weights"] == expected).all())):
+            raise AssertionError(f"restored {state['steps'].item()} as iteration {iteration}")
+        if moment.in_c_s:
+            libc.usleep(int(moment.in_c_s * 1e6))
+        state["steps"] += 1
+        state["weights"].fill_(float(iteration + 1))
+
+
+def be_rank(rank: int, world_size: int, port: int, folder: Path, moment: Moment, number: int, listens: int) -> None:
+    """Be one rank; never returns."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        with (folder / f"{rank}.log").open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ.update(OUTLAST_RUN_ID="moments", OUTLAST_JOB=f"job-{number}")
+        train(folder, moment, number, listens)
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    except BaseException:  # noqa: BLE001  a fork must not go on in the caller's loop; it is printed
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def play(number: int, moment: Moment, folder: Path, world_size: int, expected: int) -> dict[str, Any]:
+    """Play one moment, and return what was kept of it."""
+    begin_s, port = clock.now_s(), free_port()
+    reader, writer = os.pipe()
+    told_ns = 0
+    ranks = {}
+    for rank in range(world_size):
+        if (pid := os.fork()) == 0:
+            be_rank(rank, world_size, port, folder, moment, number, writer)
+        ranks[rank] = (pid, os.pidfd_open(pid))
+    os.close(writer)
+    try:
+        heard = 0
+        while heard < world_size and select.select([reader], [], [], LIMIT_S)[0] and (news := os.read(reader, 16)):
+            heard += len(news)
+        time.sleep(moment.after_s)  # the moment itself
+        told_ns = clock.now_ns()
+        for rank in moment.ranks:
+            signal.pidfd_send_signal(ranks[rank][1], signal.SIGTERM)
+            time.sleep(moment.apart_s)
+        until_s = clock.now_s() + LIMIT_S
+        waited_for = {fd for _, fd in ranks.values()}
+        while waited_for and (left_s := until_s - clock.now_s()) > 0:
+            waited_for -= set(select.select(list(waited_for), [], [], left_s)[0])
+        took_s = clock.now_s() - begin_s
+    finally:
+        os.close(reader)
+        codes = []
+        for pid, fd in ranks.values():
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            os.close(fd)
+    found = judge(folder, number, codes, expected, told_ns)
+    return {"moment": number, **asdict(moment), "codes": codes, "hung": bool(waited_for), "took_s": took_s, **found}
+
+
+def judge(folder: Path, number: int, codes: list[int], expected: int, told_ns: int) -> dict[str, Any]:
+    """Return where the run left, and what is wrong with that."""
+    events = list(read_journal(folder / f"run-{number}"))
+    ends = {event.iteration for event in events if event.kind == EventKind.SESSION_ENDED}
+    restored = {event.iteration for event in events if event.kind == EventKind.RESTORED}
+    notices = [event.mono_ns for event in events if event.kind == EventKind.NOTICE]
+    wrong = []
+    if set(codes) != {75}:
+        wrong.append(f"exit codes {codes}")
+    if len(ends) != 1:
+        wrong.append(f"ranks ended at iterations {ends}")
+    if expected and restored != {expected}:
+        wrong.append(f"restored {restored}, not {expected}")
+    for generation in look_into(str(folder / "ckpt")).found:
+        verified = verify(generation, num_threads=1).entry
+        if not verified.valid or verified.problems:
+            wrong.append(f"generation {verified.iteration}: {verified.problems}")
+        ends.discard(verified.iteration)
+    if ends:
+        wrong.append(f"there is no generation of {ends}")
+    last = max((event.iteration or 0 for event in events if event.kind == EventKind.SESSION_ENDED), default=0)
+    seen_ms = (min(notices) - told_ns) / 1e6 if notices else None
+    return {"iteration": last, "noticed_after_ms": seen_ms, "wrong": wrong}
+
+
+def main() -> None:
+    """Play the moments; exit with 1 at the first that left something wrong behind."""
+    folder, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    world_size = int(sys.argv[4]) if len(sys.argv) > 4 else 4
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    rng, iteration = random.Random(seed), 0
+    for number in range(count):
+        found = play(number, draw(rng, world_size), folder, world_size, iteration)
+        iteration = found["iteration"]
+        print(json.dumps(found), flush=True)
+        if found["wrong"] or found["hung"]:
+            logs = {path.name: path.read_text(errors="replace")[-3000:] for path in sorted(folder.glob("*.log"))}
+            print(json.dumps({"logs": logs}), flush=True)
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

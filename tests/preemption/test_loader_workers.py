@@ -1,0 +1,105 @@
+"""A data loader's workers outlive a signal to the whole process group, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from outlast.preemption import ShutdownListener, outlive_sigterm
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return index
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    how = sys.argv[1]
+    listener = ShutdownListener(keep_forked=how in ("kept", "busy"))
+    extra = {"multiprocessing_context": "spawn", "worker_init_fn": outlive_sigterm} if how == "spawned" else {}
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2, timeout=30, **extra)
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    print("running", flush=True)
+    if how == "busy":
+        time.sleep(600)
+    assert listener.wait(30)
+    for _ in range(50):  # more than what was fetched ahead
+        next(batches)
+    print("went on", flush=True)
+    del batches
+    print("loader ended", flush=True)
+"""
+
+
+@contextmanager
+def running(tmp_path: Path, how: str) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """Start the script as a group of its own; yield it, and its loader's workers, once they work."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, str(script), how],
+        start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        workers: list[psutil.Process] = []
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "running\n"
+            workers = psutil.Process(process.pid).children(recursive=True)
+            yield process, workers
+        finally:
+            process.kill()
+            for worker in workers:
+                if worker.is_running():
+                    worker.kill()
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["kept", "spawned"])
+def test_workers_go_on_through_a_signal_to_the_group(tmp_path: Path, how: str) -> None:
+    """Batches come on after the group was told to leave; the loader then ends its workers as ever."""
+    with running(tmp_path, how) as (process, workers):
+        assert len(workers) >= 2
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=50)
+        assert (process.returncode, output) == (0, "went on\nloader ended\n")
+        assert not psutil.wait_procs(workers, timeout=20)[1]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_without_the_option_they_die_as_torchs_do(tmp_path: Path) -> None:
+    """What the option is for: the signal ends the workers, and the next batch fails."""
+    with running(tmp_path, "plain") as (process, _):
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=50)
+        assert process.returncode == 1
+        assert "DataLoader worker" in output
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_they_end_when_their_parent_is_gone(tmp_path: Path) -> None:
+    """A signal that came before counts once the parent has left, so nothing is left behind."""
+    with running(tmp_path, "busy") as (process, workers):
+        os.killpg(process.pid, signal.SIGTERM)
+        process.kill()
+        assert not psutil.wait_procs(workers, timeout=40)[1]

@@ -1,0 +1,214 @@
+"""Told to leave, all ranks stop after the same iteration, leave a whole generation, and are gone in time."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ranks import Ranks
+
+from outlast import clock
+from outlast.checkpoint.catalogue.listing import look_into
+from outlast.checkpoint.catalogue.verification import verify
+from outlast.incidents import Event, EventKind
+from outlast.runtime.journal import read_journal
+
+SCRIPT = """
+import ctypes, os, sys, time
+import torch
+import outlast
+
+folder, what, timeout_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
+settings = dict(item.split("=") for item in sys.argv[4:])
+torch.set_num_threads(1)
+libc = ctypes.CDLL(None)
+run = outlast.init(outlast.Config(
+    checkpoint=outlast.CheckpointConfig(directory=folder + "/ckpt", save_interval=4),
+    preemption=outlast.PreemptionConfig(shutdown_timeout=timeout_s, poll_interval=0.1, preempt_time=5, **settings),
+    run_dir=folder + "/run",
+))
+state = {"model": torch.nn.Linear(2, 2), "steps": torch.zeros(1)}
+begin = 0
+for iteration in run.steps(state, total=100_000):
+    assert int(state["steps"].item()) == iteration
+    if iteration == 0 or what == "look":
+        print("restored", iteration, flush=True)
+    if what == "look":
+        break
+    state["steps"] += 1
+    begin = begin or iteration + 1
+    if iteration + 1 == begin + 5:
+        print("running", iteration, flush=True)
+        while what == "wait" and not os.path.exists(folder + "/go"):
+            time.sleep(0.01)
+    if iteration + 1 >= begin + 5:
+        if what == "c":
+            libc.usleep(2_000_000)
+        elif what == "torch":
+            torch.linalg.svdvals(torch.rand(700, 700))
+        elif what == "stuck" and run.global_rank == 1:
+            libc.usleep(600_000_000)
+    time.sleep(0.002)
+"""
+
+
+def _script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def _events(tmp_path: Path, kind: EventKind) -> list[Event]:
+    return [event for event in read_journal(tmp_path / "run") if event.kind == kind]
+
+
+def _newest_whole(tmp_path: Path) -> int:
+    """Return the newest generation; all that there are have every byte right."""
+    iterations = []
+    for found in look_into(str(tmp_path / "ckpt")).found:
+        entry = verify(found, num_threads=1).entry
+        assert entry.valid, entry
+        assert not entry.problems
+        iterations.append(entry.iteration)
+    return max(iterations)
+
+
+def _restored(tmp_path: Path, world_size: int) -> int:
+    """Return at which iteration the next start goes on."""
+    with Ranks(_script(tmp_path), str(tmp_path), "look", "30", world_size=world_size) as ranks:
+        codes, outputs = ranks.end(60)
+    assert codes == [0] * world_size, outputs
+    (iteration,) = {int(output.split("restored ", 1)[1].split()[0]) for output in outputs}
+    return iteration
+
+
+@pytest.mark.process
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("what", ["c", "torch"])
+def test_a_signal_to_one_rank_of_four_in_c_stops_all_after_the_same_iteration(tmp_path: Path, what: str) -> None:
+    """All main threads sit in C; the signal is noticed meanwhile, and one whole generation is what all leave behind."""
+    with Ranks(_script(tmp_path), str(tmp_path), what, "120", world_size=4) as ranks:
+        for rank in range(4):
+            ranks.wait_for_line(rank, "running")
+        told_ns = clock.now_ns()
+        ranks.processes[2].send_signal(signal.SIGTERM)
+        codes, outputs = ranks.end(120)
+    assert codes == [75] * 4, outputs
+    (notice,) = _events(tmp_path, EventKind.NOTICE)
+    print(f"noticed after {(notice.mono_ns - told_ns) / 1e6:.1f} ms")
+    assert (notice.rank, notice.data["source"], notice.data["signal"]) == (2, "signal", 15)
+    ends = _events(tmp_path, EventKind.SESSION_ENDED)
+    assert [event.data["exit_code"] for event in ends] == [75] * 4
+    assert notice.mono_ns < min(event.mono_ns for event in ends)
+    (iteration,) = {event.iteration for event in ends}
+    assert _newest_whole(tmp_path) == iteration
+    assert "Received signal 15, initiating graceful stop" in outputs[2]
+    assert f"stopping after iteration {iteration}, on all ranks, and saving a checkpoint" in outputs[0]
+    assert f"iteration {iteration} is saved, nothing is lost; exiting with code 75" in outputs[0]
+    assert _restored(tmp_path, 4) == iteration
+
+
+def _wait_for(tmp_path: Path, kind: EventKind, count: int) -> None:
+    until_s = clock.now_s() + 60
+    while len(_events(tmp_path, kind)) < count:
+        assert clock.now_s() < until_s, f"no {kind} came"
+        time.sleep(0.02)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(180)
+def test_a_deadline_shorter_than_the_save_keeps_the_earlier_generation(tmp_path: Path) -> None:
+    """The save never ends; the ranks do, with 75, say what is lost, and the next start has the earlier generation."""
+    with Ranks(_script(tmp_path), str(tmp_path), "wait", "3", world_size=2) as ranks:
+        for rank in range(2):
+            ranks.wait_for_line(rank, "running")
+        _wait_for(tmp_path, EventKind.SAVE_COMMITTED, 1)
+        writers = [child for one in ranks.processes for child in psutil.Process(one.pid).children(recursive=True)]
+        assert writers
+        for writer in writers:
+            writer.suspend()
+        ranks.processes[1].send_signal(signal.SIGTERM)
+        _wait_for(tmp_path, EventKind.NOTICE, 1)
+        (tmp_path / "go").touch()
+        for process in ranks.processes:
+            process.wait(60)
+        for writer in writers:
+            if writer.is_running():
+                writer.resume()  # they have the output open
+        codes, outputs = ranks.end(60)
+        assert not psutil.wait_procs(writers, timeout=30)[1]
+    assert codes == [75, 75], outputs
+    kept = _newest_whole(tmp_path)
+    (ended,) = {event.iteration for event in _events(tmp_path, EventKind.SESSION_ENDED)}
+    assert ended is not None
+    assert 0 < kept < ended
+    for output in outputs:
+        assert f"{ended} are lost: the newest saved generation is that of iteration {kept}" in output or (
+            f"iteration {ended} is lost: the newest saved generation is that of iteration {kept}" in output
+        )
+    assert _restored(tmp_path, 2) == kept
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_a_rank_that_never_comes_back_is_gone_by_the_deadline(tmp_path: Path) -> None:
+    """One rank stays in a C call; it, and the rank that waits for it, still end by the deadline, with 75."""
+    with Ranks(_script(tmp_path), str(tmp_path), "stuck", "3", world_size=2) as ranks:
+        for rank in range(2):
+            ranks.wait_for_line(rank, "running")
+        for process in ranks.processes:
+            process.send_signal(signal.SIGTERM)
+        codes, outputs = ranks.end(60)
+    assert codes == [75, 75], outputs
+    for output in outputs:
+        assert "the main thread has not come back; exit code 75" in output
+        assert "lost: the newest saved generation is that of iteration" in output
+    assert _restored(tmp_path, 2) == _newest_whole(tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGUSR1, 75), (signal.SIGUSR2, -signal.SIGUSR2)], ids=["usr1", "usr2"]
+)
+def test_sigusr1_leaves_too_and_others_only_if_named(tmp_path: Path, number: int, expected: int) -> None:
+    """SIGUSR1, which schedulers are often told to send, is listened to by default; SIGUSR2 does what it did."""
+    with Ranks(_script(tmp_path), str(tmp_path), "train", "60") as ranks:
+        ranks.wait_for_line(0, "running")
+        ranks.processes[0].send_signal(number)
+        codes, outputs = ranks.end(60)
+    assert codes == [expected], outputs
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_the_end_of_slurms_time_limit_is_a_notice(tmp_path: Path) -> None:
+    """Without any signal the run saves and leaves before the limit, and says that this was why."""
+    limit = {"SLURM_JOB_END_TIME": str(clock.wall_ns() // 10**9 + 20)}
+    with Ranks(_script(tmp_path), str(tmp_path), "train", "600", world_size=2, environment=limit) as ranks:
+        codes, outputs = ranks.end(90)
+    assert codes == [75, 75], outputs
+    notices = _events(tmp_path, EventKind.NOTICE)
+    assert {notice.data["source"] for notice in notices} == {"time_limit"}
+    assert all(notice.data["deadline_s"] <= 5 for notice in notices)
+    assert "the job's time limit ends in" in outputs[0]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_a_file_seen_by_one_rank_stops_all(tmp_path: Path) -> None:
+    """One rank of the node looks for the file; all leave with one generation."""
+    leave = tmp_path / "leave"
+    with Ranks(_script(tmp_path), str(tmp_path), "train", "60", f"notice_file={leave}", world_size=2) as ranks:
+        ranks.wait_for_line(1, "running")
+        leave.write_text("spot")
+        codes, outputs = ranks.end(60)
+    assert codes == [75, 75], outputs
+    (notice,) = _events(tmp_path, EventKind.NOTICE)
+    assert (notice.rank, notice.data["source"]) == (0, "file")
+    assert "leave is there: spot" in outputs[0]
+    (iteration,) = {event.iteration for event in _events(tmp_path, EventKind.SESSION_ENDED)}
+    assert _newest_whole(tmp_path) == iteration
