@@ -71,7 +71,10 @@ class Recorder:
         """Begin a section, or waiting (:data:`_WAITING`); one within itself is part of the one around it."""
         if threading.get_ident() != self._thread:
             return
-        if self.active and not self._left_out and not any(entry[0] == index for entry in self._stack):
+        times = self.active and not self._left_out
+        for entry in self._stack:
+            times = times and entry[0] != index
+        if times:
             span = None
             if self._device is not None and (index < 0 or self._on_device[index]):
                 span = self._device.begin(index, self._span())

@@ -1,0 +1,162 @@
+"""What a session times of a step, for the search for slow ranks, and whom it names to the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.config import StragglerDetectionConfig
+from outlast.env import WorkerEnv
+from outlast.monitor.rank_monitor import SectionTimer
+from outlast.policy.rerun import Finding
+from outlast.policy.slowness import Basis
+from outlast.policy.stragglers import Findings, Straggler
+from outlast.policy.timings import Timing
+from outlast.runtime.consensus import Consensus
+from outlast.runtime.diagnoses import read_diagnosis
+from outlast.runtime.journal import Journal
+from outlast.session.slow_ranks import SlowRanks
+from outlast.straggler import Report
+
+STEPS = 8
+"""More than the first ones, which are not timed."""
+
+
+@pytest.fixture
+def marked() -> list[str]:
+    """What the watchdog was told."""
+    return []
+
+
+@pytest.fixture
+def consensus() -> Iterator[Consensus]:
+    """That of a single rank."""
+    made = Consensus(["stop"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def slow_ranks(consensus: Consensus) -> Iterator[SlowRanks]:
+    """The search of a single rank."""
+    made = watch_for_slow_ranks(WorkerEnv(), consensus)
+    yield made
+    made.close()
+
+
+def watch_for_slow_ranks(place: WorkerEnv, consensus: Consensus) -> SlowRanks:
+    journal = Journal(None, run_id="run", job="job", node=place.node, proc="rank-0")
+    config = StragglerDetectionConfig(enabled=True, report_time_interval=1e-9, num_gpu_perf_scores_to_print=0)
+    return SlowRanks(config, place, journal, consensus)
+
+
+def timer(marked: list[str], name: str) -> SectionTimer:
+    return SectionTimer(0, lambda _: marked.append(name), lambda _: marked.append(f"/{name}"))
+
+
+def timings(slow_ranks: SlowRanks) -> dict[str, Timing]:
+    return slow_ranks.report().ranks[0].by_name
+
+
+def test_sections_of_the_script_are_timed_and_marked(slow_ranks: SlowRanks, marked: list[str]) -> None:
+    """A section names what the code does, and is timed; as a decorator too. A step's own name is only marked."""
+    data, step = slow_ranks.timed("data", timer(marked, "data")), timer(marked, "step")
+    assert slow_ranks.timed("step", step) is step
+    work = slow_ranks.timed("work", timer(marked, "work"))(lambda: None)
+    assert slow_ranks.wish() == 0
+    for iteration in range(STEPS):
+        slow_ranks.begin_step(iteration)
+        with data:
+            pass
+        work()
+        slow_ranks.end_step()
+        slow_ranks.note_wait()
+    assert slow_ranks.wish() == 1
+    found = timings(slow_ranks)
+    assert list(found) == ["data", "work", "step"]
+    assert {timing.count for timing in found.values()} == {STEPS - 3}
+    assert marked == ["data", "/data", "work", "/work"] * STEPS
+    assert slow_ranks.wish() == 0
+
+
+@pytest.mark.parametrize("name", ["checkpointing", "setup", "evaluation", "validation"])
+def test_what_is_no_part_of_a_step_is_left_out(slow_ranks: SlowRanks, marked: list[str], name: str) -> None:
+    """Nothing within such a section is compared, also where it is the session's own; the watchdog hears of it."""
+    forward = slow_ranks.timed("forward", timer(marked, "forward"))
+    model = torch.nn.Linear(2, 2)
+    slow_ranks.watch({"model": model})
+    for iteration in range(STEPS):
+        slow_ranks.begin_step(iteration)
+        model(torch.ones(1, 2))
+        with slow_ranks.timed(name, timer(marked, name)), forward:
+            model(torch.ones(1, 2))
+        with slow_ranks.left_out(timer(marked, name)):
+            model(torch.ones(1, 2))
+        slow_ranks.end_step()
+    found = timings(slow_ranks)
+    assert list(found) == ["forward", "step"]
+    assert found["forward"].count == STEPS - 3
+    assert marked.count(name) == 2 * STEPS
+
+
+def test_a_section_around_a_watched_forward_is_one_with_it(slow_ranks: SlowRanks, marked: list[str]) -> None:
+    """A script that has a section named as what is timed by itself has one time a step, of both together."""
+    model = torch.nn.Linear(2, 2)
+    slow_ranks.watch({"model": model})
+    forward = slow_ranks.timed("forward", timer(marked, "forward"))
+    for iteration in range(STEPS):
+        slow_ranks.begin_step(iteration)
+        with forward:
+            model(torch.ones(1, 2))
+        slow_ranks.end_step()
+    assert timings(slow_ranks)["forward"].count == STEPS - 3
+
+
+def test_waiting_for_the_other_ranks_is_nobodys_own_time(consensus: Consensus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks agree on within a step, as on validated results, is told as waiting, and is not in the step's own
+    time; once closed nothing is put around anything."""
+    agree, answer = consensus.agree, consensus._wait
+    slow_ranks = watch_for_slow_ranks(WorkerEnv(), consensus)
+
+    def wait() -> list[int]:
+        consensus.waited_s += 1.0
+        return answer()
+
+    monkeypatch.setattr(consensus, "_wait", wait)
+    for iteration in range(STEPS):
+        slow_ranks.begin_step(iteration)
+        consensus.agree([0])
+        slow_ranks.end_step()
+        slow_ranks.note_wait()
+    assert slow_ranks.report().ranks[0].wait_s == pytest.approx(1.0)
+    slow_ranks.close()
+    assert consensus.agree == agree
+
+
+def report_of(ranks: SlowRanks, *stop_for: int) -> Report:
+    """Return a report on which all ranks leave."""
+    facts: dict[str, Any] = {"role": "", "basis": Basis.RELATIVE, "score": 0.5, "ratio": 2.0, "excess_s": 0.01}
+    named = tuple(
+        Straggler(rank=rank, node=f"node-{rank}", section="forward", z=9.0, num_windows=3, **facts) for rank in stop_for
+    )
+    findings = Findings(relative={}, individual={}, named=named)
+    return replace(ranks.report(), iteration=40, findings=findings, stop_for=stop_for)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_launcher_is_told_who_is_slow(tmp_path: Path, consensus: Consensus, rank: int) -> None:
+    """Every rank leaves word of the slowest one and its node; that one adds what it computes on."""
+    place = WorkerEnv(global_rank=rank, node=f"node-{rank}", job="job", run_dir=str(tmp_path))
+    slow_ranks = watch_for_slow_ranks(place, consensus)
+    slow_ranks.leave_word(report_of(slow_ranks, 2, 1))
+    slow_ranks.close()
+    found = read_diagnosis(tmp_path, "job", 0, rank)
+    assert found is not None
+    assert (found.finding, found.rank, found.node, found.iteration) == (Finding.SLOW, 2, "node-2", 40)
+    assert found.device == ("node-2/cpu-0" if rank == 2 else "")
+    assert "takes 2.00 times as long in 'forward'" in found.describe()
