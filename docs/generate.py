@@ -21,6 +21,7 @@ from outlast.config import (
     FaultToleranceConfig,
     HealthConfig,
     InProcessRestartConfig,
+    PreemptionConfig,
     RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
@@ -87,6 +88,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "config": lambda: settings_table(Config),
     "checkpoint": lambda: settings_table(CheckpointConfig),
     "fault-tolerance": lambda: settings_table(FaultToleranceConfig, flag="--ft-"),
+    "preemption": lambda: settings_table(PreemptionConfig),
     "in-process-restart": lambda: settings_table(InProcessRestartConfig),
     "rerun-state-machine": lambda: settings_table(RerunStateMachineConfig),
     "straggler-detection": lambda: settings_table(StragglerDetectionConfig),

@@ -65,7 +65,7 @@ class ExitReason(IntEnum):
     UNHEALTHY_NODE = 19
     """This node failed its health check and did not join; the others go on without it."""
     PREEMPTED = 75
-    """Told to leave, state saved. Charged to no failure budget."""
+    """Told to leave; there is a saved state to go on from. Charged to no failure budget."""
     NO_PROGRESS = 93
     """The restart budget is spent without progress. Never re-queued."""
 

@@ -37,6 +37,7 @@ class Departure:
         iteration: Tells the number of optimizer steps done.
         kept: Tells the newest iteration that there is a generation of; ``None`` = there is none. Thread: any.
         write_end: Writes the end of the session with its exit code.
+        grace_s: Seconds after which the agent ends this rank; ``None`` or 0 = there is none that would.
 
     Raises:
         ConfigError: The plug-in cannot be had.
@@ -52,6 +53,7 @@ class Departure:
         iteration: Callable[[], int],
         kept: Callable[[], int | None],
         write_end: Callable[[int], None],
+        grace_s: float | None = None,
     ) -> None:
         self._config = config = config or PreemptionConfig()
         self._journal, self._rank = journal, place.global_rank
@@ -65,7 +67,7 @@ class Departure:
             signals,
             sources=_sources(config, is_nodes_first=place.local_rank == 0),
             poll_interval_s=config.poll_interval,
-            deadline_s=config.shutdown_timeout,
+            deadline_s=min(filter(None, (config.shutdown_timeout, grace_s)), default=None),
             exit_code=self.exit_code,
             on_notice=self._on_notice,
             before_exit=self._before_exit,

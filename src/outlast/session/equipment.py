@@ -143,6 +143,7 @@ class Equipment:
             iteration=lambda: self.iteration,
             kept=lambda: None if self.saves is None else self.saves.durable_iteration,
             write_end=self.write_end,
+            grace_s=self.monitor.config.shutdown_grace if place.board is not None else None,
         )
         self.pulse = Pulse(self._enclosure, self.monitor, self.journal, place.global_rank)
         self.resuming: Resuming | None = None
