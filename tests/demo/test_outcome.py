@@ -11,6 +11,7 @@ from rich.console import Console
 from outlast.demo.account import Account
 from outlast.demo.leaving import Leaving
 from outlast.demo.outcome import Outcome, differences
+from outlast.demo.slowed import Slowed
 from outlast.demo.sources import Sources
 from outlast.demo.tables import render
 from outlast.incidents import IncidentKind
@@ -64,6 +65,20 @@ FLIPPED = dataclasses.replace(
     struck="model.w",
     quarantined=("node-1",),
     sources=FROM_REPLICA,
+)
+SLOW = Slowed(
+    fault="slow forward of a rank",
+    rank=3,
+    node="node-0",
+    since=2,
+    until=24,
+    num_reports=3,
+    noticed_after_s=3.5,
+    section="forward",
+    ratio=6.1,
+    evidence="Rank=3 Node=node-0 takes 6.10 times as long in 'forward' as the others",
+    others_named=(),
+    restarts=0,
 )
 LEFT = Leaving(
     fault="SIGTERM of a rank",
@@ -137,6 +152,17 @@ def test_wrong_numbers_are_told_with_what_was_struck_and_done() -> None:
     assert "node-1 quarantined, a spare took over" in shown
     assert "iteration 30" in shown
     assert "replicas differ" in shown
+
+
+def test_a_slow_rank_is_told_with_the_report_that_named_it() -> None:
+    """Who, since when, in which report, and that nobody was restarted for it."""
+    assert json.loads(GOOD.to_json())["slowed"] is None
+    told = json.loads(dataclasses.replace(GOOD, slowed=SLOW).to_json())["slowed"]
+    assert (told["rank"], told["num_reports"], told["others_named"], told["restarts"]) == (3, 3, [], 0)
+    shown = text(dataclasses.replace(GOOD, slowed=SLOW))
+    for part in ("straggler", "rank 3 on node-0", "2 to 24", "6.10 times", "named with 3 reports", "0 restarts"):
+        assert part in shown
+    assert "never named" in text(dataclasses.replace(GOOD, slowed=dataclasses.replace(SLOW, num_reports=None)))
 
 
 def test_a_notice_to_leave_is_told_with_what_was_kept() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from outlast.demo.plan import Deed, Fault
@@ -121,27 +122,63 @@ def judged(now: Scene, rank: int, rung: Rung, *, quarantine: tuple[str, ...] = (
 def test_nothing_strikes_while_a_number_that_was_struck_is_not_judged(fault: Fault, rung: Rung, other: Rung) -> None:
     """From two iterations before it a restart would wipe out what it does; earlier, and once it is judged, none."""
     ready = scene(12, 13)
-    assert not is_time(KILL, ready, world_size=2, after_cycle=0, numeric=[fault])
+    assert not is_time(KILL, ready, world_size=2, after_cycle=0, planned=[fault])
     late = dataclasses.replace(fault, iteration=16)
-    assert is_time(KILL, ready, world_size=2, after_cycle=0, numeric=[late])
+    assert is_time(KILL, ready, world_size=2, after_cycle=0, planned=[late])
     assert fault.rank is not None
-    assert is_time(KILL, judged(ready, fault.rank, rung), world_size=2, after_cycle=0, numeric=[fault])
-    assert not is_time(KILL, judged(ready, fault.rank, other), world_size=2, after_cycle=0, numeric=[fault])
-    assert not is_time(KILL, judged(ready, 1 - fault.rank, rung), world_size=2, after_cycle=0, numeric=[fault])
+    assert is_time(KILL, judged(ready, fault.rank, rung), world_size=2, after_cycle=0, planned=[fault])
+    assert not is_time(KILL, judged(ready, fault.rank, other), world_size=2, after_cycle=0, planned=[fault])
+    assert not is_time(KILL, judged(ready, 1 - fault.rank, rung), world_size=2, after_cycle=0, planned=[fault])
 
 
 def test_a_node_is_not_lost_when_a_flipped_bit_will_need_the_spare() -> None:
     """It comes whether a spare waits or not; a quarantined node is none."""
     ready, flip = scene(12, 13), dataclasses.replace(FLIP, iteration=40)
-    assert not is_time(LOSE, ready, world_size=2, after_cycle=0, numeric=[flip])
-    assert is_time(KILL, ready, world_size=2, after_cycle=0, numeric=[flip])
+    assert not is_time(LOSE, ready, world_size=2, after_cycle=0, planned=[flip])
+    assert is_time(KILL, ready, world_size=2, after_cycle=0, planned=[flip])
     more = [*ready.events, event(EventKind.NODE_JOINED, "a", 0, name="d")]
     two = dataclasses.replace(ready, events=more, running=("a", "b", "c", "d"))
-    assert is_time(LOSE, two, world_size=2, after_cycle=0, numeric=[flip])
+    assert is_time(LOSE, two, world_size=2, after_cycle=0, planned=[flip])
     after = judged(two, 1, Rung.REPLACE_NODE, quarantine=("d",))
     assert after.quarantined == {"d"}
     assert after.spares == ("c",)
-    assert is_time(LOSE, after, world_size=2, after_cycle=0, numeric=[flip])
+    assert is_time(LOSE, after, world_size=2, after_cycle=0, planned=[flip])
+
+
+def test_nothing_strikes_from_outside_before_a_slow_rank_is_named() -> None:
+    """A restart would make it fast again; after many reports without its name the demo goes on, and says so later."""
+    ready, slow = scene(12, 13), Fault(deed=Deed.SLOW, iteration=2, rank=1)
+
+    def reported(*named: int, times: int = 1) -> Scene:
+        told = event(EventKind.STRAGGLER_REPORT, "a", 1, rank=0, named=list(named))
+        return dataclasses.replace(ready, events=[*ready.events, *[told] * times])
+
+    assert not is_time(KILL, ready, world_size=2, after_cycle=0, planned=[slow])
+    assert not is_time(KILL, reported(0), world_size=2, after_cycle=0, planned=[slow])
+    assert is_time(KILL, reported(0, 1), world_size=2, after_cycle=0, planned=[slow])
+    assert not is_time(KILL, reported(times=3), world_size=2, after_cycle=0, planned=[slow])
+    assert is_time(KILL, reported(times=8), world_size=2, after_cycle=0, planned=[slow])
+
+
+def test_a_notice_to_leave_waits_for_its_iteration_alone() -> None:
+    """What was not saved yet is saved then."""
+    leave = Fault(deed=Deed.LEAVE, iteration=12, rank=1)
+    ready = scene(12, 13, restored=10, durable=10)
+    assert is_time(leave, ready, world_size=2, after_cycle=0)
+    assert not is_time(leave, ready, world_size=2, after_cycle=1)
+    assert not is_time(leave, scene(11, 13), world_size=2, after_cycle=0)
+
+
+def test_the_next_jobs_cycles_are_its_own() -> None:
+    """They are numbered anew; what the job before saved, restored and carried counts no more."""
+    before = scene(12, 13, cycle=4)
+    again = [dataclasses.replace(one, cycle=0) if isinstance(one, RankScene) else one for one in before.ranks]
+    start = event(EventKind.CYCLE_STARTED, "b", 0, node_rank=0, ranks=[0], world_size=2)
+    after = Scene(ranks=tuple(again), events=[*before.events, msgspec.structs.replace(start, job="next")])
+    assert (before.cycle, after.cycle) == (4, 0)
+    assert after.holder(0) == "b"
+    assert after.safe(4, num_ranks=2) == 0
+    assert after.ranks_by_node() == {"b": (0,)}
 
 
 def test_what_has_struck_is_on_record() -> None:

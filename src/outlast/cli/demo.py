@@ -22,17 +22,18 @@ Examples:
 """,
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws order, victims, moments.")
-@click.option("--iterations", type=int, default=100, show_default=True, help="Length of each run, at least 85.")
+@click.option("--iterations", type=int, default=115, show_default=True, help="Length of each run, at least 105.")
 @click.option("--keep", metavar="DIR", help="Keep journals, output and generations of both runs in this new folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
-    """Watch a real training survive wrong numbers, a killed rank, a hung rank and lost nodes.
+    """Watch a real training survive wrong numbers, a killed rank, a hung rank, lost nodes and a preemption.
 
     A small GPT is trained twice on this machine, by 2 nodes of 2 ranks: once undisturbed, and once with two spare nodes
-    while one activation becomes NaN and one bit of a weight flips, a rank is killed, a rank is stopped and a whole node
-    is lost with its memory and disk. The NaN costs one run of a step, the rank of the flipped bit its node, and all go
-    on from what the nodes hold of each other. Then another node is lost when every copy of its state is damaged: the
-    global tier has it. At the end the two results are compared bit by bit.
+    while one rank is slow, one activation becomes NaN, one bit of a weight flips, a rank is killed, a rank is stopped
+    and a whole node is lost with its memory and disk. The slow rank is named, the NaN costs one run of a step, the rank
+    of the flipped bit its node, and all go on from what the nodes hold of each other. Then another node is lost when
+    every copy of its state is damaged: the global tier has it. Then one rank gets SIGTERM: all save and leave together,
+    and a second job goes on where they left. At the end the two results are compared bit by bit.
 
     Exit code 0: the results are identical, each fault was noticed for what it was, and each rank came back from where
     it should; else 1.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from outlast.demo.account import Account
 from outlast.demo.leaving import Leaving
+from outlast.demo.slowed import Slowed
 from outlast.demo.sources import Sources
 
 __all__ = ["COMPARED", "Outcome", "differences"]
@@ -27,6 +29,8 @@ class Outcome:
     struck: Mapping[str, Any]
     """What it wrote about the other run."""
     incidents: tuple[Account, ...]
+    slowed: Slowed | None = None
+    """Whether the slow rank was named; ``None`` = none was slow."""
     leaving: Leaving | None = None
     """How it was left and went on; ``None`` = it did not come to that."""
     cycles: int
@@ -54,6 +58,7 @@ class Outcome:
             {
                 "bit_identical": self.bit_identical,
                 "incidents": [_incident_fields(one) for one in self.incidents],
+                "slowed": None if self.slowed is None else dataclasses.asdict(self.slowed),
                 "preemption": None if self.leaving is None else _leaving_fields(self.leaving),
                 "cycles": self.cycles,
                 "final_loss": self.struck.get("final_loss"),

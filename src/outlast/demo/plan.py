@@ -11,8 +11,10 @@ from outlast.incidents import IncidentKind
 
 __all__ = ["NUM_FAULTS", "Deed", "Fault", "Shape", "draw_faults", "least_iterations"]
 
-_LEAD = 2
-"""Generations before the first fault that costs a restart."""
+_LEAD = 4
+"""Generations before the first fault that costs a restart; meanwhile a slow rank is looked for."""
+_SLOW_BY = 3
+"""Iteration by which a rank becomes slow: the first ones are not timed, so that the first report has it all."""
 _GAP = 3
 """Generations between two of them. A restart goes back by two at most (the newest may not be committed when the fault
 strikes), so that at least one newer than what was restored lies before the next, and one in the global tier too."""
@@ -34,6 +36,8 @@ class Deed(StrEnum):
     """A byte is flipped before in every copy that other nodes hold."""
     NAN = "NaN in an activation"
     FLIP = "bit flip in a weight"
+    SLOW = "slow forward of a rank"
+    """Until its process is replaced by another one, after the next fault."""
     LEAVE = "SIGTERM of a rank"
     """A notice, as before a preemption: all ranks save and leave, and another job goes on."""
 
@@ -48,9 +52,9 @@ class Deed(StrEnum):
         return self in (Deed.LOSE, Deed.SPOIL)
 
     @property
-    def is_numeric(self) -> bool:
-        """Whether it befalls a number, within the training; else the demo does it from outside."""
-        return self in (Deed.NAN, Deed.FLIP)
+    def is_planned(self) -> bool:
+        """Whether a plan of faults has it befall the training from within; else the demo does it from outside."""
+        return self in (Deed.SLOW, Deed.NAN, Deed.FLIP)
 
     @property
     def needs_spare(self) -> bool:
@@ -69,9 +73,9 @@ _EXPECTED = {
 _DRAWN = (Deed.KILL, Deed.STOP, Deed.LOSE, Deed.FLIP)
 _LAST = _LEAD + _GAP * len(_DRAWN) + 1
 """Generations before the last fault, at least: so many that the newest is not in the global tier."""
-NUM_FAULTS = len(_DRAWN) + 3
-"""Four in any order and a lost node whose ranks' copies are bad, which cost a restart each; a NaN, which costs none;
-and at the end a notice to leave."""
+NUM_FAULTS = len(_DRAWN) + 4
+"""Four in any order and a lost node whose ranks' copies are bad, which cost a restart each; a slow rank and a NaN,
+which cost none; and at the end a notice to leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +84,7 @@ class Shape:
 
     num_nodes: int = 2
     nproc_per_node: int = 2
-    iterations: int = 100
+    iterations: int = 115
     save_interval: int = 5
     """Iterations between two saves to the near tiers."""
 
@@ -101,7 +105,7 @@ class Fault:
 
     deed: Deed
     iteration: int
-    """It strikes once this many iterations are done; a numeric one in the step that follows."""
+    """It strikes once this many iterations are done; a planned one in the step that follows."""
     rank: int | None = None
     """Global rank that it befalls; ``None`` when it is a node."""
     slot: int | None = None
@@ -119,7 +123,8 @@ def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
     Order, victims and iterations depend on the arguments alone. No fault strikes at the iteration of a save, so that
     each restart costs something. The lost node with spoiled copies is the last that costs one, after a generation that
     is on the nodes alone, so that all ranks have to go back further than to the newest. The NaN comes a generation
-    before one of the others, or two. The notice to leave comes at the end.
+    before one of the others, or two. The slow rank is the first, and no bit flips before a restart has made it fast
+    again. The notice to leave comes at the end.
 
     Raises:
         ConfigError: There are too few iterations for the faults.
@@ -129,6 +134,8 @@ def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
         raise ConfigError(f"--iterations={shape.iterations} is too few for {NUM_FAULTS} faults; give at least {least}")
     numbers = random.Random(seed)
     deeds = numbers.sample(_DRAWN, len(_DRAWN))
+    if deeds[0] == Deed.FLIP:
+        deeds[0], deeds[1] = deeds[1], deeds[0]  # it comes in its iteration, whether the slow rank is named or not
     if deeds[-1] == Deed.LOSE:
         deeds.insert(numbers.randrange(len(deeds) - 1), deeds.pop())  # another spare has time to come before the next
     deeds.append(Deed.SPOIL)
@@ -141,6 +148,8 @@ def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
     before_nan = numbers.choice(generations) - 1
     drawn = [*zip(deeds, generations, strict=True), (Deed.NAN, before_nan), (Deed.LEAVE, generations[-1] + _CALM)]
     faults = [_draw_fault(numbers, deed, generation, shape) for deed, generation in drawn]
+    slow_from = numbers.randint(1, max(1, min(_SLOW_BY, shape.save_interval - 1)))
+    faults.append(Fault(deed=Deed.SLOW, iteration=slow_from, rank=numbers.randrange(shape.world_size)))
     return tuple(sorted(faults, key=lambda fault: fault.iteration))
 
 

@@ -11,7 +11,9 @@ from outlast.incidents import Event, EventKind, Rung
 __all__ = ["RankScene", "Scene", "is_time"]
 
 _MARGIN = 2
-"""Iterations before one in which a number is struck: from there on nothing else strikes until that is settled."""
+"""Iterations before one in which a planned fault strikes: from there on nothing else strikes until that is settled."""
+_PATIENCE = 8
+"""Reports in which a slow rank may be named; then the demo goes on without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,10 @@ class Scene:
         return any(event.data["fault"] == fault.deed and event.rank == fault.rank for event in struck)
 
     def is_judged(self, fault: Fault) -> bool:
-        """Return whether something was done about a fault that befell a number."""
+        """Return whether something was done about a planned fault, or, of a slow rank, whether it was named."""
+        if fault.deed == Deed.SLOW:
+            reports = [event for event in self.events if event.kind == EventKind.STRAGGLER_REPORT]
+            return any(fault.rank in event.data["named"] for event in reports) or len(reports) >= _PATIENCE
         for event in self.events:
             if event.kind in (EventKind.INCIDENT, EventKind.VERDICT) and {"verdict", "incident"} <= event.data.keys():
                 incident, rung = event.data["incident"], event.data["verdict"]["rung"]
@@ -137,7 +142,7 @@ class Scene:
         return {event.node: tuple(event.data["ranks"]) for event in started}
 
 
-def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int, numeric: Sequence[Fault] = ()) -> bool:
+def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int, planned: Sequence[Fault] = ()) -> bool:
     """Return whether a fault may strike from outside now.
 
     Args:
@@ -145,7 +150,7 @@ def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int, nu
         scene: What the cluster looks like.
         world_size: Number of ranks.
         after_cycle: The cycle that the last fault struck; the next one strikes a later one.
-        numeric: Faults that strike by themselves, in their iterations.
+        planned: Faults that strike by themselves, in their iterations.
     """
     cycle = scene.cycle
     if cycle <= after_cycle:
@@ -155,7 +160,7 @@ def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int, nu
     here = [one for one in scene.ranks if one.cycle == cycle]
     if len(here) < world_size or any(one.iteration < fault.iteration for one in here):
         return False
-    coming = [other for other in numeric if not scene.is_judged(other)]
+    coming = [other for other in planned if not scene.is_judged(other)]
     if any(scene.iteration >= other.iteration - _MARGIN for other in coming):
         return False  # a restart now would wipe out what it did, or is about to do
     if fault.deed == Deed.LEAVE:

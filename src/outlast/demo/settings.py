@@ -1,4 +1,4 @@
-"""The settings: what the demo writes for the training script, and the plan of the faults that befall its numbers."""
+"""The settings: what the demo writes for the training script, and the plan of the faults that befall it from within."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ _DIGEST_INTERVAL = 2
 _MANTISSA_BITS = range(8, 20)
 """Of a float32: one that rounding does not level out, and that makes no number so large that it would be noticed."""
 _LAYERS = "model.blocks.*"
+_SLOW_FACTOR = 10.0
+_SLOW_SCORE = 0.2
+"""Who takes less than five times as long is nobody to name: where four ranks share two cores, whoever happens to wait
+for one takes several times as long for things of a few milliseconds."""
+_REPORT_S = 1.0
 
 
 def write_settings(
@@ -40,6 +45,13 @@ def write_settings(
             "non_persistent_save_interval": shape.save_interval,
         },
         "replica_digest": {"interval": _DIGEST_INTERVAL},
+        "straggler_detection": {
+            "enabled": True,
+            "report_time_interval": _REPORT_S,
+            "calc_individual_gpu_perf": False,  # a cycle is too short to know a rank's own best
+            "noticeable_score": _SLOW_SCORE,
+            "gpu_relative_perf_threshold": _SLOW_SCORE,
+        },
     }
     plan = fault_plan(faults, seed)
     if plan.faults:
@@ -50,14 +62,18 @@ def write_settings(
 
 
 def fault_plan(faults: Sequence[Fault], seed: int) -> chaos.FaultPlan:
-    """Return the faults that befall numbers as a plan that the session of each rank arms."""
+    """Return the faults that befall the training from within, as a plan that the session of each rank arms."""
     numbers = random.Random(seed)
     return chaos.FaultPlan(
-        seed=seed, faults=tuple(_planned(fault, numbers) for fault in faults if fault.deed.is_numeric)
+        seed=seed, faults=tuple(_planned(fault, numbers) for fault in faults if fault.deed.is_planned)
     )
 
 
 def _planned(fault: Fault, numbers: random.Random) -> chaos.Fault:
+    if fault.deed == Deed.SLOW:
+        return chaos.Fault(
+            kind="slow", factor=_SLOW_FACTOR, rank=fault.rank, iteration=fault.iteration, name=fault.deed
+        )
     if fault.deed == Deed.NAN:
         return chaos.Fault(
             kind="nan",

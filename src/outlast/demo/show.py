@@ -19,6 +19,7 @@ from outlast.demo.leaving import find_leaving, unkept_of_leaving
 from outlast.demo.outcome import Outcome, differences
 from outlast.demo.plan import Fault, Shape, draw_faults
 from outlast.demo.scene import Scene, is_time
+from outlast.demo.slowed import find_slowed, named_ranks, unkept_of_slowed
 from outlast.demo.stage import Stage
 from outlast.demo.view import View
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
@@ -79,7 +80,9 @@ def _run_both(
     problems: list[str] = []
     size = f"{shape.num_nodes} nodes x {shape.nproc_per_node} ranks"
     first = Stage(script, folder=folder / "undisturbed", shape=shape)
-    _play(first, f"Undisturbed: {size}", (), view, problems, on_failure)
+    calm = _play(first, f"Undisturbed: {size}", (), view, problems, on_failure)
+    if named := named_ranks(calm):
+        problems.append(f"undisturbed, rank {', '.join(map(str, named))} was taken for a slow one")
     num_heirs = sum(fault.deed.needs_spare for fault in faults)
     second = Stage(
         script,
@@ -94,6 +97,7 @@ def _run_both(
     if not problems:
         events = _play(second, f"With faults: {size} + {_NUM_SPARES} spare nodes", faults, view, problems, on_failure)
         problems += [*unnoticed(events), *unkept(account_for(events))]
+        problems += unkept_of_slowed(find_slowed(events))
         problems += unkept_of_leaving(find_leaving(events), world_size=shape.world_size)
     undisturbed, struck = _read_result(first.result_path), _read_result(second.result_path)
     if undisturbed and struck and (unequal := differences(undisturbed, struck)):
@@ -103,6 +107,7 @@ def _run_both(
         undisturbed=undisturbed,
         struck=struck,
         incidents=account_for(events),
+        slowed=find_slowed(events),
         leaving=find_leaving(events),
         cycles=count_cycles(events),
         wall_s=clock.now_s() - started_s,
@@ -141,8 +146,8 @@ def _follow(stage: Stage, faults: tuple[Fault, ...], view: View) -> list[Fault]:
     Raises:
         DeadlineExceeded: It took too long.
     """
-    pending, struck_cycle = [fault for fault in faults if not fault.deed.is_numeric], -1
-    numeric = [fault for fault in faults if fault.deed.is_numeric]
+    pending, struck_cycle = [fault for fault in faults if not fault.deed.is_planned], -1
+    planned = [fault for fault in faults if fault.deed.is_planned]
     limit_s = _STARTING_S + _PER_ITERATION_S * stage.shape.iterations
     deadline_s = clock.now_s() + limit_s
     while True:
@@ -150,7 +155,7 @@ def _follow(stage: Stage, faults: tuple[Fault, ...], view: View) -> list[Fault]:
         scene: Scene = stage.look()
         world_size = stage.shape.world_size
         is_due = bool(pending) and is_time(
-            pending[0], scene, world_size=world_size, after_cycle=struck_cycle, numeric=numeric
+            pending[0], scene, world_size=world_size, after_cycle=struck_cycle, planned=planned
         )
         if is_due and stage.strike(pending[0], scene):
             pending.pop(0)
@@ -159,7 +164,7 @@ def _follow(stage: Stage, faults: tuple[Fault, ...], view: View) -> list[Fault]:
         if not running and stage.may_resume:
             stage.resume(scene)
         elif not running:
-            return [*pending, *(fault for fault in numeric if not scene.has_struck(fault))]
+            return [*pending, *(fault for fault in planned if not scene.has_struck(fault))]
         if clock.now_s() > deadline_s:
             raise DeadlineExceeded(f"the training did not end within {limit_s:.0f} s")
         time.sleep(_POLL_S)

@@ -45,7 +45,7 @@ class Stage:
         script: The training script.
         folder: Its own folder: journal, generations, result and output. Each node's disk is a folder in ``local``.
         shape: The world's size and the number of iterations.
-        faults: What befalls the training's numbers; those that strike from outside are not looked at.
+        faults: What befalls the training from within; those that strike from outside are not looked at.
         seed: Draws what the faults leave open; the training's own seed is always the same.
         num_spares: Nodes more than train; which ones wait as spares is decided by who comes first.
         num_reserves: Nodes that come later: one each time that one is lost.

@@ -13,6 +13,7 @@ from rich.text import Text
 from outlast.demo.account import Account
 from outlast.demo.leaving import Leaving
 from outlast.demo.outcome import COMPARED, Outcome, differences
+from outlast.demo.slowed import Slowed
 from outlast.demo.sources import TIERS, Sources, count_bytes
 
 __all__ = ["render"]
@@ -24,7 +25,7 @@ _DEEDS = {"restart_workers": "workers restarted", "replace_node": "a spare took 
 def render(outcome: Outcome) -> RenderableType:
     """Return the proof and the table of incidents, for a terminal or a file."""
     parts: list[RenderableType] = []
-    if outcome.incidents or outcome.leaving is not None:
+    if outcome.incidents or outcome.slowed is not None or outcome.leaving is not None:
         parts += [_story_table(outcome), _costs(outcome), Text()]
     if outcome.undisturbed and outcome.struck:
         parts += [_proof_table(outcome), Text()]
@@ -48,6 +49,8 @@ def _story_table(outcome: Outcome) -> Table:
     table.add_column("noticed\nafter", justify="right", no_wrap=True)
     table.add_column("going on\nafter", justify="right", no_wrap=True)
     table.add_column("done\ntwice", justify="right", no_wrap=True)
+    if outcome.slowed is not None:
+        _add_slowed(table, outcome.slowed)
     for one in outcome.incidents:
         _add_incident(table, one)
     if outcome.leaving is not None:
@@ -67,6 +70,25 @@ def _add_incident(table: Table, one: Account) -> None:
         _duration(one.detected_after_s),
         _duration(one.recovered_after_s),
         "-" if one.redone_iterations is None else str(one.redone_iterations),
+    )
+
+
+def _add_slowed(table: Table, slowed: Slowed) -> None:
+    until = "" if slowed.until is None else f" to {slowed.until}"
+    if slowed.num_reports is None:
+        done = "never named"
+    else:
+        reports = "1 report" if slowed.num_reports == 1 else f"{slowed.num_reports} reports"
+        done = f"named with {reports}, and nobody else" if not slowed.others_named else f"named with {reports}"
+    done += ", 0 restarts" if not slowed.restarts else ", restarted"
+    table.add_row(
+        escape(f"straggler\nrank {slowed.rank} on {slowed.node}\niteration {slowed.since}{until}\n({slowed.fault})"),
+        escape(slowed.evidence or "-"),
+        done,
+        "-",
+        _duration(slowed.noticed_after_s),
+        "-",
+        "0",
     )
 
 
