@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.launch import messages as m
+from outlast.launch.checkups import Checkups
 from outlast.launch.crew import Crew
 from outlast.launch.member import Member
 from outlast.launch.node_agent import NodeAgent
@@ -41,6 +42,7 @@ class Agent(SimpleElasticAgent):
         writer: The node's checkpoint writer, which outlives the workers; the agent closes it. ``None`` = none could be
             started: each worker starts its own.
         member: This node's membership; its link is not yet started.
+        checkups: Looks at this node; the agent closes it. ``None`` = nothing is looked at.
         mailbox: Where the link and the signal handlers deliver.
 
     Thread: the main thread.
@@ -57,6 +59,7 @@ class Agent(SimpleElasticAgent):
         workers: Workers,
         writer: WriterProcess | None,
         member: Member,
+        checkups: Checkups | None,
         mailbox: Mailbox[object],
     ) -> None:
         super().__init__(spec)
@@ -70,7 +73,7 @@ class Agent(SimpleElasticAgent):
             writer=writer,
             node=member.node,
         )
-        self._node_agent = NodeAgent(options, self._crew, member, mailbox)
+        self._node_agent = NodeAgent(options, self._crew, member, checkups, mailbox)
 
     @property
     def stop(self) -> m.Stop:

@@ -2,6 +2,7 @@
 
 States::
 
+    OUTSIDE   not known to be fit yet, or unfit: no place is asked for
     JOINING   asked for a place in the next cycle (a spare stays here)
     RUNNING   the cycle's workers run
     FINISHED  they all ended with 0; the others may still fail
@@ -23,6 +24,7 @@ __all__ = ["State"]
 class State(StrEnum):
     """What the agent is doing; see the module's head."""
 
+    OUTSIDE = "outside"
     JOINING = "joining"
     RUNNING = "running"
     FINISHED = "finished"

@@ -37,6 +37,7 @@ from outlast.launch.forming import Forming, why_it_waits
 from outlast.launch.job import JobSettings
 from outlast.launch.nodes import Node, Nodes, Outbox
 from outlast.launch.rulings import Record, Rulings
+from outlast.launch.unfit import UnfitNodes
 from outlast.policy.deadlines import Expired
 from outlast.policy.ladder import CycleEnd, LadderState
 from outlast.policy.timeouts import Observation
@@ -94,6 +95,7 @@ class Coordinator:
         """The cycle that is ending, until all of its nodes have told what they know."""
         self._adoption = Adoption(settings.num_slots)
         self._forming = Forming(settings, self.nodes)
+        self._unfit = UnfitNodes(self.nodes, self._rulings, record)
         self._finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished one may say goodbye before the others."""
         self._mended = (0, 0)
@@ -114,6 +116,8 @@ class Coordinator:
                 self._on_join(message, now_s)
             case m.Register():
                 self._on_register(message, now_s)
+            case m.Unhealthy():
+                self._on_unhealthy(message, now_s)
             case m.Tick() | m.Quit():
                 pass
             case _:
@@ -176,6 +180,7 @@ class Coordinator:
         node = self.nodes.add(message, now_s)
         spare = self.nodes.num_joins > len(self.nodes.slots)
         self._record(EventKind.NODE_JOINED, self.cycle, {"name": node.name, "spare": spare})
+        self._unfit.admit(node)
         return node
 
     def _on_register(self, message: m.Register, now_s: float) -> None:
@@ -268,6 +273,16 @@ class Coordinator:
         if verdict.exit_code is not None:
             self._stop_job(verdict.exit_code, verdict.reason, now_s)
 
+    def _on_unhealthy(self, report: m.Unhealthy, now_s: float) -> None:
+        if self.stop is not None:
+            self.nodes.out.append((report.node, report.epoch, self.stop))
+            return
+        incident = report.incident
+        if self._unfit.take(report, cycle=self.cycle, is_running=self.phase == Phase.RUNNING):
+            self._end_cycle(incident.describe(), examine=False, but=None).incidents.append(incident)
+        elif self.settings.max_nodes == 1 and not report.stays:
+            self._stop_job(ExitReason.UNHEALTHY_NODE, incident.describe(), now_s)
+
     def _on_leave(self, leave: m.Leave, node: Node, now_s: float) -> None:
         if self.stop is not None:
             self.nodes.remove(node.name)
@@ -341,6 +356,7 @@ class Coordinator:
         self.phase, self._over_at_s = Phase.OVER, now_s
         self.stop = m.Stop(exit_code=exit_code, reason=reason)
         self.nodes.send_all(self.stop)
+        self._unfit.send_stop(self.stop)
 
     # -- forming -----------------------------------------------------------------------------------------------
 
@@ -367,7 +383,9 @@ class Coordinator:
             self._rulings.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
         slots = self._forming.fill(self.cycle, now_s, barred=self.state.barred)
         if slots is None:
-            if (reason := self._forming.gave_up(now_s)) is not None:
+            awaited = bool(self.nodes.by_name) or self._unfit.any_waits
+            if (reason := self._forming.gave_up(now_s, is_awaited=awaited)) is not None:
+                reason += self._unfit.describe()
                 verdict = Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED)
                 self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
                 self._stop_job(ExitReason.FAILED, reason, now_s)

@@ -127,9 +127,9 @@ class Cycle:
         return self._describe_verdict() or self.in_process.unmended or self._describe_exit(worker, worker.exit_code)
 
     def _describe_verdict(self) -> Incident | None:
-        """Return the incident of a worker that leaves, or left, because of an invalid result; ``None`` = none did.
+        """Return the incident of a worker that leaves, or left, for an invalid result or a slow rank; ``None`` = none.
 
-        Where all ranks leave together it is that of the rank that saw the result, if it is one of this node.
+        Where all ranks leave together it is that of the rank that saw the result, or is slow, if it is one of this node.
         """
         first: tuple[WorkerProcess, int, Diagnosis | None] | None = None
         for worker in self.workers.values():

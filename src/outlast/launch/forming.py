@@ -120,10 +120,15 @@ class Forming:
         least = self.settings.min_nodes
         return least is not None and self.has_majority and len(self.nodes.slots) - 1 >= least
 
-    def gave_up(self, now_s: float) -> str | None:
-        """Return why nodes are not waited for any longer, for people; ``None`` while they are."""
+    def gave_up(self, now_s: float, *, is_awaited: bool) -> str | None:
+        """Return why nodes are not waited for any longer, for people; ``None`` while they are.
+
+        Args:
+            now_s: Monotonic seconds.
+            is_awaited: Somebody waits for the next cycle.
+        """
         timeout_s = self.settings.join_timeout_s
-        if self._since_s is None or now_s - self._since_s <= timeout_s or not self.nodes.by_name:
+        if self._since_s is None or now_s - self._since_s <= timeout_s or not is_awaited:
             return None
         return (
             f"{self._missing} of {len(self.nodes.slots)} slots stayed empty for {timeout_s:.0f} s "

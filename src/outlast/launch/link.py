@@ -68,7 +68,7 @@ class LinkFailed:
     error: str
 
 
-News = m.Wait | m.Prepare | m.Start | m.CycleOver | m.Stop | LinkDown | LinkUp | LinkFailed
+News = m.Wait | m.Prepare | m.Start | m.CycleOver | m.Remark | m.Stop | LinkDown | LinkUp | LinkFailed
 
 
 class Link:

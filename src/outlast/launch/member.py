@@ -97,6 +97,10 @@ class Member:
             m.Hung(node=self.node, epoch=self._epoch, cycle=cycle, incident=incident, expired=tuple(expired))
         )
 
+    def report_unhealthy(self, incident: Incident, *, stays: bool) -> None:
+        """Tell that this node failed its health check, and whether its agent goes on nevertheless."""
+        self.link.send(m.Unhealthy(node=self.node, epoch=self._epoch, incident=incident, stays=stays))
+
     def leave(self, *, saved: bool, signal: int, facts: m.CycleFacts | None, whole_job: bool) -> None:
         """Tell that this node goes."""
         self.link.send(

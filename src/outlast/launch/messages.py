@@ -26,12 +26,14 @@ __all__ = [
     "Prepare",
     "Quit",
     "Register",
+    "Remark",
     "Restarted",
     "Start",
     "Stop",
     "Tick",
     "ToCoordinator",
     "ToNode",
+    "Unhealthy",
     "Wait",
     "decode_to_coordinator",
     "decode_to_node",
@@ -152,6 +154,16 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The notice is for the job; otherwise only this node goes."""
 
 
+class Unhealthy(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This node failed its health check: before it joined, and it does not; or while it trains."""
+
+    node: str
+    epoch: str
+    incident: Incident
+    stays: bool
+    """Its agent goes on, also where the node does not join."""
+
+
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """This node got its :class:`Stop` and needs the control store no more."""
 
@@ -213,6 +225,12 @@ class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Look where your ranks are before you end them: a hang's culprit is searched."""
 
 
+class Remark(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Something about another node that belongs into this one's log too."""
+
+    text: str
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The job is over."""
 
@@ -220,8 +238,8 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-ToCoordinator = Join | Register | Hung | Master | Restarted | Finished | Leave | Bye | Dead | Tick | Quit
-ToNode = Wait | Prepare | Start | CycleOver | Stop
+ToCoordinator = Join | Register | Hung | Master | Restarted | Finished | Leave | Unhealthy | Bye | Dead | Tick | Quit
+ToNode = Wait | Prepare | Start | CycleOver | Remark | Stop
 
 _encoder = msgspec.json.Encoder()
 _to_coordinator: msgspec.json.Decoder[ToCoordinator] = msgspec.json.Decoder(ToCoordinator)

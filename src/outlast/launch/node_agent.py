@@ -15,16 +15,18 @@ from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import messages as m
 from outlast.launch.agent_state import State
+from outlast.launch.checkups import CheckedUp, Checkups
 from outlast.launch.crew import Crew
 from outlast.launch.cycle import Cycle
+from outlast.launch.fitness import Fitness
 from outlast.launch.link import LinkDown, LinkFailed, LinkUp
 from outlast.launch.member import Member
+from outlast.launch.mending import Mending
 from outlast.launch.news import Broken, Hang, Notice, WriterDied
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
 from outlast.launch.rendezvous import open_cycle_store
 from outlast.launch.timers import Timers
-from outlast.launch.worker_process import WorkerProcess
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.store import TCPStore
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
@@ -33,8 +35,6 @@ __all__ = ["NodeAgent"]
 
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
-_WORD_S = 0.25
-"""How long a worker's datagram may come after its words on the board."""
 
 
 class NodeAgent:
@@ -44,19 +44,40 @@ class NodeAgent:
         options: The launcher's options.
         crew: This node's workers; the agent closes it.
         member: This node's membership; its link is not yet started.
+        checkups: Looks at this node; closed with the agent. ``None`` = nothing is looked at.
         mailbox: Where the link and the signal handlers deliver.
 
     Thread: the main thread.
     """
 
-    def __init__(self, options: RunOptions, crew: Crew, member: Member, mailbox: Mailbox[object]) -> None:
+    def __init__(
+        self, options: RunOptions, crew: Crew, member: Member, checkups: Checkups | None, mailbox: Mailbox[object]
+    ) -> None:
         self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
         self.is_host = False
         """Whether this process hosts the control store."""
         self._crew, self._workers = crew, crew.workers
         self._member, self._mailbox = member, mailbox
         self._journal, self._timers = NodeJournal(options, member.node), Timers()
-        self._state = State.JOINING
+        self._state = State.OUTSIDE
+        self._fitness = Fitness(
+            checkups,
+            member=member,
+            journal=self._journal,
+            timers=self._timers,
+            is_alone=options.max_nodes == 1,
+            join=lambda: self._join(None),
+            start=self._start_if_ready,
+            leave=self._finish,
+        )
+        self._mending = Mending(
+            crew.workers,
+            member=member,
+            journal=self._journal,
+            timers=self._timers,
+            is_running=lambda: self._state == State.RUNNING,
+            end_cycle=self._end_cycle,
+        )
         self._start: m.Start | None = None
         """A cycle to start once the zygote has cleared away the last one."""
         self._cycle_store: TCPStore | None = None
@@ -76,6 +97,7 @@ class NodeAgent:
 
     def close(self) -> None:
         """Free everything; whatever worker is left is killed."""
+        self._fitness.close()
         self._crew.close()
         self._member.link.close()
         self._cycle_store = None
@@ -91,7 +113,7 @@ class NodeAgent:
             sources.append(told)
         readable, _, _ = select.select(sources, [], [], self._timers.until_next_s())
         if told in readable and cycle is not None:
-            self._look_in_process(cycle)
+            self._mending.look(cycle)
         if self._workers.fileno() in readable:
             self._on_news(self._workers.receive())
         if self._mailbox.fileno() in readable:
@@ -110,6 +132,7 @@ class NodeAgent:
             case Exited():
                 self._on_exited(news)
             case Cleared():
+                self._fitness.note_cleared()
                 self._start_if_ready()
             case None:
                 self._on_workers_lost()
@@ -126,6 +149,10 @@ class NodeAgent:
             case m.Wait():
                 self._timers.cancel("answer")
                 log.info("[outlast] node %s waits: %s", self._member.node, news.reason)
+            case m.Remark():
+                log.warning("[outlast] %s", news.text)
+            case CheckedUp():
+                self._fitness.take(news)
             case Hang():
                 self._on_hang(news)
             case Notice():
@@ -136,7 +163,7 @@ class NodeAgent:
                 self._on_link_up(news)
             case LinkDown():
                 log.warning("[outlast] the control store is out of reach (%s); training goes on without it", news.error)
-                if self._state in (State.JOINING, State.FINISHED):
+                if self._state in (State.OUTSIDE, State.JOINING, State.FINISHED):
                     self._timers.set("link", self.options.join_timeout_s, self._give_up_on_link)
             case LinkFailed():
                 self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=news.error))
@@ -153,6 +180,9 @@ class NodeAgent:
         self.is_host = news.is_host
         if not news.is_first:
             log.warning("[outlast] the control store is back, at %s", self._member.link.endpoint)
+            if self._state == State.OUTSIDE:
+                self._fitness.meet(is_host=news.is_host)
+                return
             self._member.register(
                 is_running=self._state == State.RUNNING,
                 is_joining=self._state == State.JOINING,
@@ -163,7 +193,7 @@ class NodeAgent:
         self._journal.open(news.job, self._crew.command[1], self._crew.num_workers)
         if news.is_host:
             log.info("[outlast] node %s hosts the control store at %s", node, self._member.link.endpoint)
-        self._join(None)
+        self._fitness.meet(is_host=news.is_host)
 
     def _join(self, ended: m.CycleFacts | None) -> None:
         if self._state != State.LEAVING:
@@ -179,13 +209,17 @@ class NodeAgent:
 
     def _start_if_ready(self) -> None:
         start = self._start
-        if start is None or not self._workers.are_cleared or self._state != State.JOINING:
+        if start is None or not self._workers.are_cleared or self._state != State.JOINING or self._fitness.is_looking:
             return
         self._start = None
         if not self._member.take_place(start):
             return
         if start.node_rank != 0:
             self._cycle_store = None
+        if (unfit := self._fitness.refuse(start.cycle)) is not None:
+            self._journal.write_incident(unfit)
+            self._join(m.CycleFacts(cycle=start.cycle, incident=unfit))
+            return
         try:
             self._crew.prepare(start, self._journal.job)
         except (OSError, OutlastError) as error:
@@ -211,11 +245,11 @@ class NodeAgent:
         if cycle is None or worker is None:
             return
         killed_by_us = cycle.over or self._state == State.STOPPING
-        self._look_in_process(cycle, waits=not cycle.all_ended)
+        self._mending.look(cycle, waits=not cycle.all_ended)
         spared = bool(news.exit_code) and not killed_by_us and cycle.goes_on_without(worker)
         self._journal.write_exited(worker, news, killed_by_us=killed_by_us)
         if spared:
-            self._go_on_without(worker, news, cycle)
+            self._mending.go_on_without(worker, news.key, cycle)
         if killed_by_us:
             if self._state == State.STOPPING and cycle.all_ended:
                 self._finish(self.stop)
@@ -229,41 +263,6 @@ class NodeAgent:
             incident = cycle.describe_death(worker)
             self._crew.note_failure(cycle, worker, news)
             self._fail(incident)
-
-    def _go_on_without(self, worker: WorkerProcess, news: Exited, cycle: Cycle) -> None:
-        """Leave a lost worker's replacement to its peers, for as long as that may take."""
-        assert worker.lost is not None
-        self._workers.sweep(news.key)
-        self._journal.write_incident(worker.lost)
-        log.warning("[outlast] %s; the other ranks go on inside their processes", worker.lost.describe())
-        if (patience_s := cycle.in_process.patience_s(worker)) is not None:
-            self._timers.set(f"lost-{news.key}", patience_s, lambda: self._on_patience_over(worker, cycle))
-
-    def _on_patience_over(self, worker: WorkerProcess, cycle: Cycle) -> None:
-        if cycle.over or self._state != State.RUNNING or cycle.in_process.has_resumed(worker):
-            return
-        assert worker.lost is not None
-        reason = f"{worker.lost.describe()}; the other ranks did not get on without it in time"
-        log.warning("[outlast] %s", reason)
-        self._end_cycle(cycle, cycle.facts(worker.lost), reason)
-
-    def _look_in_process(self, cycle: Cycle, *, waits: bool = True) -> None:
-        """Tell the coordinator of a restart inside the processes, if there was one."""
-        if cycle.over:
-            return
-        mended = cycle.in_process.take_mended(waits=waits)
-        cycle.look()
-        if self._state != State.RUNNING:
-            return
-        if mended is None:
-            if cycle.in_process.owes_word:
-                self._timers.set("in-process", _WORD_S, lambda: self._look_in_process(cycle, waits=False))
-            return
-        incident = cycle.describe_mended(mended)
-        if incident.node == self._member.node and not cycle.has_lost(incident.rank):
-            self._journal.write_incident(incident)
-        log.warning("[outlast] restart %d inside the processes, after: %s", mended.iteration, incident.describe())
-        self._member.report_restart(mended, incident, cycle)
 
     def _on_all_ended(self, cycle: Cycle) -> None:
         if ExitReason.PREEMPTED in cycle.exit_codes:
@@ -294,6 +293,7 @@ class NodeAgent:
         self._member.report_hang(incident, hang.report.expired, cycle.number)
         positions = cycle.examine(hang.report)
         self._end_cycle(cycle, cycle.facts(None, positions), incident.describe())
+        self._fitness.suspect()
 
     def _on_cycle_over(self, over: m.CycleOver) -> None:
         cycle = self._crew.on_duty
@@ -308,6 +308,8 @@ class NodeAgent:
         self._journal.write_ended(cycle, reason)
         self._join(facts)
         self._crew.dismiss(cycle, self._timers)
+        if facts.incident is not None:
+            self._fitness.suspect()
 
     def _on_workers_lost(self) -> None:
         """Go on after the process that starts workers died; the kernel has killed the workers with it."""
@@ -324,6 +326,8 @@ class NodeAgent:
             self._journal.write_ended(cycle, incident.describe())
             cycle.close()
             self._join(facts)
+            self._fitness.suspect()
+            self._fitness.note_cleared()
         else:
             self._start_if_ready()
 
@@ -370,6 +374,8 @@ class NodeAgent:
     def _on_stop(self, stop: m.Stop) -> None:
         if self._state == State.LEAVING:
             return  # its own end is under way
+        if self._state == State.OUTSIDE:
+            stop = self._fitness.stop_outside(stop)
         self.stop = stop
         cycle = self._crew.on_duty
         if cycle is None or cycle.all_ended:

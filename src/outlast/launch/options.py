@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from outlast import clock, env
-from outlast.config import FaultToleranceConfig
+from outlast.config import FaultToleranceConfig, HealthConfig
 from outlast.config.base import from_mapping
 from outlast.config.flags import add_ft_arguments, ft_config_from, unknown_flag_message
 from outlast.errors import ConfigError
@@ -47,6 +47,10 @@ class RunOptions:
     node_name_given: bool
     wish: int | None
     fault_tolerance: FaultToleranceConfig
+    health: HealthConfig | None
+    """What the node must have; ``None`` = it is not looked at."""
+    health_places: tuple[str, ...]
+    """Where the run writes on this node."""
     max_restarts_total: int | None
     preload: tuple[str, ...]
     warm_start: bool
@@ -102,6 +106,18 @@ class _Parser:
             default=None,
             metavar="NAME",
             help="Name of this node, unique in the job; default Slurm's, without it the host's.",
+        )
+        add(
+            "health-config",
+            default=None,
+            metavar="FILE",
+            help="The run's settings, as for outlast doctor --config: its tiers and its [health] limits are looked at "
+            "before this node joins.",
+        )
+        add(
+            "no-health-check",
+            action="store_true",
+            help="Look neither at this node before it joins nor later.",
         )
         add(
             "max-restarts-total",
@@ -184,17 +200,21 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
     if run_id == "none" or args.standalone:
         run_id = _fresh_run_id() if alone else "none"
     conf = _parse_conf(args.rdzv_conf)
+    run_dir = _make_run_dir(args.run_dir, run_id)
+    health, places = _health(args, run_dir)
     return RunOptions(
         torchrun=args,
         num_slots=num_slots,
         max_nodes=max_nodes,
         endpoints=endpoints,
         run_id=run_id,
-        run_dir=_make_run_dir(args.run_dir, run_id),
+        run_dir=run_dir,
         node_name=env.clean_name(args.node_name or env.node_name()),
         node_name_given=args.node_name is not None,
         wish=args.node_rank if not alone and any(a.startswith(("--node-rank", "--node_rank")) for a in argv) else None,
         fault_tolerance=fault_tolerance,
+        health=health,
+        health_places=places,
         max_restarts_total=total,
         preload=tuple(name for name in args.preload.split(",") if name),
         warm_start=not args.no_warm_start,
@@ -207,6 +227,22 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def _health(args: argparse.Namespace, run_dir: Path) -> tuple[HealthConfig | None, tuple[str, ...]]:
+    """Return what this node must have, and where the run writes on it."""
+    path, places = args.health_config, [str(run_dir)]
+    if args.no_health_check:
+        _require(path is None, "--no-health-check and --health-config contradict each other; leave one out")
+        return None, ()
+    if path is None:
+        return HealthConfig(), tuple(places)
+    from outlast.config.files import load_config
+    from outlast.health.node import places_of
+
+    config = load_config(path)
+    places += [place for place in places_of(config) if place != config.run_dir]
+    return config.health or HealthConfig(), tuple(dict.fromkeys(places))
 
 
 def _parse_nnodes(text: str) -> tuple[int, int]:

@@ -56,6 +56,21 @@ class Rulings:
         self._record(EventKind.VERDICT, end.cycle, data)
         return verdict
 
+    def would_replace(self, end: CycleEnd) -> bool:
+        """Return whether the node would be replaced if a cycle ended so; nothing is decided by asking."""
+        return ladder.decide(self.state, end, self._limits)[1].rung == Rung.REPLACE_NODE
+
+    def bar(self, node: str) -> None:
+        """Give a node no slot any more in this job."""
+        if node not in self.state.quarantined:
+            self._keep(msgspec.structs.replace(self.state, quarantined=(*self.state.quarantined, node)))
+
+    def admit(self, node: str) -> None:
+        """Take back that a node was barred."""
+        if node in self.state.quarantined:
+            others = tuple(name for name in self.state.quarantined if name != node)
+            self._keep(msgspec.structs.replace(self.state, quarantined=others))
+
     def drop_replay(self, why: str) -> None:
         """Let the next cycle train as usual, because the node that was to replay is gone."""
         log.warning("[outlast] %s: the next cycle trains without the replay", why)

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 from outlast import clock, env
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.errors import ConfigError, ExitReason
+from outlast.launch.checkups import Checkups, Occasion
 from outlast.launch.job import JobSettings, name_job
 from outlast.launch.ladder_file import load_ladder
 from outlast.launch.news import Notice, WriterDied
 from outlast.launch.options import RunOptions
 from outlast.launch.summary import summarise
+from outlast.runtime.endpoints import parse_endpoints
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.zygote import Zygote
 
@@ -37,6 +39,7 @@ PRELOAD = (
     "outlast.monitor",
 )
 """What a first DDP construction and a session import; a second and more without it."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def launch(options: RunOptions) -> int:
@@ -57,17 +60,19 @@ def launch(options: RunOptions) -> int:
 
     # Both import torch, at the same time: the zygote for the workers, this process for the agent.
     zygote, mailbox = new_zygote(), Mailbox[object]()
-    writer = None
+    checkups, writer = _begin_checkups(options, mailbox), None
     try:
         writer = _start_writer(mailbox)
         try:
-            agent = _make_agent(options, job, zygote, new_zygote, writer, mailbox, (kind, argv), worker_env)
+            agent = _make_agent(options, job, zygote, new_zygote, writer, checkups, mailbox, (kind, argv), worker_env)
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
         agent.run()
     finally:
         zygote.close()
+        if checkups is not None:
+            checkups.close()
         if writer is not None:
             writer.close()
     stop = agent.stop
@@ -98,6 +103,20 @@ def _start_writer(mailbox: Mailbox[object]) -> WriterProcess | None:
         return None
 
 
+def _begin_checkups(options: RunOptions, mailbox: Mailbox[object]) -> Checkups | None:
+    """Have the node looked at while torch is imported; the agent takes what is found before it joins."""
+    config = options.health
+    if config is None:
+        return None
+    needs_network = any(one.host not in _LOOPBACK for one in parse_endpoints(options.endpoints))
+    checkups = Checkups(
+        config, places=options.health_places, node=options.node_name, network=needs_network, deliver=mailbox.put
+    )
+    if config.before_joining:
+        checkups.begin(Occasion.JOINING, gpus=config.gpus)
+    return checkups
+
+
 def _worker_base_env(options: RunOptions) -> dict[str, str]:
     values = env.environ()
     nproc = options.torchrun.nproc_per_node
@@ -126,6 +145,7 @@ def _make_agent(
     zygote: Zygote,
     new_zygote: Callable[[], Zygote],
     writer: WriterProcess | None,
+    checkups: Checkups | None,
     mailbox: Mailbox[object],
     command: tuple[str, tuple[str, ...]],
     base_env: dict[str, str],
@@ -142,7 +162,6 @@ def _make_agent(
     from outlast.launch.rendezvous import NamedRendezvous
     from outlast.launch.workers import Workers
     from outlast.policy.ladder import Limits
-    from outlast.runtime.endpoints import parse_endpoints
     from outlast.runtime.store import TCPStore
 
     args, ft = options.torchrun, options.fault_tolerance
@@ -208,6 +227,7 @@ def _make_agent(
             nproc=spec.local_world_size,
             wish=options.wish,
         ),
+        checkups=checkups,
         mailbox=mailbox,
     )
     _install_handlers(args.signals_to_handle, lambda number: mailbox.put(Notice(number)))
@@ -216,8 +236,7 @@ def _make_agent(
 
 def _own_address(endpoint_host: str) -> str:
     """Return the name under which this node's peers reach it."""
-    loopback = ("localhost", "127.0.0.1", "::1")
-    return endpoint_host.replace("localhost", "127.0.0.1") if endpoint_host in loopback else socket.getfqdn()
+    return endpoint_host.replace("localhost", "127.0.0.1") if endpoint_host in _LOOPBACK else socket.getfqdn()
 
 
 def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:

@@ -1,0 +1,89 @@
+"""Mending: what an agent does while its workers go on inside their processes, without a new cycle."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from outlast.launch import messages as m
+from outlast.launch.cycle import Cycle
+from outlast.launch.member import Member
+from outlast.launch.node_journal import NodeJournal
+from outlast.launch.timers import Timers
+from outlast.launch.worker_process import WorkerProcess
+from outlast.launch.workers import Workers
+
+__all__ = ["Mending"]
+
+log = logging.getLogger(__name__)
+_WORD_S = 0.25
+"""How long a worker's datagram may come after its words on the board."""
+
+
+class Mending:
+    """Follow the workers' own restarts.
+
+    Args:
+        workers: The hold on their processes.
+        member: Tells the coordinator.
+        journal: This node's.
+        timers: The agent's.
+        is_running: Whether the agent's workers are to run.
+        end_cycle: Ends a cycle whose workers did not get on: the cycle, what is known of it, and why.
+
+    Thread: the agent's main thread.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        *,
+        member: Member,
+        journal: NodeJournal,
+        timers: Timers,
+        is_running: Callable[[], bool],
+        end_cycle: Callable[[Cycle, m.CycleFacts, str], None],
+    ) -> None:
+        self._workers, self._member, self._journal, self._timers = workers, member, journal, timers
+        self._is_running, self._end_cycle = is_running, end_cycle
+
+    def look(self, cycle: Cycle, *, waits: bool = True) -> None:
+        """Tell the coordinator of a restart inside the processes, if there was one."""
+        if cycle.over:
+            return
+        mended = cycle.in_process.take_mended(waits=waits)
+        cycle.look()
+        if not self._is_running():
+            return
+        if mended is None:
+            if cycle.in_process.owes_word:
+                self._timers.set("in-process", _WORD_S, lambda: self.look(cycle, waits=False))
+            return
+        incident = cycle.describe_mended(mended)
+        if incident.node == self._member.node and not cycle.has_lost(incident.rank):
+            self._journal.write_incident(incident)
+        log.warning("[outlast] restart %d inside the processes, after: %s", mended.iteration, incident.describe())
+        self._member.report_restart(mended, incident, cycle)
+
+    def go_on_without(self, worker: WorkerProcess, key: int, cycle: Cycle) -> None:
+        """Leave a lost worker's replacement to its peers, for as long as that may take.
+
+        Args:
+            worker: The one that was lost.
+            key: Its key in the zygote's messages.
+            cycle: Its cycle.
+        """
+        assert worker.lost is not None
+        self._workers.sweep(key)
+        self._journal.write_incident(worker.lost)
+        log.warning("[outlast] %s; the other ranks go on inside their processes", worker.lost.describe())
+        if (patience_s := cycle.in_process.patience_s(worker)) is not None:
+            self._timers.set(f"lost-{key}", patience_s, lambda: self._on_patience_over(worker, cycle))
+
+    def _on_patience_over(self, worker: WorkerProcess, cycle: Cycle) -> None:
+        if cycle.over or not self._is_running() or cycle.in_process.has_resumed(worker):
+            return
+        assert worker.lost is not None
+        reason = f"{worker.lost.describe()}; the other ranks did not get on without it in time"
+        log.warning("[outlast] %s", reason)
+        self._end_cycle(cycle, cycle.facts(worker.lost), reason)
