@@ -22,9 +22,10 @@ def limited(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Tr
     return Training(slurm, folder, *options, total=90, script=("--pace", "1", "0.01"))
 
 
-def test_job_requeued_by_hand_resumes_and_finishes(slurm: SlurmCluster, limited: Training, tmp_path: Path) -> None:
-    """After `scontrol requeue` a run of two nodes goes on from what it saved, and once it has finished it stays so."""
-    training = Training(slurm, tmp_path, "--nodes=2", "--nproc-per-node=1", total=200)
+@pytest.mark.usefixtures("limited")
+def test_job_requeued_by_hand_resumes_and_finishes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """After `scontrol requeue` a run goes on from what it saved, and once it has finished it stays so."""
+    training = Training(slurm, tmp_path, "--nproc-per-node=2", total=200)
     training.wait_for(0, 15)
     slurm.call("scontrol", "requeue", training.id)
     training.assert_finished_as_undisturbed()
@@ -35,7 +36,6 @@ def test_job_requeued_by_hand_resumes_and_finishes(slurm: SlurmCluster, limited:
         first, second = training.iterations(0, rank), training.iterations(1, rank)
         assert 10 <= second[0] <= first[-1] + 1, "it did not resume from the newest generation"
         assert second == list(range(second[0], training.total))
-    limited.wait_for_end()  # what it has running would be taken for the next test's
 
 
 def test_bad_node_is_left_and_excluded_when_the_job_told_to_leave_comes_back(
@@ -58,7 +58,7 @@ def test_bad_node_is_left_and_excluded_when_the_job_told_to_leave_comes_back(
     assert training.remembered()["excluded"] == [bad]
     assert training.remembered()["failures"] == 0, "what the spare mended, and being told to leave, cost a retry"
     output = training.output()
-    assert output.count("goes back to the queue: told to leave, state saved") == 1, output
+    assert output.count("goes back to the queue: told to leave") == 1, output
     assert "is not re-queued: the run is finished" in output
     for rank in (0, 1):
         assert {one.node for one in training.ran(rank) if one.cycle == 0 and one.start == 0} == {bad}

@@ -28,6 +28,22 @@ def test_crash_loop_ends(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert job.remembered()["failures"] == 2
 
 
+def test_cancelled_job_saves_and_does_not_come_back(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """`scancel` alone is how to stop a run: its steps are told to leave, and nothing gives the job back."""
+    body = f"""
+trap 'echo "told to leave" >> {tmp_path}/told; exit 75' TERM
+touch {tmp_path}/ready
+for _ in {{1..900}}; do sleep 0.1; done
+"""
+    job = StandIn(slurm, tmp_path, body)
+    slurm.wait_until((tmp_path / "ready").exists, 60, job.output)
+    slurm.call("scancel", job.id)
+    slurm.wait_until(lambda: job.id not in slurm.call("squeue", "--noheader", "--format=%i").split(), 60, job.output)
+    facts = job.facts()
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0"), job.output()
+    assert job.told()[1:] == ["told to leave"]
+
+
 @pytest.mark.parametrize(("exit_code", "state"), [(0, "COMPLETED"), (17, "FAILED"), (93, "FAILED")])
 def test_what_is_done_or_needs_a_person_does_not_come_back(
     slurm: SlurmCluster, tmp_path: Path, exit_code: int, state: str

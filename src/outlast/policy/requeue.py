@@ -17,7 +17,7 @@ from outlast.errors import ExitReason
 __all__ = ["TOLD_TO_LEAVE", "JobEnd", "RequeueState", "Ruling", "rule"]
 
 TOLD_TO_LEAVE = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 140: "SIGUSR2", 143: "SIGTERM"}
-"""Exit codes of a job that was told to leave and could not save in time, with the signal's name."""
+"""Exit codes of a job that was told to leave, with the signal's name: an agent had nothing to save, or not the time."""
 
 _FOR_A_PERSON = {
     ExitReason.BAD_INPUT: "the command line or a setting is wrong",
@@ -93,8 +93,7 @@ def rule(state: RequeueState, end: JobEnd, *, num_job_retries_on_failure: int) -
     if code == ExitReason.PREEMPTED:
         return Ruling(requeue=True, reason="told to leave, state saved", state=state)
     if code in TOLD_TO_LEAVE:
-        reason = f"told to leave by {TOLD_TO_LEAVE[code]}, not saved in time"
-        return Ruling(requeue=True, reason=reason, state=state)
+        return Ruling(requeue=True, reason=f"told to leave by {TOLD_TO_LEAVE[code]}", state=state)
     what = _FOR_ANOTHER_TRY[ExitReason(code)] if code in _FOR_ANOTHER_TRY else "a failure"
     if state.failures >= num_job_retries_on_failure:
         limit = num_job_retries_on_failure
