@@ -325,6 +325,13 @@ class CheckpointManager:
         if self.on_commit is not None:
             self.on_commit(iteration)
 
+    def let_fail_when(self, is_left: Callable[[], bool]) -> None:
+        """Take saves that fail while this says so, or begins to within 2 s, for abandoned ones.
+
+        They are no incidents then, and do not count as failures. Called by threads of the manager's own.
+        """
+        self._pipeline.outcomes.is_left = is_left
+
     # -- loading -----------------------------------------------------------------------------------------------
 
     def _note_loaded(self, loaded: Loaded, started_ns: int, *, is_ours: bool) -> None:

@@ -6,6 +6,7 @@ The methods are called by the committer's and the global lane's threads; what th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from outlast import clock
@@ -18,6 +19,10 @@ from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
 
 __all__ = ["Outcomes"]
+
+_HEARSAY_S = 2.0
+"""Seconds in which a process hears that it has to leave what its peers have left already."""
+_LOOK_S = 0.01
 
 
 class Outcomes:
@@ -46,6 +51,8 @@ class Outcomes:
         self.num_failures = 0
         """Saves in a row that failed."""
         self.last_error: CheckpointError | None = None
+        self.is_left: Callable[[], bool] | None = None
+        """Says whether the call that saves is left, and with it what is not committed; ``None``: there is no call."""
 
     def check(self, limit: int, *, rank: int, iteration: int) -> None:
         """Raise :class:`CheckpointError` when ``limit`` saves in a row have failed; 0 = never."""
@@ -81,11 +88,25 @@ class Outcomes:
     def failed(self, save: Save, error: CheckpointError) -> None:
         """A save did not reach a tier that it was meant for."""
         self._release(save)
-        with self._lock:
-            self.num_failures += 1
-            self.last_error, num_failures = error, self.num_failures
-        self._reporter.failed(save.iteration, error, num_failures=num_failures)
+        if self._is_given_up():
+            self._reporter.given_up(save.iteration, error)
+        else:
+            with self._lock:
+                self.num_failures += 1
+                self.last_error, num_failures = error, self.num_failures
+            self._reporter.failed(save.iteration, error, num_failures=num_failures)
         save.handle.fail(error)
+
+    def _is_given_up(self) -> bool:
+        """Say whether a save failed because the call was left, here or at a peer. Blocks: up to 2 s."""
+        if self.is_left is None:
+            return False
+        end_ns = clock.now_ns() + int(_HEARSAY_S * 1e9)
+        while not self.is_left():
+            if clock.now_ns() >= end_ns:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def _succeed(self, save: Save) -> None:
         self._release(save)

@@ -71,6 +71,10 @@ class Reporter:
         log.warning("save failed: %s (%d in a row)", error, num_failures)
         self._write_incident(IncidentKind.SAVE_FAILED, iteration, str(error), {})
 
+    def given_up(self, iteration: int, error: Exception) -> None:
+        """A save was abandoned, as the call around it is left for a restart; that is no trouble of its own."""
+        log.info("the save of iteration %d is abandoned for a restart: %s", iteration, error)
+
     def restored(self, restored: Restored) -> None:
         """A generation was loaded; newer copies may have been passed over."""
         for rejection in restored.rejected:

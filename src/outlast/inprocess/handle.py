@@ -52,7 +52,7 @@ class Handle:
 
     A parameter of the function that is annotated with this class gets it.
 
-    Thread: the main thread; :meth:`ping` from any.
+    Thread: the main thread; :meth:`ping` and :attr:`is_left` from any.
     """
 
     def __init__(
@@ -84,6 +84,11 @@ class Handle:
     def iteration(self) -> int:
         """Number of this call: 0 for the first, one more after each restart."""
         return self._state.iteration
+
+    @property
+    def is_left(self) -> bool:
+        """Whether this call has ended or has to be left: what fails now fails for that. Thread: any."""
+        return self._interruption.is_left(self._state.iteration)
 
     def ping(self) -> None:
         """Say that the function makes progress.

@@ -165,6 +165,10 @@ class Interruption:
         """Whether the main thread is inside and has to leave."""
         return self._inside and self._next > self._iteration
 
+    def is_left(self, iteration: int) -> bool:
+        """Whether the main thread is out of this iteration, or has to leave it."""
+        return self._next > iteration or self._iteration != iteration or not self._inside
+
     @property
     def is_atomic(self) -> bool:
         """Whether the main thread must not be interrupted now."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
+from outlast.inprocess.handle import current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.journal import Journal
 from outlast.session.attempts import OWN_STATE, Attempts
@@ -54,6 +55,8 @@ class Saves:
         self._place, self._monitor, self._section = place, monitor, section
         self._saved_iteration: int | None = None
         self._manager = CheckpointManager(config, env=place, journal=journal)
+        if (call := current_handle()) is not None:
+            self._manager.let_fail_when(lambda: call.is_left)
         self._rhythm = Rhythm(
             config,
             decides=place.global_rank == 0,
