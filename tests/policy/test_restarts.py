@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from outlast.policy import restart_orders as o
+from outlast.policy.restart_faults import count_causes
 from outlast.policy.restart_limits import RestartLimits
 from outlast.policy.restart_state import Came, Event, Isolated, Lost, Phase, RestartState, Said, Send, Tick, begin
 from outlast.policy.restart_state import take_over as follow
@@ -334,3 +335,13 @@ def test_member_that_has_seen_more_takes_all_along() -> None:
     to, order = only(hub.come(0, o.Standing(iteration=2, ranks={0: 0, 1: None}, restart=2, fault_counts={0: 2})))
     assert (to, order) == ((0, 1), o.Restart(iteration=3))
     assert hub.state.fault_counts == {0: 2}
+
+
+def test_a_rank_is_at_fault_once_in_an_iteration() -> None:
+    """However many ways it showed, and on top of what was counted before; who only waited is not counted."""
+    faults = (
+        o.Fault(initial_rank=1, iteration=4, kind=o.FaultKind.SOFT_TIMEOUT),
+        o.Fault(initial_rank=1, iteration=4, kind=o.FaultKind.EXCEPTION),
+        o.Fault(initial_rank=2, iteration=4, kind=o.FaultKind.EXCEPTION, is_consequence=True),
+    )
+    assert count_causes({1: 2, 3: 1}, faults) == {1: 3, 3: 1}

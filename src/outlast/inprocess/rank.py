@@ -28,6 +28,7 @@ from outlast.inprocess.rank_left import RankLeft
 from outlast.inprocess.state import State
 from outlast.monitor import stacks
 from outlast.policy.rank_assignment import Member, assign
+from outlast.policy.restart_faults import add_fault, count_causes
 from outlast.policy.restart_limits import RestartLimits
 from outlast.runtime import connections, device
 
@@ -63,7 +64,7 @@ class Rank:
         self._iteration = 0
         self._ready_for = -1
         self._go: m.Go | None = None
-        self._faults: dict[tuple[int, int], m.Fault] = {}
+        self._faults: tuple[m.Fault, ...] = ()
         self._returned: _Returned | None = None
         self._kept: dict[str, Any] = {}
         self._handle: Handle | None = None
@@ -217,8 +218,7 @@ class Rank:
         kwargs: Mapping[str, Any],
         handle_name: str | None,
     ) -> None:
-        self._go, self._iteration = go, go.iteration
-        self._note_faults(go.faults)
+        self._go, self._iteration, self._faults = go, go.iteration, ()
         self._said.begin(go)
         self._returned = None
         if self._place.global_rank not in go.ranks:
@@ -414,10 +414,6 @@ class Rank:
 
     def _state(self) -> State:
         ranks = self._go.ranks if self._go is not None else {}
-        counts: dict[int, int] = {}
-        for fault in self._faults.values():
-            if not fault.is_consequence and not fault.is_victims:
-                counts[fault.initial_rank] = counts.get(fault.initial_rank, 0) + 1
         return State(
             initial_rank=self._place.global_rank,
             initial_world_size=self._place.world_size,
@@ -426,15 +422,13 @@ class Rank:
             active_world_size=self._go.active_world_size if self._go is not None else self._place.world_size,
             iteration=self._iteration,
             node=self._place.node,
-            fault_counts=counts,
+            fault_counts=count_causes(self._go.fault_counts if self._go is not None else {}, self._faults),
         )
 
     def _note_faults(self, faults: tuple[m.Fault, ...]) -> None:
+        """Note faults since the last order to go, whose counts have those before."""
         for fault in faults:
-            key = (fault.iteration, fault.initial_rank)
-            known = self._faults.get(key)
-            if known is None or known.is_consequence or known.is_victims:
-                self._faults[key] = fault
+            self._faults = add_fault(self._faults, fault)
 
     def _abort(self) -> None:
         """End what the main thread may wait on beyond connections; on the monitor thread."""

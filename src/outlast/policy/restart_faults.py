@@ -32,9 +32,11 @@ def judge(faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
 
 
 def count_causes(before: Mapping[int, int], faults: tuple[Fault, ...]) -> dict[int, int]:
-    """Return the number of causes by initial rank, with those of an iteration added to those before."""
+    """Return the number of causes by initial rank, with those of an iteration added to those before.
+
+    A rank is at fault once in an iteration, in however many ways that showed.
+    """
     counts = {**before}
-    for fault in judge(faults):
-        if not fault.is_consequence:
-            counts[fault.initial_rank] = counts.get(fault.initial_rank, 0) + 1
+    for rank, _ in {(fault.initial_rank, fault.iteration) for fault in judge(faults) if not fault.is_consequence}:
+        counts[rank] = counts.get(rank, 0) + 1
     return counts
