@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from outlast.policy.restart_faults import add_fault, count_causes, judge
+from outlast.policy.restart_draft import Draft, describe_member
 from outlast.policy.restart_limits import RestartLimits
 from outlast.policy.restart_orders import (
     Abort,
@@ -32,8 +32,6 @@ from outlast.policy.restart_orders import (
     Finish,
     Go,
     Left,
-    MemberFacts,
-    Order,
     Ready,
     Report,
     Restart,
@@ -54,9 +52,6 @@ from outlast.policy.restart_state import (
 )
 
 __all__ = ["advance", "next_deadline_s"]
-
-_MAX_FAULTS = 16
-"""Faults that are told to everybody; a thousand ranks may all say that they lost a connection."""
 
 
 def next_deadline_s(state: RestartState, limits: RestartLimits) -> float | None:
@@ -89,32 +84,28 @@ def advance(state: RestartState, event: Event, limits: RestartLimits) -> tuple[R
     return turn.state, tuple(turn.actions)
 
 
-class _Turn:
-    """One call of :func:`advance`: the state so far, and the orders so far."""
-
-    def __init__(self, state: RestartState, limits: RestartLimits, at_s: float) -> None:
-        self.state, self.limits, self.at_s = state, limits, at_s
-        self.actions: list[Send] = []
+class _Turn(Draft):
+    """One call of :func:`advance`."""
 
     # -- what happened -----------------------------------------------------------------------------------------
 
     def come(self, event: Came) -> None:
         rank, standing, state = event.initial_rank, event.standing, self.state
         if state.end is not None:
-            return self._send(rank, state.end)
+            return self.send(rank, state.end)
         member = state.members.get(rank)
         if member is None:
-            return self._send(rank, Expel(reason="the others went on without this rank"))
-        self._set_member(rank, msgspec.structs.replace(member, node=event.node, labels=event.labels, is_here=True))
+            return self.send(rank, Expel(reason="the others went on without this rank"))
+        self.set_member(rank, msgspec.structs.replace(member, node=event.node, labels=event.labels, is_here=True))
         if self._catch_up(standing):
             state = self.state  # the order to restart went to this member, too
         elif state.phase == Phase.FORMING:
             if standing.restart < state.iteration and state.iteration > 0:
-                self._send(rank, Restart(iteration=state.iteration, faults=self._told_faults()))
+                self.send(rank, Restart(iteration=state.iteration, faults=self.told_faults))
             elif state.question is not None and state.question.to == rank:
                 self._ask_again()
         elif standing.iteration < state.iteration and state.go is not None:
-            self._send(rank, state.go)
+            self.send(rank, state.go)
         for fault in standing.faults:
             self.hear(rank, fault)
         if standing.completed >= 0:
@@ -141,11 +132,11 @@ class _Turn:
         state = self.state
         if state.end is not None or (member := state.members.get(rank)) is None:
             return
-        self._remove(rank)
+        self.remove(rank)
         if state.phase == Phase.RUNNING and (member.active_rank is None or member.completed):
             return self._finish_if_complete()
         at = state.iteration if state.phase == Phase.RUNNING else max(0, state.iteration - 1)
-        self._note(Fault(initial_rank=rank, iteration=at, kind=kind, summary=summary))
+        self.note(Fault(initial_rank=rank, iteration=at, kind=kind, summary=summary))
         if state.phase == Phase.RUNNING:
             self._restart()
         else:
@@ -159,7 +150,7 @@ class _Turn:
         if state.phase == Phase.RUNNING:
             for rank, member in state.members.items():
                 if member.active_rank is not None and not member.completed:
-                    self._note(
+                    self.note(
                         Fault(
                             initial_rank=rank,
                             iteration=state.iteration,
@@ -190,11 +181,11 @@ class _Turn:
         fault = msgspec.structs.replace(fault, initial_rank=rank)
         if state.phase == Phase.FORMING:
             if fault.iteration >= state.iteration - 1:
-                self._note(fault)
+                self.note(fault)
                 if not fault.is_consequence and state.last_call_s is not None and state.question is None:
                     self._form()
         elif fault.iteration == state.iteration:
-            self._note(fault)
+            self.note(fault)
             if state.members[rank].active_rank is not None:
                 self._restart()
 
@@ -203,12 +194,12 @@ class _Turn:
         if state.phase == Phase.RUNNING and ready.iteration == state.iteration + 1:
             # It left the function, and why did not reach this hub.
             summary = "it left the function"
-            self._note(Fault(initial_rank=rank, iteration=state.iteration, kind=FaultKind.EXCEPTION, summary=summary))
+            self.note(Fault(initial_rank=rank, iteration=state.iteration, kind=FaultKind.EXCEPTION, summary=summary))
             self._restart()
             state = self.state
         if state.phase != Phase.FORMING or ready.iteration != state.iteration:
             return
-        self._set_member(rank, msgspec.structs.replace(state.members[rank], store_address=ready.store_address))
+        self.set_member(rank, msgspec.structs.replace(state.members[rank], store_address=ready.store_address))
         if state.question is None:
             self._form()
 
@@ -217,9 +208,9 @@ class _Turn:
         member = state.members[rank]
         if state.phase != Phase.RUNNING or iteration != state.iteration or member.active_rank is None:
             return
-        self._set_member(rank, msgspec.structs.replace(member, completed=True))
+        self.set_member(rank, msgspec.structs.replace(member, completed=True))
         if state.first_completed_s is None:
-            self._replace(first_completed_s=self.at_s)
+            self.replace(first_completed_s=self.at_s)
         self._finish_if_complete()
 
     def _hear_assigned(self, rank: int, answer: Assigned) -> None:
@@ -236,12 +227,12 @@ class _Turn:
 
     def _hear_left(self, rank: int, left: Left) -> None:
         if left.fatal:
-            self._remove(rank)
+            self.remove(rank)
             return self._abort(left.reason)
         member, state = self.state.members[rank], self.state
         if state.phase == Phase.RUNNING and member.active_rank is not None and not member.completed:
             return self.lose(rank, FaultKind.DIED, left.reason)
-        self._remove(rank)
+        self.remove(rank)
         if state.phase == Phase.FORMING:
             self._form()
         else:
@@ -258,8 +249,8 @@ class _Turn:
                 rank: msgspec.structs.replace(member, active_rank=standing.ranks.get(rank))
                 for rank, member in state.members.items()
             }
-            self._replace(members=members, fault_counts=standing.fault_counts)
-        self._replace(iteration=wanted - 1, question=None, last_call_s=None)
+            self.replace(members=members, fault_counts=standing.fault_counts)
+        self.replace(iteration=wanted - 1, question=None, last_call_s=None)
         self._restart()
         return True
 
@@ -272,7 +263,7 @@ class _Turn:
             return self._abort("no rank is left")
         if self.limits.max_iterations is not None and state.iteration >= self.limits.max_iterations:
             return self._abort(f"max_iterations={self.limits.max_iterations} restarts are spent")
-        self._replace(
+        self.replace(
             phase=Phase.FORMING,
             iteration=state.iteration + 1,
             members={
@@ -283,7 +274,7 @@ class _Turn:
             first_completed_s=None,
             go=None,
         )
-        self._send_all(Restart(iteration=self.state.iteration, faults=self._told_faults()))
+        self.send_all(Restart(iteration=self.state.iteration, faults=self.told_faults))
 
     def _form(self) -> None:
         """Ask for the ranks if everybody is ready."""
@@ -293,11 +284,11 @@ class _Turn:
         if not state.members:
             return self._abort("no rank is left")
         if any(member.store_address is None for member in state.members.values()):
-            self._replace(last_call_s=None)
+            self.replace(last_call_s=None)
             return
         if state.faults and all(fault.is_consequence for fault in state.faults) and self.limits.last_call_wait_s > 0:
             if state.last_call_s is None:
-                self._replace(last_call_s=self.at_s + self.limits.last_call_wait_s)
+                self.replace(last_call_s=self.at_s + self.limits.last_call_wait_s)
             if self.at_s < (self.state.last_call_s or 0.0):
                 return
         self._ask()
@@ -305,14 +296,14 @@ class _Turn:
     def _ask(self) -> None:
         ordinal = self.state.num_questions + 1
         question = Question(ordinal=ordinal, to=min(self.state.members), asked_s=self.at_s)
-        self._replace(question=question, num_questions=ordinal)
+        self.replace(question=question, num_questions=ordinal)
         self._ask_again()
 
     def _ask_again(self) -> None:
         state = self.state
         assert state.question is not None
-        members = [_facts(rank, member) for rank, member in state.members.items()] + list(state.gone)
-        self._send(
+        members = [describe_member(rank, member) for rank, member in state.members.items()] + list(state.gone)
+        self.send(
             state.question.to,
             Assign(
                 ordinal=state.question.ordinal,
@@ -324,17 +315,17 @@ class _Turn:
     def _go(self, ranks: Mapping[int, int | None]) -> None:
         state = self.state
         host = next(rank for rank, active in ranks.items() if active == 0)
-        counts = self._count_faults()
+        counts = self.fault_counts
         go = Go(
             iteration=state.iteration,
             ranks=dict(ranks),
             active_world_size=sum(active is not None for active in ranks.values()),
             store_address=state.members[host].store_address or "",
-            faults=self._told_faults(),
+            faults=self.told_faults,
             fault_counts=counts,
         )
-        self._send_all(go)
-        self._replace(
+        self.send_all(go)
+        self.replace(
             phase=Phase.RUNNING,
             members={
                 rank: Member(node=member.node, labels=member.labels, is_here=member.is_here, active_rank=ranks[rank])
@@ -354,59 +345,18 @@ class _Turn:
         state = self.state
         if all(member.completed or member.active_rank is None for member in state.members.values()):
             order = Finish(iteration=state.iteration)
-            self._send_all(order)
-            self._replace(phase=Phase.FINISHED, end=order)
+            self.send_all(order)
+            self.replace(phase=Phase.FINISHED, end=order)
 
     def _abort(self, reason: str) -> None:
-        order = Abort(reason=reason, iteration=self.state.iteration, fault_counts=self._count_faults())
-        self._send_all(order)
-        self._replace(phase=Phase.ABORTED, end=order, question=None)
+        order = Abort(reason=reason, iteration=self.state.iteration, fault_counts=self.fault_counts)
+        self.send_all(order)
+        self.replace(phase=Phase.ABORTED, end=order, question=None)
 
     def _expel(self, rank: int, reason: str) -> None:
         is_here = self.state.members[rank].is_here
-        self._remove(rank)
+        self.remove(rank)
         at = max(0, self.state.iteration - 1)
-        self._note(Fault(initial_rank=rank, iteration=at, kind=FaultKind.BARRIER_TIMEOUT, summary=reason))
+        self.note(Fault(initial_rank=rank, iteration=at, kind=FaultKind.BARRIER_TIMEOUT, summary=reason))
         if is_here:
-            self._send(rank, Expel(reason=reason))
-
-    # -- the state ---------------------------------------------------------------------------------------------
-
-    def _note(self, fault: Fault) -> None:
-        self._replace(faults=add_fault(self.state.faults, fault))
-
-    def _told_faults(self) -> tuple[Fault, ...]:
-        return judge(self.state.faults)[:_MAX_FAULTS]
-
-    def _count_faults(self) -> dict[int, int]:
-        return count_causes(self.state.fault_counts, self.state.faults)
-
-    def _remove(self, rank: int) -> None:
-        """Take a member out; ranks that were being assigned are out of date then."""
-        members = {**self.state.members}
-        member = members.pop(rank)
-        gap = () if member.active_rank is None else (_facts(rank, member, is_alive=False),)
-        self._replace(members=members, gone=(*self.state.gone, *gap), question=None)
-
-    def _set_member(self, rank: int, member: Member) -> None:
-        self._replace(members={**self.state.members, rank: member})
-
-    def _replace(self, **changes: object) -> None:
-        self.state = msgspec.structs.replace(self.state, **changes)
-
-    def _send(self, rank: int, order: Order) -> None:
-        self.actions.append(Send(to=(rank,), order=order))
-
-    def _send_all(self, order: Order) -> None:
-        to = tuple(sorted(rank for rank, member in self.state.members.items() if member.is_here))
-        self.actions.append(Send(to=to, order=order))
-
-
-def _facts(rank: int, member: Member, *, is_alive: bool = True) -> MemberFacts:
-    return MemberFacts(
-        initial_rank=rank,
-        node=member.node,
-        active_rank=member.active_rank,
-        is_alive=is_alive,
-        labels=dict(member.labels),
-    )
+            self.send(rank, Expel(reason=reason))
