@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outlast.config import StragglerDetectionConfig
+from outlast.config import Config, StragglerDetectionConfig
 from outlast.config.base import describe_fields, from_mapping
+from outlast.config.files import load_config
 from outlast.errors import ConfigError
 
 REFERENCE = {
@@ -23,6 +25,18 @@ REFERENCE = {
     "enable_logging": True,
     "profiling_interval": 1,
 }
+
+
+def test_a_runs_settings_have_a_section_of_it(tmp_path: Path) -> None:
+    """What a session looks for is in its file; without the section nothing is timed."""
+    path = tmp_path / "run.toml"
+    path.write_text("[straggler_detection]\nenabled = true\nreport_time_interval = 60\nstop-if-detected = true\n")
+    found = load_config(path).straggler_detection
+    assert found == StragglerDetectionConfig(enabled=True, report_time_interval=60.0, stop_if_detected=True)
+    assert Config().straggler_detection is None
+    path.write_text("[straggler_detection]\nenable = true\n")
+    with pytest.raises(ConfigError, match="did you mean 'enabled'"):
+        load_config(path)
 
 
 def test_fields_and_defaults_are_those_of_the_reference() -> None:

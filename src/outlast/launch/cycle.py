@@ -129,7 +129,7 @@ class Cycle:
     def _describe_verdict(self) -> Incident | None:
         """Return the incident of a worker that leaves, or left, for an invalid result or a slow rank; ``None`` = none.
 
-        Where all ranks leave together it is that of the rank that saw the result, or is slow, if it is one of this node.
+        Where all ranks leave together it is that of the rank that saw the result, or is slow, if it is on this node.
         """
         first: tuple[WorkerProcess, int, Diagnosis | None] | None = None
         for worker in self.workers.values():

@@ -1,6 +1,6 @@
 """Diagnoses that workers leave for their node's agent: ``<run_dir>/diagnoses/<job>-cycle-<c>-rank-<r>.json``.
 
-A worker that leaves with exit code 16 or 17 writes what it knows; the agent, which sees only the code, reads it.
+A worker that leaves with exit code 16, 17 or 18 writes what it knows; the agent, which sees only the code, reads it.
 Nothing here imports torch.
 """
 
