@@ -30,9 +30,9 @@ def test_who_was_told_to_leave_comes_back_as_often_as_it_takes(exit_code: int) -
     assert state == FRESH
 
 
-@pytest.mark.parametrize("exit_code", [1, 16, 18, 134, 137, 255])
+@pytest.mark.parametrize("exit_code", [1, 16, 18, 19, 134, 137, 255])
 def test_failures_have_a_budget(exit_code: int) -> None:
-    """Failures, an invalid result to disambiguate and a slow node among them, are re-queued as often as allowed
+    """Failures, an invalid result to disambiguate and a bad node among them, are re-queued as often as allowed
     and no more."""
     state, answers = FRESH, []
     for _ in range(5):
