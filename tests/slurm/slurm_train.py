@@ -36,7 +36,8 @@ def undisturbed(total: int) -> str:
     weight = torch.nn.Parameter(torch.zeros(16))
     optimizer = make_optimizer(weight)
     for iteration in range(total):
-        weight.grad = sum(gradient(weight.detach(), iteration, rank) for rank in range(WORLD_SIZE)) / WORLD_SIZE
+        gradients = [gradient(weight.detach(), iteration, rank) for rank in range(WORLD_SIZE)]
+        weight.grad = torch.stack(gradients).sum(0) / WORLD_SIZE
         optimizer.step()
     return digest(weight)
 

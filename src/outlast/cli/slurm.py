@@ -140,13 +140,13 @@ Examples (in a batch script):
 def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on_failure: int) -> int:
     """Give an ended job back to the queue if that can help.
 
-    Back go jobs that were told to leave (75, or 128 and a signal), as often as it takes; failures (16, 18, 19 and all others)
-    at most N times in a row without progress; never finished runs (0) and what needs a person (2, 17, 93).
+    Back go jobs that were told to leave (75, or 128 and a signal), as often as it takes; failures (16, 18, 19 and all
+    others) at most N times in a row without progress; never finished runs (0) and what needs a person (2, 17, 93).
 
     Exit code 0: done as decided, either way; 1: Slurm or the run directory refused; 2: bad input.
     """
-    from outlast.runtime.slurm_job import get_slurm_info
     from outlast.integrations.slurm.requeueing import end_job
+    from outlast.runtime.slurm_job import get_slurm_info
 
     _log_to_stderr()
     if job_id is None:
