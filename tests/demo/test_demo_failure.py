@@ -11,7 +11,7 @@ from outlast.demo import show
 from outlast.demo.plan import Shape
 from outlast.demo.view import SilentView
 
-SHAPE = Shape(num_nodes=1, nproc_per_node=1, iterations=100)
+SHAPE = Shape(num_nodes=1, nproc_per_node=1)
 
 
 @pytest.mark.process
