@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outlast.errors import ConfigError
 from outlast.slurm_notation import expand_counts, expand_nodes
@@ -54,3 +59,32 @@ def test_no_nodes(text: str) -> None:
     """What is no node list is refused, never guessed."""
     with pytest.raises(ConfigError):
         expand_nodes(text)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=30), st.data())
+def test_counts_come_back_from_every_short_form(counts: list[int], data: st.DataObject) -> None:
+    """However Slurm joins equal neighbours, or does not, each node gets its own number back."""
+    parts = []
+    for count, run in itertools.groupby(counts):
+        left = len(list(run))
+        while left:
+            times = data.draw(st.integers(1, left))
+            parts.append(f"{count}(x{times})" if times > 1 or data.draw(st.booleans()) else str(count))
+            left -= times
+    assert expand_counts(",".join(parts)) == tuple(counts)
+
+
+@given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 5)), min_size=1, max_size=6), st.integers(1, 4))
+def test_nodes_come_back_from_ranges(ranges: list[tuple[int, int]], width: int) -> None:
+    """Each range in brackets is its names in order, as wide as its first number is written."""
+    text = ",".join(f"{first:0{width}d}" + (f"-{first + more:0{width}d}" if more else "") for first, more in ranges)
+    names = [f"n{number:0{width}d}x" for first, more in ranges for number in range(first, first + more + 1)]
+    assert expand_nodes(f"n[{text}]x") == tuple(names)
+
+
+@given(st.text(alphabet="n12[](x),-4 ", max_size=20))
+def test_any_text_is_understood_or_refused(text: str) -> None:
+    """No text leads to another error than the one that says what is wrong."""
+    for expand in (expand_counts, expand_nodes):
+        with contextlib.suppress(ConfigError):
+            expand(text)

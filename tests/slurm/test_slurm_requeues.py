@@ -10,6 +10,8 @@ import pytest
 from slurm_cluster import SlurmCluster
 from slurm_jobs import StandIn
 
+from outlast.slurm_notation import expand_nodes
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 
@@ -105,6 +107,12 @@ def test_what_a_job_knows_of_itself(
     (logged,) = [line for line in lines if line.startswith("Slurm job")]
     expected = rf"Slurm job \d+ 'who': 3 nodes \(n\[1-3\]\), {per_node} tasks each, partition main"
     assert re.fullmatch(expected, logged), logged
+
+
+@pytest.mark.parametrize("text", ["gpu[07-09,12],login1", "gpu[098-101]", "rack[1-2]n[01-02]", "n1,a-b[3,5-6]"])
+def test_node_lists_mean_what_slurm_means_by_them(slurm: SlurmCluster, text: str) -> None:
+    """A node list is taken apart as Slurm's own command does it."""
+    assert list(expand_nodes(text)) == slurm.call("scontrol", "show", "hostnames", text).split()
 
 
 def test_batch_shell_is_no_rank(slurm: SlurmCluster, tmp_path: Path) -> None:
