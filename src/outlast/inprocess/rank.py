@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
-from outlast import clock, env
+from outlast import env
 from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.errors import ConfigError, OutlastError, RestartAbort
 from outlast.inprocess import messages as m
 from outlast.inprocess.announcements import Announcements
 from outlast.inprocess.compose import labels_of
+from outlast.inprocess.ending import Ending
 from outlast.inprocess.handle import Handle, current_handle, handle_parameter, set_current
 from outlast.inprocess.interruption import Interruption, RestartRequested
 from outlast.inprocess.iteration_store import IterationStore
@@ -22,21 +22,17 @@ from outlast.inprocess.meeting import Meeting, own_address
 from outlast.inprocess.monitor_link import MonitorLink
 from outlast.inprocess.monitor_task import MonitorTask
 from outlast.inprocess.monitor_thread import MonitorThread, Notice
+from outlast.inprocess.own_facts import OwnFacts
 from outlast.inprocess.page import Page, RankPhase
 from outlast.inprocess.plugins import Plugins
-from outlast.inprocess.rank_left import RankLeft
-from outlast.inprocess.state import State
 from outlast.monitor import stacks
 from outlast.policy.rank_assignment import Member, assign
-from outlast.policy.restart_faults import add_fault, count_causes
-from outlast.policy.restart_limits import RestartLimits
 from outlast.runtime import connections, device
 
 __all__ = ["Rank"]
 
 log = logging.getLogger(__name__)
 
-_LAST_WORD_S = 5.0
 _STORE_TIMEOUT_S = 1800.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -61,10 +57,8 @@ class Rank:
     def __init__(self, config: InProcessRestartConfig, plugins: Plugins) -> None:
         self._config, self._plugins = config, plugins
         self._place = env.read_worker()
-        self._iteration = 0
+        self._facts = OwnFacts(self._place)
         self._ready_for = -1
-        self._go: m.Go | None = None
-        self._faults: tuple[m.Fault, ...] = ()
         self._returned: _Returned | None = None
         self._kept: dict[str, Any] = {}
         self._handle: Handle | None = None
@@ -75,6 +69,7 @@ class Rank:
         self._page: Page
         self._link: MonitorLink
         self._thread: MonitorThread
+        self._ending: Ending
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the function until it has returned on all active ranks; return what it returned here last.
@@ -100,7 +95,7 @@ class Rank:
             self._host = own_address(self._place)
             meeting = Meeting(self._place, timeout_s=self._config.barrier_timeout)
             self._page = Page.create()
-            self._link = MonitorLink(self._task(meeting.key), self._page)
+            self._link = MonitorLink(self._describe_task(meeting), self._page)
             self._thread = MonitorThread(
                 self._link,
                 self._page,
@@ -108,6 +103,7 @@ class Rank:
                 interval_s=min(self._config.monitor_thread_interval, self._config.progress_watchdog_interval),
                 abort=self._abort,
             )
+            self._ending = Ending(self._facts, self._plugins, self._said, self._link, self._thread.inbox)
             self._thread.start()
             noting.start()
             self._background.freeze()
@@ -143,7 +139,7 @@ class Rank:
                     meeting.close()
                     self._go_into(order, function, args, kwargs, handle_name)
                 case m.Restart():
-                    self._note_faults(order.faults)
+                    self._facts.note_faults(order.faults)
                     self._said.restart(order.iteration, order.faults)
                     if order.iteration > self._ready_for:
                         self._leave(None)
@@ -154,10 +150,10 @@ class Rank:
                     return self._finish()
                 case m.Abort():
                     self._leave(None)
-                    raise self._abortion(order)
+                    raise self._ending.abortion(order)
                 case m.Expel():
                     self._leave(None)
-                    self._part(order.reason, tell=False)
+                    self._ending.part(order.reason, tell=False)
                 case OutlastError():
                     self._leave(None)
                     raise order
@@ -172,12 +168,12 @@ class Rank:
         """Say that this rank can enter an iteration, if it may."""
         if iteration > 0:
             try:
-                self._plugins.health_check(self._state())
+                self._plugins.health_check(self._facts.describe())
             except RestartAbort as error:
-                self._give_up(error)
+                self._ending.give_up(error)
             except Exception as error:  # noqa: BLE001 - whatever a health check raises: it failed
                 log.warning("the health check failed: %s", describe(error))
-                self._part(describe(error), tell=True)
+                self._ending.part(describe(error), tell=True)
         if self._store is not None:
             self._store.close()
         self._store = IterationStore(self._host)
@@ -218,16 +214,16 @@ class Rank:
         kwargs: Mapping[str, Any],
         handle_name: str | None,
     ) -> None:
-        self._go, self._iteration, self._faults = go, go.iteration, ()
+        self._facts.note_go(go)
         self._said.begin(go)
         self._returned = None
         if self._place.global_rank not in go.ranks:
-            self._part("the rank assignment leaves it out", tell=True)
+            self._ending.part("the rank assignment leaves it out", tell=True)
         rank = go.ranks[self._place.global_rank]
         if rank is None:
             return  # a reserve: it waits for the next order
         handle = self._handle = Handle(
-            self._state(),
+            self._facts.describe(),
             interruption=self._interruption,
             page=self._page,
             on_first_ping=self._thread.count_pings_only,
@@ -256,7 +252,7 @@ class Rank:
         try:
             self._prepare(go, rank)
             self._page.set_phase(RankPhase.IN_FN)
-            self._plugins.initialize(self._state())
+            self._plugins.initialize(self._facts.describe())
             value = function(*args, **kwargs)
         except SystemExit as error:
             return _Returned(leaving=error)
@@ -283,14 +279,14 @@ class Rank:
     def _settle(self, outcome: _Returned | BaseException) -> None:
         """Report how the call ended, and leave it if it failed."""
         if not isinstance(outcome, _Returned):
-            self._said.restart(self._iteration + 1)
+            self._said.restart(self._facts.iteration + 1)
         if isinstance(outcome, _Returned):
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
             if outcome.leaving is not None:
                 drop(outcome.leaving)
             self._said.complete()
-            self._link.send(m.Completed(iteration=self._iteration))
+            self._link.send(m.Completed(iteration=self._facts.iteration))
             return
         if isinstance(outcome, KeyboardInterrupt):
             self._leave(None)
@@ -298,7 +294,7 @@ class Rank:
             raise outcome
         if isinstance(outcome, RestartAbort):
             self._leave(None)
-            self._give_up(outcome)
+            self._ending.give_up(outcome)
         if not isinstance(outcome, RestartRequested):
             self._tell_fault(outcome)
         self._leave(outcome)
@@ -306,15 +302,15 @@ class Rank:
     def _tell_fault(self, error: BaseException) -> None:
         fault = m.Fault(
             initial_rank=self._place.global_rank,
-            iteration=self._iteration,
+            iteration=self._facts.iteration,
             kind=m.FaultKind.EXCEPTION,
             summary=describe(error),
             is_consequence=is_consequence(error),
         )
-        self._note_faults((fault,))
+        self._facts.note_faults((fault,))
         self._link.send(fault)
         if not fault.is_consequence:
-            log.warning("iteration %d failed on this rank", self._iteration, exc_info=error)
+            log.warning("iteration %d failed on this rank", self._facts.iteration, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
         """Let go of the iteration that was entered last. Idempotent."""
@@ -327,12 +323,12 @@ class Rank:
         try:
             leave(handle.take_callbacks(), error, self._background)
             set_current(None)
-            self._plugins.finalize(self._state())
+            self._plugins.finalize(self._facts.describe())
         except RestartAbort as failure:
-            self._give_up(failure)
+            self._ending.give_up(failure)
         except Exception as failure:
             log.exception("this rank cannot go on")
-            self._part(describe(failure), tell=True)
+            self._ending.part(describe(failure), tell=True)
         finally:
             set_current(None)
         if self._config.empty_cuda_cache:
@@ -342,7 +338,7 @@ class Rank:
 
     def _finish(self) -> Any:
         self._said.finish()
-        state = self._state()
+        state = self._facts.describe()
         self._handle = None
         set_current(None)
         self._plugins.completion(state)
@@ -352,45 +348,6 @@ class Rank:
         if self._returned.leaving is not None:
             raise self._returned.leaving
         return self._returned.value
-
-    def _part(self, reason: str, *, tell: bool) -> NoReturn:
-        """Leave for good, alone."""
-        if tell:
-            self._link.send(m.Left(reason=reason))
-        self._said.leave()
-        self._terminate()
-        log.warning("rank %d leaves for good: %s", self._place.global_rank, reason)
-        raise RankLeft(f"rank {self._place.global_rank} leaves for good: {reason}")
-
-    def _give_up(self, error: RestartAbort) -> NoReturn:
-        """Have all ranks stop."""
-        self._link.send(m.Left(reason=str(error), fatal=True))
-        end_s = clock.now_s() + _LAST_WORD_S
-        while (left_s := end_s - clock.now_s()) > 0:
-            try:
-                order = self._thread.inbox.get(timeout=left_s)
-            except queue.Empty:
-                break
-            if isinstance(order, m.Abort):
-                raise self._abortion(order) from error
-        self._terminate()
-        raise error
-
-    def _abortion(self, order: m.Abort) -> RestartAbort:
-        self._terminate()
-        return RestartAbort(
-            order.reason,
-            counts={"restarts": order.iteration, "faults": sum(order.fault_counts.values())},
-            rank=self._place.global_rank,
-            node=self._place.node,
-            iteration=self._iteration,
-        )
-
-    def _terminate(self) -> None:
-        try:
-            self._plugins.terminate(self._state())
-        except Exception:
-            log.exception("the terminate plug-in failed")
 
     def _close(self, noting: connections.Noting, before: Mapping[str, str | None]) -> None:
         set_current(None)
@@ -410,25 +367,7 @@ class Rank:
             self._background.thaw()
         env.update(before)
 
-    # -- what is known -----------------------------------------------------------------------------------------
-
-    def _state(self) -> State:
-        ranks = self._go.ranks if self._go is not None else {}
-        return State(
-            initial_rank=self._place.global_rank,
-            initial_world_size=self._place.world_size,
-            rank=ranks.get(self._place.global_rank),
-            world_size=len(ranks) or self._place.world_size,
-            active_world_size=self._go.active_world_size if self._go is not None else self._place.world_size,
-            iteration=self._iteration,
-            node=self._place.node,
-            fault_counts=count_causes(self._go.fault_counts if self._go is not None else {}, self._faults),
-        )
-
-    def _note_faults(self, faults: tuple[m.Fault, ...]) -> None:
-        """Note faults since the last order to go, whose counts have those before."""
-        for fault in faults:
-            self._faults = add_fault(self._faults, fault)
+    # -- for others ---------------------------------------------------------------------------------------------
 
     def _abort(self) -> None:
         """End what the main thread may wait on beyond connections; on the monitor thread."""
@@ -436,37 +375,13 @@ class Rank:
             if self._handle is not None:
                 self._handle.look_before_abort()
             device.abort_collectives()
-            self._plugins.abort(self._state())
+            self._plugins.abort(self._facts.describe())
         except Exception:
             log.exception("the abort plug-in failed")
 
     def _check_group(self, backend: str, timeout_s: float) -> None:
         device.check_collectives(backend, timeout_s, hard_timeout_s=self._config.hard_timeout)
 
-    def _task(self, meeting: str) -> MonitorTask:
-        config = self._config
-        return MonitorTask(
-            pid=os.getpid(),
-            initial_rank=self._place.global_rank,
-            initial_world_size=self._place.world_size,
-            node=self._place.node,
-            host=self._host,
-            limits=RestartLimits(
-                max_iterations=config.max_iterations,
-                barrier_timeout_s=config.barrier_timeout,
-                completion_timeout_s=config.completion_timeout,
-                last_call_wait_s=config.last_call_wait,
-            ),
-            soft_timeout_s=config.soft_timeout,
-            hard_timeout_s=config.hard_timeout,
-            thread_interval_s=config.monitor_thread_interval,
-            process_interval_s=config.monitor_process_interval,
-            heartbeat_interval_s=config.heartbeat_interval,
-            heartbeat_timeout_s=config.heartbeat_timeout,
-            termination_grace_s=config.termination_grace_time,
-            meeting=meeting,
-            labels=dict(labels_of(self._plugins.rank_assignment)),
-            log_path=""
-            if config.monitor_process_logdir is None
-            else os.path.join(config.monitor_process_logdir, f"inprocess-{self._place.global_rank}.log"),
-        )
+    def _describe_task(self, meeting: Meeting) -> MonitorTask:
+        labels = labels_of(self._plugins.rank_assignment)
+        return MonitorTask.of(self._config, self._place, host=self._host, meeting=meeting.key, labels=labels)
