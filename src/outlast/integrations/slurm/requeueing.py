@@ -18,10 +18,10 @@ import msgspec
 from outlast import clock
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.slurm.commands import call
-from outlast.slurm_notation import expand_nodes
 from outlast.launch.ladder_file import load_ladder
 from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
 from outlast.runtime.files import write_atomically
+from outlast.slurm_notation import expand_nodes
 
 __all__ = ["end_job", "load_requeue_state"]
 
