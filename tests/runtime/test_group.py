@@ -19,6 +19,7 @@ from outlast.runtime.group import Group, _first_node, meeting_point
         ("gpu[07-09,12],login1", "gpu07"),
         ("gpu[3,5]", "gpu3"),
         ("rack1-gpu[03-05]-ib", "rack1-gpu03-ib"),
+        ("rack[1-2]n[01-02]", "rack1n01"),
     ],
 )
 def test_the_first_node_of_a_slurm_list_is_found(nodes: str, first: str) -> None:

@@ -10,7 +10,6 @@ on them ends within milliseconds. A :class:`Group` notes its connections and thr
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Collection
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 from outlast import clock, env
 from outlast.errors import ConfigError, OutlastError, RendezvousError
 from outlast.runtime import connections, device, gloo_waits
+from outlast.slurm_notation import expand_nodes
 
 if TYPE_CHECKING:
     import torch
@@ -194,9 +194,7 @@ def meeting_point(place: env.WorkerEnv) -> str:
 
 def _first_node(nodes: str) -> str:
     """Return the first name of a Slurm node list such as ``gpu[07-09,12],login1``."""
-    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", nodes)
-    assert match is not None
-    return match[1] + (match[2] or "") + (match[3] or "")
+    return expand_nodes(nodes)[0]
 
 
 class _Making:
