@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help setup slurm test lint types unit docs demo bench bench-peers format clean
 
 help:
-	@echo "make demo    train through a killed rank, a hung rank and a lost node, and prove the result"
+	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
 	@echo "make test    lint, types, docs, tests"
 	@echo "make setup   only make $(VENV), with pinned packages"
 	@echo "make slurm   install Slurm and munge, on which some tests start a cluster of their own"
