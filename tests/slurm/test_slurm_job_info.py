@@ -96,3 +96,15 @@ def test_session_has_the_job_logged(caplog: pytest.LogCaptureFixture, monkeypatc
                 pass
     (line,) = [record.getMessage() for record in caplog.records if "Slurm job" in record.getMessage()]
     assert "'llm': 3 nodes (gpu[07-08],gpu12), 4 tasks each, partition big" in line
+
+
+def test_session_trains_in_a_job_that_is_not_understood(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line in the log is worth no training: what Slurm does not say so is a warning."""
+    for name, value in {**JOB, "SLURM_RESTART_COUNT": "many"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OUTLAST_CYCLE", "0")
+    with caplog.at_level(logging.WARNING, "outlast"), outlast.init():
+        pass
+    assert "SLURM_RESTART_COUNT='many'" in caplog.text

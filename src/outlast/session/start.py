@@ -17,6 +17,8 @@ from outlast.session.session import Session
 
 __all__ = ["init"]
 
+log = logging.getLogger(__name__)
+
 
 def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
     """Start the session of this worker.
@@ -57,7 +59,10 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
     if place.fault_tolerance is not None:
         fault_tolerance = FaultToleranceConfig.from_json(place.fault_tolerance)
     if (call := current_handle()) is None or call.iteration == 0:
-        log_job_info()
+        try:
+            log_job_info()
+        except ConfigError as error:  # it trains all the same
+            log.warning("the Slurm job is not understood: %s", error)
     if settings.seed is not None:
         _seed(settings.seed + place.global_rank)
     return Session(settings, place, fault_tolerance)
