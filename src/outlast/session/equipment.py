@@ -28,6 +28,7 @@ from outlast.session.slow_ranks import SlowRanks
 
 if TYPE_CHECKING:
     from outlast.chaos import ArmedFaults
+    from outlast.session.liveness import Liveness
     from outlast.session.replicas import ReplicaWatch
 
 __all__ = ["Equipment"]
@@ -56,6 +57,7 @@ class Equipment:
         self.saves: Saves | None = None
         self.replicas: ReplicaWatch | None = None
         self.slow_ranks: SlowRanks | None = None
+        self.liveness: Liveness | None = None
         self._world: Group | None = None
         self._is_closed = False
         self._enclosure = Enclosure(config)
@@ -163,6 +165,10 @@ class Equipment:
             self.saves = Saves(
                 config.checkpoint, self.place, self.journal, self.monitor, partial(self.section, "checkpointing")
             )
+        if config.health is not None and config.health.process_group_interval and self.place.world_size > 1:
+            from outlast.session.liveness import Liveness
+
+            self.liveness = Liveness(config.health, self.place, self.journal)
 
     def _say_hello(self, config: Config) -> None:
         place = self.place
@@ -201,6 +207,8 @@ class Equipment:
             self.replicas.close()
         if self.slow_ranks is not None:
             self.slow_ranks.close()
+        if self.liveness is not None:
+            self.liveness.close()
         if hasattr(self, "consensus"):
             self.consensus.close()
         if self._world is not None:

@@ -138,7 +138,8 @@ class Session:
 
         Raises:
             CheckpointError: Saving failed too often in a row.
-            PeerLost: A peer left or did not reach the step's end in time.
+            PeerLost: A peer left or did not reach the step's end in time, or does not answer.
+            UnhealthyRank: A peer answered that wrongly.
             SystemExit: The run was told to leave, there is no generation left to trust, replicas differ, or a rank is
                 slow.
 
@@ -289,6 +290,9 @@ class Session:
         """Count the step; return what all ranks agreed on: the signal on which they leave now, what they save."""
         if self._has.resuming is not None:
             self._has.resuming.note(self._has.iteration + 1)
+        if self._has.liveness is not None:
+            with self._has.section("checkpointing"):  # before the round, which would wait for a silent rank
+                self._has.liveness.check(self._has.iteration + 1)
         agreed = self._rounds.finish()
         self._has.iteration += 1
         took_s = self._pulse.end_step(self._has.iteration)

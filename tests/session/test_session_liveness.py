@@ -1,0 +1,95 @@
+"""With process_group_interval a session asks every so many steps who is there, and names who is not."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+from outlast.incidents import EventKind, IncidentKind
+from outlast.runtime.journal import read_journal
+
+SCRIPT = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+import outlast
+import outlast.config
+from outlast.health import process_group
+
+folder, what = sys.argv[1], sys.argv[2]
+health = outlast.config.HealthConfig(process_group_interval=2, process_group_timeout=float(sys.argv[3]))
+config = outlast.Config(run_dir=folder, health=health)
+dist.init_process_group("gloo")
+training = dist.new_group([0, 1])
+try:
+    with outlast.init(config) as run:
+        for iteration in run.steps({}, total=8):
+            if iteration == 3 and run.global_rank == 2 and what == "stopped":
+                print("stops", flush=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if iteration == 3 and run.global_rank == 2 and what == "wrong":
+                right = process_group._answer
+                process_group._answer = lambda who, number: right(who, number) + (who == 2)
+except (outlast.errors.PeerLost, outlast.errors.UnhealthyRank) as error:
+    print(f"FOUND {type(error).__name__} rank={error.rank} iteration={error.iteration}: {error}", flush=True)
+    if dist.get_rank() < 2:
+        number = torch.ones(1)
+        dist.all_reduce(number, group=training)
+        assert int(number) == 2, "the training's group was poisoned"
+    print("group works", flush=True)
+print("done", flush=True)
+os._exit(0)  # gloo would wait for the absent rank
+"""
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+def run(folder: Path, what: str, *, timeout_s: float) -> dict[int, str]:
+    """Run three ranks; return what those that ended said."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    output = {}
+    with Ranks(script, str(folder), what, str(timeout_s), world_size=3) as ranks:
+        for rank in (0, 1):
+            output[rank], _ = ranks.processes[rank].communicate(timeout=180)
+            assert ranks.processes[rank].returncode == 0, output[rank]
+        if what == "stopped":
+            assert ranks.processes[2].poll() is None, "the rank was to be silent, not gone"
+            ranks.processes[2].send_signal(signal.SIGKILL)
+        ranks.processes[2].wait(30)
+    return output
+
+
+def incidents(folder: Path) -> list[tuple[str, int, list[int]]]:
+    found = [event.data["incident"] for event in read_journal(folder) if event.kind == EventKind.INCIDENT]
+    return [(one["kind"], one["rank"], one["evidence"]["ranks"]) for one in found]
+
+
+def test_quiet_run_is_not_disturbed(tmp_path: Path) -> None:
+    """As long as all ranks answer nothing is said, and training comes to its end."""
+    for said in run(tmp_path, "quiet", timeout_s=60).values():
+        assert "done" in said
+        assert "FOUND" not in said
+    assert incidents(tmp_path) == []
+
+
+def test_stopped_rank_is_named(tmp_path: Path) -> None:
+    """A rank that is stopped within a step is named at that step's end by all others, as an error and once in the
+    journal; the training's own groups go on working."""
+    for said in run(tmp_path, "stopped", timeout_s=8).values():
+        assert "FOUND PeerLost rank=2 iteration=4: " in said
+        assert "rank 2 did not come" in said
+        assert "group works" in said
+    assert incidents(tmp_path) == [(IncidentKind.WORKER_HUNG, 2, [2])]
+
+
+def test_wrong_answer_is_something_else(tmp_path: Path) -> None:
+    """A rank that answers wrongly is not taken for a silent one: the error and the incident say so, and who it is."""
+    for said in run(tmp_path, "wrong", timeout_s=60).values():
+        assert "FOUND UnhealthyRank rank=2 iteration=4: " in said
+        assert "rank 2 answered with a wrong number" in said
+        assert "group works" in said
+    assert incidents(tmp_path) == [(IncidentKind.WRONG_ANSWER, 2, [2])]
