@@ -120,6 +120,17 @@ def test_of_one_slow_rank_no_other_is_ever_named(
     assert all(set(findings.named_ranks) <= {culprit} for findings in found)
 
 
+def test_waiting_for_a_slow_rank_costs_no_score() -> None:
+    """The slow rank's score is the smallest, also where the others spend as much time waiting for it as it works."""
+    ranks = [
+        tell(rank, {"forward": 0.01 + 0.03 * (rank == 1), "backward": 0.04 - 0.03 * (rank == 1)}) for rank in (0, 1)
+    ]
+    findings = judge(Streaks(), ranks, CONFIG)[1]
+    assert [one.rank for one in findings.waiting] == [0]
+    assert findings.relative[0] == 1.0
+    assert findings.relative[1] < 0.5
+
+
 def test_two_slow_ranks_of_four_are_both_named() -> None:
     """The lower median is the reference, so that half of the ranks may be slow; ranks that are slow alike say so."""
     made = MadeRanks(seed=7)

@@ -15,7 +15,7 @@ cannot tell, and the report says that they are alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from outlast.config.straggler_detection import StragglerDetectionConfig
@@ -144,19 +144,19 @@ def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetec
         config: Thresholds, and what is calculated.
     """
     measured: list[Slowness] = []
-    relative: dict[int, float] = {}
-    individual: dict[int, float] = {}
     if config.calc_relative_gpu_perf:
-        measured += (found := measure_relative(ranks))
-        relative = score_ranks(ranks, found)
+        measured += measure_relative(ranks)
     if config.calc_individual_gpu_perf:
-        measured += (found := measure_individual(ranks))
-        individual = {owner.rank: 1.0 for owner in ranks if owner.has_times} | score_ranks(ranks, found)
+        measured += measure_individual(ranks)
     limits = {
         Basis.RELATIVE: max(config.noticeable_score, config.gpu_relative_perf_threshold),
         Basis.INDIVIDUAL: max(config.noticeable_score, config.gpu_individual_perf_threshold),
     }
-    slow, waiting = _excuse(measured, [one for one in measured if one.is_slow(limits[one.basis])], ranks)
+    looks_slow = [one for one in measured if one.is_slow(limits[one.basis])]
+    slow, waiting = _excuse(measured, looks_slow, ranks)
+    relative, individual = _score(measured, {_key(one) for one in looks_slow} - {_key(one) for one in slow}, ranks)
+    if config.calc_individual_gpu_perf:
+        individual = {owner.rank: 1.0 for owner in ranks if owner.has_times} | individual
     after = _lengthen(streaks, slow, measured)
     owners = {owner.rank: owner for owner in ranks}
     stragglers = [_straggler(one, owners[one.rank], after, slow) for one in slow]
@@ -221,10 +221,26 @@ def _find_cause(
     return rank, section
 
 
+def _score(
+    measured: Sequence[Slowness], waits: Set[tuple[int, Basis, str]], ranks: Sequence[RankTimings]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return all ranks' relative and individual scores; where a rank only waits for another one, it is not slow."""
+    scored = [replace(one, score=1.0) if _key(one) in waits else one for one in measured]
+    relative, individual = (
+        score_ranks(ranks, [one for one in scored if one.basis == basis])
+        for basis in (Basis.RELATIVE, Basis.INDIVIDUAL)
+    )
+    return relative, individual
+
+
+def _key(one: Slowness) -> tuple[int, Basis, str]:
+    return one.rank, one.basis, one.name
+
+
 def _lengthen(streaks: Streaks, slow: Iterable[Slowness], measured: Iterable[Slowness]) -> Streaks:
     """Return the streaks after a window: longer for the slow, over for who was judged and is not."""
-    now = {(one.rank, one.basis, one.name) for one in slow}
-    judged = {(one.rank, one.basis, one.name) for one in measured if one.is_judged}
+    now = {_key(one) for one in slow}
+    judged = {_key(one) for one in measured if one.is_judged}
     kept = {key: length for key, length in streaks.lengths.items() if key not in judged}
     return Streaks({**kept, **{key: streaks.lengths.get(key, 0) + 1 for key in now}})
 
