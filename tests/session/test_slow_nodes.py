@@ -1,0 +1,103 @@
+"""A node with a slow rank gives its slot to a spare, and the run ends as if nothing had happened: the whole way, with
+the session, the ladder and `outlast run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+from slowed import SCRIPT
+
+from outlast.errors import ExitReason
+from outlast.incidents import Event, EventKind, IncidentKind, Rung
+from outlast.testing import Cluster
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
+SLOW = [{"kind": "slow", "rank": 1, "iteration": 6, "factor": 4.0}]
+
+
+def cluster_of(folder: Path, **shape: Any) -> Cluster:
+    """Return a cluster that trains with a rank that becomes slow, once the whole cluster is there."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    options = {"total": 40, "stop": True, "plan": SLOW, "gate": True}
+    return Cluster(script, str(folder), json.dumps(options), run_dir=folder / "run", **shape)
+
+
+def open_gate(cluster: Cluster, folder: Path, num_nodes: int) -> None:
+    """Let training begin once so many nodes have joined."""
+    joined: set[str] = set()
+
+    def all_are_there(event: Event) -> bool:
+        if event.kind == EventKind.NODE_JOINED:
+            joined.add(event.data["name"])
+        return len(joined) == num_nodes
+
+    cluster.wait_for(all_are_there, timeout_s=100)
+    (folder / "go").touch()
+
+
+def stragglers(cluster: Cluster) -> list[dict[str, Any]]:
+    incidents = [event.data["incident"] for event in cluster.events() if event.kind == EventKind.INCIDENT]
+    return [incident for incident in incidents if incident["kind"] == IncidentKind.STRAGGLER]
+
+
+def verdicts(cluster: Cluster) -> list[dict[str, Any]]:
+    return [event.data["verdict"] for event in cluster.events() if event.kind == EventKind.VERDICT]
+
+
+def test_a_spare_takes_the_slot_of_a_slow_node_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The node of the slow rank is quarantined, the spare goes on where all ranks left, nobody is named again, every
+    agent ends with 0, and the weights are those of a training in which nobody was slow."""
+    calm, hit = tmp_path / "calm", tmp_path / "hit"
+    calm.mkdir()
+    (calm / "script.py").write_text(SCRIPT)
+    arguments = (str(calm), json.dumps({"total": 40, "enabled": False}))
+    with Ranks(calm / "script.py", *arguments, world_size=2) as ranks:
+        codes, outputs = ranks.end(200)
+    assert codes == [0, 0], "\n".join(outputs)
+    with cluster_of(hit, num_nodes=2, num_spares=1, nproc_per_node=1) as cluster:
+        open_gate(cluster, hit, 3)
+        assert cluster.wait(timeout_s=200) == [0, 0, 0], cluster.tails()
+        (incident,) = stragglers(cluster)
+        assert (incident["rank"], incident["section"]) == (1, "forward")
+        replaced, finished = verdicts(cluster)
+        assert (replaced["rung"], replaced["quarantine"]) == (Rung.REPLACE_NODE, [incident["node"]])
+        assert f"a spare takes the slot of node {incident['node']}" in replaced["reason"]
+        assert (finished["rung"], finished["exit_code"]) == (Rung.STOP, ExitReason.FINISHED)
+        nodes: dict[int | None, set[str]] = {}
+        restored = set()
+        left_after = set()
+        for event in cluster.events():
+            if event.kind == EventKind.CYCLE_STARTED:
+                nodes.setdefault(event.cycle, set()).add(event.node)
+            elif event.kind == EventKind.RESTORED:
+                restored.add((event.cycle, event.iteration))
+            elif event.kind == EventKind.SESSION_ENDED and event.cycle == 0:
+                left_after.add(event.iteration)
+                assert event.data["exit_code"] == ExitReason.STRAGGLER
+        assert list(nodes) == [0, 1]
+        assert incident["node"] in nodes[0]
+        assert incident["node"] not in nodes[1]
+        (iteration,) = left_after
+        assert restored == {(1, iteration)}
+    assert json.loads((hit / "result.json").read_text()) == json.loads((calm / "result.json").read_text())
+
+
+def test_without_a_spare_the_run_stops_with_a_code_of_its_own(tmp_path: Path) -> None:
+    """The state is saved, the exit code is 18, and the node is remembered for whoever starts the next job."""
+    with cluster_of(tmp_path, num_nodes=1, nproc_per_node=2) as cluster:
+        open_gate(cluster, tmp_path, 1)
+        assert cluster.wait(timeout_s=200) == [ExitReason.STRAGGLER], cluster.tails()
+        (incident,) = stragglers(cluster)
+        (verdict,) = verdicts(cluster)
+        assert (verdict["rung"], verdict["exit_code"]) == (Rung.STOP, ExitReason.STRAGGLER)
+        assert "no spare waits for the slot of node node-0" in verdict["reason"]
+        assert "no spare waits for the slot of node node-0" in cluster.agent(0).output()
+        ladder = json.loads((tmp_path / "run" / "ladder.json").read_text())
+        assert (ladder["quarantined"], ladder["stopped_with"]) == (["node-0"], ExitReason.STRAGGLER)
+        assert (tmp_path / "ckpt" / f"step-{incident['iteration']}").is_dir()
