@@ -27,7 +27,7 @@ def judge_windows(made: MadeRanks, num_windows: int, **changed: object) -> list[
     return found
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_nobody_is_named_in_10000_quiet_windows() -> None:
     """Jitter, heavy tails, drift and busy windows name nobody, relatively or individually."""
     made = MadeRanks(seed=1, meet_in={"backward": ALL})

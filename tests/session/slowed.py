@@ -33,13 +33,13 @@ class Slept(torch.nn.Module):
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
     def forward(self, batch):
-        time.sleep(0.03)
+        time.sleep(0.04)
         return self.layers(batch)
 
 torch.manual_seed(7)
 model = Slept()
 net = torch.nn.parallel.DistributedDataParallel(model) if run.world_size > 1 else model
-optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 state = {"model": net, "optim": optim, "seen": []}
 for iteration in run.steps(state, total=options["total"]):
     draw = torch.Generator().manual_seed(1000 * iteration + run.global_rank)

@@ -16,7 +16,7 @@ from outlast.incidents import Event, EventKind, IncidentKind, Rung
 from outlast.testing import Cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
-SLOW = [{"kind": "slow", "rank": 1, "iteration": 6, "factor": 4.0}]
+SLOW = [{"kind": "slow", "rank": 1, "iteration": 6, "factor": 8.0}]
 
 
 def cluster_of(folder: Path, **shape: Any) -> Cluster:
@@ -24,7 +24,7 @@ def cluster_of(folder: Path, **shape: Any) -> Cluster:
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    options = {"total": 40, "stop": True, "plan": SLOW, "gate": True}
+    options = {"total": 60, "stop": True, "plan": SLOW, "gate": True}
     return Cluster(script, str(folder), json.dumps(options), run_dir=folder / "run", **shape)
 
 
@@ -56,7 +56,7 @@ def test_a_spare_takes_the_slot_of_a_slow_node_and_nothing_is_lost(tmp_path: Pat
     calm, hit = tmp_path / "calm", tmp_path / "hit"
     calm.mkdir()
     (calm / "script.py").write_text(SCRIPT)
-    arguments = (str(calm), json.dumps({"total": 40, "enabled": False}))
+    arguments = (str(calm), json.dumps({"total": 60, "enabled": False}))
     with Ranks(calm / "script.py", *arguments, world_size=2) as ranks:
         codes, outputs = ranks.end(200)
     assert codes == [0, 0], "\n".join(outputs)
