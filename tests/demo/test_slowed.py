@@ -96,6 +96,13 @@ def test_what_was_not_kept_is_told(changes: dict[str, Any], part: str) -> None:
     assert line == f"slow forward of a rank, rank 3: {part}"
 
 
+def test_a_restart_for_it_is_counted() -> None:
+    """With ``stop_if_detected`` all ranks would leave with 18."""
+    left = Incident(kind=IncidentKind.WORKER_FAILED, node="node-1", rank=3, exit_code=18)
+    verdict = event(EventKind.VERDICT, 5.5, incident=msgspec.to_builtins(left), verdict={})
+    assert found([*run(), verdict]).restarts == 1
+
+
 def test_a_run_in_which_nobody_was_slow_is_told() -> None:
     """The demo must have come to it; without a name nothing is made up."""
     assert find_slowed([]) is None

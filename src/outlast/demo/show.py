@@ -49,7 +49,7 @@ def perform(shape: Shape, *, seed: int, keep: str | None, view: View, on_failure
     Raises:
         ConfigError: The folder is not empty, or there are too few iterations.
 
-    Blocks: about 50 s with two cores.
+    Blocks: about 70 s with two cores.
     Thread: the main thread.
     """
     faults = draw_faults(seed, shape)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outlast.demo.plan import Deed
+from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind, IncidentKind
 
 __all__ = ["Slowed", "find_slowed", "named_ranks", "unkept_of_slowed"]
@@ -129,4 +130,4 @@ def _is_restart_for(event: Event) -> bool:
     if event.kind != EventKind.VERDICT:
         return False
     incident = event.data.get("incident") or {}
-    return bool(incident.get("kind") == IncidentKind.STRAGGLER)
+    return bool(incident.get("exit_code") == ExitReason.STRAGGLER)
