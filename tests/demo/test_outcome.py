@@ -76,7 +76,7 @@ SLOW = Slowed(
     noticed_after_s=3.5,
     section="forward",
     ratio=6.1,
-    evidence="Rank=3 Node=node-0 takes 6.10 times as long in 'forward' as the others",
+    evidence="Rank=3 Node=node-0 takes 6.10 times as long; Rank=3 Node=node-0: the machine is as fast (copy 1.0)",
     others_named=(),
     restarts=0,
 )
@@ -162,6 +162,8 @@ def test_a_slow_rank_is_told_with_the_report_that_named_it() -> None:
     shown = text(dataclasses.replace(GOOD, slowed=SLOW))
     for part in ("straggler", "rank 3 on node-0", "2 to 24", "6.10 times", "named with 3 reports", "0 restarts"):
         assert part in shown
+    assert "Rank=3" not in shown
+    assert "copy 1.0" not in shown
     assert "never named" in text(dataclasses.replace(GOOD, slowed=dataclasses.replace(SLOW, num_reports=None)))
 
 

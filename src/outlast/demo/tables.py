@@ -18,6 +18,7 @@ from outlast.demo.sources import TIERS, Sources, count_bytes
 
 __all__ = ["render"]
 
+_NAMES_AND_FIGURES = re.compile(r"Rank=\S+ Node=\S+ | \([^()]*\)")
 _LONG_PATH = re.compile(r'File "(?:[^"]*/)?([^"/]+)"')
 _DEEDS = {"restart_workers": "workers restarted", "replace_node": "a spare took over"}
 
@@ -83,7 +84,7 @@ def _add_slowed(table: Table, slowed: Slowed) -> None:
     done += ", 0 restarts" if not slowed.restarts else ", restarted"
     table.add_row(
         escape(f"straggler\nrank {slowed.rank} on {slowed.node}\niteration {slowed.since}{until}\n({slowed.fault})"),
-        escape(slowed.evidence or "-"),
+        escape(_NAMES_AND_FIGURES.sub("", slowed.evidence) or "-"),
         done,
         "-",
         _duration(slowed.noticed_after_s),
