@@ -15,6 +15,8 @@ from outlast.inprocess.page import RankPhase
 __all__ = ["RankWatch", "SoftTimeout", "Stuck"]
 
 _IN_FN = (RankPhase.IN_FN, RankPhase.LEAVING)
+_IDLE = (RankPhase.WAITING, RankPhase.COMPLETED)
+"""The main thread waits in the wrapper, and nothing of ours holds the interpreter's lock."""
 _BEAT_SLACK_S = 0.25
 """How late a monitor thread may be on a busy machine and still count as running."""
 
@@ -107,8 +109,10 @@ class RankWatch:
             else:
                 found, silent_ns = self._look_at_beat(self._went[0], now_ns, "before the function was entered")
                 return found, due if silent_ns is None else min(due, silent_ns)
-        if phase not in _IN_FN:
+        if phase in _IDLE:
             return self._look_at_beat(iteration, now_ns, "outside the function")
+        if phase not in _IN_FN:
+            return None, None
         if page.is_paused:
             return None, now_ns + self._soft_ns
         progress_ns = page.progress_ns
