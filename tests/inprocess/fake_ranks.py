@@ -22,7 +22,7 @@ from outlast import clock
 from outlast.inprocess.monitor_task import MonitorTask
 from outlast.policy.restart_limits import RestartLimits
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 50.0
 TOKEN = "5e" * 16
 _PIDFD_GETFD = 438
 
@@ -200,7 +200,7 @@ class FakeRanks:
     def monitors(self) -> set[int]:
         return {pid for child in self.children for pid in child.monitors}
 
-    def wait_monitors(self, timeout_s: float = 5.0) -> None:
+    def wait_monitors(self, timeout_s: float = TIMEOUT_S) -> None:
         """Every monitor process is gone within this time."""
         end_s = clock.now_s() + timeout_s
         while left := {pid for pid in self.monitors() if is_monitor(pid)}:

@@ -15,7 +15,7 @@ from outlast.inprocess.link import Link, LinkBroken
 from outlast.policy.restart_limits import RestartLimits
 
 NUM = 64
-TIMEOUT_S = 10.0
+TIMEOUT_S = 50.0
 
 
 class Members:

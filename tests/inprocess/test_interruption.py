@@ -57,8 +57,10 @@ def interruption() -> Iterator[Interruption]:
     made.uninstall()
 
 
-def get_out_of(interruption: Interruption, function: Callable[[], Any]) -> BaseException | None:
-    with poked(interruption):
+def get_out_of(
+    interruption: Interruption, function: Callable[[], Any], *, order_first: bool = True
+) -> BaseException | None:
+    with poked(interruption, order_first=order_first):
         error = boundary(interruption, function)
         interruption.leave()
     return error
@@ -119,12 +121,14 @@ def test_it_gets_out(interruption: Interruption, function: Callable[[], None]) -
     assert sys.gettrace() is None
 
 
-def test_an_update_is_finished(interruption: Interruption) -> None:
+def test_an_update_is_finished(interruption: Interruption, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that is under way ends, and is left at its end; one that has not begun does not begin."""
+    monkeypatch.setattr("outlast.inprocess.interruption._UPDATE_NS", 60_000_000_000)  # a busy machine's moment
     done = []
 
     def work() -> None:
         interruption.begin_update()
+        interruption.order(1)
         until = time.monotonic() + 0.1
         while time.monotonic() < until:
             done.append("inside")
@@ -133,7 +137,7 @@ def test_an_update_is_finished(interruption: Interruption) -> None:
         interruption.end_update()
         done.append("after")
 
-    assert isinstance(get_out_of(interruption, work), RestartRequested)
+    assert isinstance(get_out_of(interruption, work, order_first=False), RestartRequested)
     assert done[-1] == "second"
     assert interruption.enter(1)
     interruption.order(2)
@@ -146,9 +150,10 @@ def test_an_update_that_does_not_end_is_left(interruption: Interruption) -> None
 
     def work() -> None:
         interruption.begin_update()
+        interruption.order(1)
         time.sleep(3600)
 
-    assert isinstance(get_out_of(interruption, work), RestartRequested)
+    assert isinstance(get_out_of(interruption, work, order_first=False), RestartRequested)
 
 
 def test_atomic_parts_are_finished(interruption: Interruption) -> None:
@@ -158,6 +163,7 @@ def test_atomic_parts_are_finished(interruption: Interruption) -> None:
     def work() -> None:
         interruption.enter_atomic()
         interruption.enter_atomic()
+        interruption.order(1)
         until = time.monotonic() + 0.1
         while time.monotonic() < until:
             pass
@@ -166,7 +172,7 @@ def test_atomic_parts_are_finished(interruption: Interruption) -> None:
         interruption.leave_atomic()
         done.append("never")
 
-    assert isinstance(get_out_of(interruption, work), RestartRequested)
+    assert isinstance(get_out_of(interruption, work, order_first=False), RestartRequested)
     assert done == ["inner"]
 
 

@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 
+from outlast import clock
 from outlast.inprocess.progress import MainThreadProgress
 
+PATIENCE_S = 30.0
 
-def signs_while(action: str) -> list[bool]:
-    """Ask from another thread while the main thread is busy; return the answers."""
+
+def await_answer(expected: bool, wait: int | None = None) -> bool:
+    """Ask from another thread until the main thread's answer is this; return the last one.
+
+    Args:
+        expected: The answer.
+        wait: Descriptor that the main thread waits for meanwhile; ``None``: it runs Python.
+    """
     progress = MainThreadProgress()
     progress.take()
     answers: list[bool] = []
-    asked, looked = threading.Event(), threading.Event()
+    over = threading.Event()
 
     def ask() -> None:
-        asked.wait()
-        progress.ask()
-        looked.wait(0.1)
-        answers.append(progress.take())
+        end_s = clock.now_s() + PATIENCE_S
+        while clock.now_s() < end_s and (not answers or answers[-1] != expected):
+            progress.ask()
+            threading.Event().wait(0.1)
+            answers.append(progress.take())
+        over.set()
+        if wait is not None:
+            os.eventfd_write(wait, 1)
 
     thread = threading.Thread(target=ask)
     thread.start()
-    if action == "sleep":
-        threading.Timer(0.0, asked.set).start()
-        time.sleep(0.5)
-    else:
-        asked.set()
-        while not answers:
-            pass
+    if wait is not None:
+        os.eventfd_read(wait)
+    while not over.is_set():
+        pass
     thread.join()
     progress.take()
-    return answers
+    return answers[-1]
 
 
 def test_bytecode_is_progress() -> None:
     """A main thread that runs Python answers."""
-    assert signs_while("spin") == [True]
+    assert await_answer(expected=True) is True
 
 
-def test_a_sleep_is_none() -> None:
-    """A main thread that sleeps does not answer."""
-    assert signs_while("sleep") == [False]
+def test_a_wait_is_none() -> None:
+    """A main thread that waits in a call of the system does not answer."""
+    waited_for = os.eventfd(0, os.EFD_CLOEXEC)
+    assert await_answer(expected=False, wait=waited_for) is False
+    os.close(waited_for)

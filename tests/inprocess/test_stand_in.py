@@ -9,7 +9,7 @@ import pytest
 from fake_ranks import TOKEN, FakeRanks
 from torch._C._distributed_c10d import TCPStore
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
 KEY = "meeting"
 PATIENCE_S = 60.0

@@ -13,9 +13,9 @@ from outlast.errors import ConfigError
 from outlast.testing.ranks import RankProcesses
 
 RANKS = Path(__file__).with_name("restarting_ranks.py")
-PATIENCE_S = 100
+PATIENCE_S = 250
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
 def run(tmp_path: Path, fault: str, victim: int, *, world_size: int, active: int) -> tuple[list[int], list[str]]:
@@ -25,7 +25,7 @@ def run(tmp_path: Path, fault: str, victim: int, *, world_size: int, active: int
         waited = [rank for rank in range(world_size) if not (fault in ("stop", "gil") and rank == victim)]
         codes = ranks.wait(timeout_s=PATIENCE_S, ranks=waited)
         for rank in set(range(world_size)) - set(waited):
-            codes.insert(rank, ranks.wait(timeout_s=20, ranks=[rank])[0])
+            codes.insert(rank, ranks.wait(timeout_s=PATIENCE_S, ranks=[rank])[0])
         return codes, [ranks.output(rank) for rank in range(world_size)]
 
 
