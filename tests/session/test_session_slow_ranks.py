@@ -16,7 +16,7 @@ from outlast.policy.rerun import Finding
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.journal import read_journal
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 SLOWED_AT = 28
 
 
@@ -26,7 +26,7 @@ def train(folder: Path, world_size: int, **options: Any) -> tuple[list[int], lis
     script = folder / "script.py"
     script.write_text(SCRIPT)
     with Ranks(script, str(folder), json.dumps(options), world_size=world_size) as ranks:
-        return ranks.end(240)
+        return ranks.end(400)
 
 
 def slow_from(iteration: int, rank: int) -> list[dict[str, Any]]:

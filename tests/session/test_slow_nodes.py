@@ -15,7 +15,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind, IncidentKind, Rung
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 SLOW = [{"kind": "slow", "rank": 1, "iteration": 6, "factor": 8.0}]
 
 
@@ -58,11 +58,11 @@ def test_a_spare_takes_the_slot_of_a_slow_node_and_nothing_is_lost(tmp_path: Pat
     (calm / "script.py").write_text(SCRIPT)
     arguments = (str(calm), json.dumps({"total": 60, "enabled": False}))
     with Ranks(calm / "script.py", *arguments, world_size=2) as ranks:
-        codes, outputs = ranks.end(200)
+        codes, outputs = ranks.end(400)
     assert codes == [0, 0], "\n".join(outputs)
     with cluster_of(hit, num_nodes=2, num_spares=1, nproc_per_node=1) as cluster:
         open_gate(cluster, hit, 3)
-        assert cluster.wait(timeout_s=200) == [0, 0, 0], cluster.tails()
+        assert cluster.wait(timeout_s=300) == [0, 0, 0], cluster.tails()
         (incident,) = stragglers(cluster)
         assert (incident["rank"], incident["section"]) == (1, "forward")
         replaced, finished = verdicts(cluster)
@@ -92,7 +92,7 @@ def test_without_a_spare_the_run_stops_with_a_code_of_its_own(tmp_path: Path) ->
     """The state is saved, the exit code is 18, and the node is remembered for whoever starts the next job."""
     with cluster_of(tmp_path, num_nodes=1, nproc_per_node=2) as cluster:
         open_gate(cluster, tmp_path, 1)
-        assert cluster.wait(timeout_s=200) == [ExitReason.STRAGGLER], cluster.tails()
+        assert cluster.wait(timeout_s=300) == [ExitReason.STRAGGLER], cluster.tails()
         (incident,) = stragglers(cluster)
         (verdict,) = verdicts(cluster)
         assert (verdict["rung"], verdict["exit_code"]) == (Rung.STOP, ExitReason.STRAGGLER)
