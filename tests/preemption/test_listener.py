@@ -129,6 +129,8 @@ def run(code: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
 STUCK = """
 import ctypes, os, signal
 from outlast.preemption import ShutdownListener
+mutex = ctypes.create_string_buffer(64)
+ctypes.CDLL(None).pthread_mutex_lock(mutex)
 listener = ShutdownListener(deadline_s=1.0, before_exit=lambda code: print("lost", code, flush=True))
 os.kill(os.getpid(), signal.SIGTERM)
 assert listener.wait(10)
@@ -139,7 +141,7 @@ assert listener.wait(10)
 @pytest.mark.process
 def test_the_deadline_ends_a_process_whose_main_thread_is_in_c() -> None:
     """A collective that never returns cannot hold up the process; what is lost is said."""
-    ended = run(STUCK.format(stuck="ctypes.CDLL(None).sleep(600)"))
+    ended = run(STUCK.format(stuck="ctypes.CDLL(None).pthread_mutex_lock(mutex)"))
     assert ended.returncode == 75, ended.stderr
     assert ended.stdout == "lost 75\n"
 
@@ -147,7 +149,7 @@ def test_the_deadline_ends_a_process_whose_main_thread_is_in_c() -> None:
 @pytest.mark.process
 def test_the_deadline_ends_a_process_whose_main_thread_keeps_the_interpreters_lock() -> None:
     """No thread of Python runs any more; the C library ends the process, with the agreed exit code."""
-    ended = run(STUCK.format(stuck="ctypes.PyDLL(None).sleep(600)"))
+    ended = run(STUCK.format(stuck="ctypes.PyDLL(None).pthread_mutex_lock(mutex)"))
     assert ended.returncode == 75, ended.stderr
 
 

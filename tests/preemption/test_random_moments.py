@@ -12,7 +12,7 @@ import pytest
 
 
 @pytest.mark.process
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_random_moments_leave_nothing_torn(tmp_path: Path) -> None:
     """Ten starts in a row are told to leave at random moments; each goes on exactly where the last one stopped."""
     count = 10
@@ -21,7 +21,7 @@ def test_random_moments_leave_nothing_torn(tmp_path: Path) -> None:
     played = subprocess.run(
         [sys.executable, str(script), str(tmp_path), str(count), "7", "3"],
         env={**environment, "OMP_NUM_THREADS": "1"},
-        timeout=230,
+        timeout=290,
         check=False,
         text=True,
         capture_output=True,

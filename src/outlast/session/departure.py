@@ -83,6 +83,11 @@ class Departure:
         is_due = interval is not None and (self._iteration() + 1) % interval == 0
         return self._number() if self._listener.is_requested or is_due else 0
 
+    @property
+    def is_told(self) -> bool:
+        """Whether this rank knows that it has to leave."""
+        return self._listener.is_requested
+
     def start_leaving(self) -> None:
         """Take in that all ranks agreed to leave now: the deadline also runs for who was not told itself."""
         if not self._listener.is_requested:
@@ -95,6 +100,17 @@ class Departure:
     def exit_code(self) -> int:
         """Return the exit code to leave with: 75 if there is a generation to go on from, else 128 + the signal."""
         return int(ExitReason.PREEMPTED) if self._kept() is not None else 128 + self._number()
+
+    def say_farewell(self) -> int:
+        """Say what is lost, and return the exit code to leave with."""
+        code = self.exit_code()
+        level = logging.INFO if code == ExitReason.PREEMPTED and not self._loses else logging.WARNING
+        log.log(level, "%s; exiting with code %d", self.describe_loss(), code)
+        return code
+
+    @property
+    def _loses(self) -> bool:
+        return (self._kept() or 0) < self._iteration()
 
     def describe_loss(self) -> str:
         """Say which iterations are lost when this process ends now; one line for people."""

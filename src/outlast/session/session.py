@@ -293,7 +293,13 @@ class Session:
         if self._has.liveness is not None:
             with self._has.section("checkpointing"):  # before the round, which would wait for a silent rank
                 self._has.liveness.check(self._has.iteration + 1)
-        agreed = self._rounds.finish()
+        try:
+            agreed = self._rounds.finish()
+        except PeerLost as error:
+            if not self._departure.is_told:
+                raise
+            log.error("a peer was gone before all could leave together: %s", error)
+            self._exit(self._departure.say_farewell())
         self._has.iteration += 1
         took_s = self._pulse.end_step(self._has.iteration)
         if self._saves is not None:
@@ -329,14 +335,7 @@ class Session:
         """Save if there is where to, as far as there is time, and raise SystemExit; all ranks agreed to leave."""
         self._departure.start_leaving()
         self._save_to_leave(state)
-        code = self._departure.exit_code()
-        log.log(
-            logging.INFO if code == ExitReason.PREEMPTED else logging.WARNING,
-            "%s; exiting with code %d",
-            self._departure.describe_loss(),
-            code,
-        )
-        self._exit(code)
+        self._exit(self._departure.say_farewell())
 
     def _save_to_leave(self, state: Mapping[str, Any]) -> None:
         """Save if there is where to, as far as there is time; all ranks agreed to leave."""
