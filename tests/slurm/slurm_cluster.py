@@ -114,7 +114,7 @@ class SlurmCluster:
             assert self._keeper.poll() is None, self.log()
             time.sleep(0.1)
 
-    def wait_for_end(self, job_id: str, timeout_s: float = 180, told: Callable[[], str] = str) -> dict[str, str]:
+    def wait_for_end(self, job_id: str, timeout_s: float = 300, told: Callable[[], str] = str) -> dict[str, str]:
         """Wait until a job is over for good; return what Slurm knows of it."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.wait_until(

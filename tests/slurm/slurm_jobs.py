@@ -106,7 +106,7 @@ class Training(Job):
 
     def wait_for(self, start: int, iteration: int) -> None:
         """Wait until a start of the job has run an iteration."""
-        self.slurm.wait_until(lambda: max(self.iterations(start), default=-1) >= iteration, 120, self.output)
+        self.slurm.wait_until(lambda: max(self.iterations(start), default=-1) >= iteration, 180, self.output)
 
     def assert_finished_as_undisturbed(self) -> None:
         """Assert that it ended well, with the weights that a run without any trouble has."""

@@ -8,18 +8,18 @@ import pytest
 from slurm_cluster import SlurmCluster, run_slurm
 from slurm_jobs import Training
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def limited(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Training:
     """A training that is longer than its time limit; begun before the other tests, as Slurm counts limits in minutes.
 
-    Slurm looks at limits every 30 s: it tells this job 25 to 55 s after its start, and ends it 30 s later if need be.
+    Slurm looks at limits every 30 s: it tells this job 60 to 90 s after its start, and ends it 30 s later if need be.
     """
     folder = tmp_path_factory.mktemp("limited")
-    options = ["--nproc-per-node=2", "--time=1", "--preempt-time=5"]
-    return Training(slurm, folder, *options, total=90, script=("--pace", "1", "0.01"))
+    options = ["--nproc-per-node=2", "--time=2", "--preempt-time=30"]
+    return Training(slurm, folder, *options, total=130, script=("--pace", "1", "0.01"))
 
 
 @pytest.mark.usefixtures("limited")

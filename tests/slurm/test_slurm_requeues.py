@@ -12,7 +12,7 @@ from slurm_jobs import StandIn
 
 from outlast.slurm_notation import expand_nodes
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
 def starts(job: StandIn) -> int:
