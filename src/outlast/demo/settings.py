@@ -51,6 +51,7 @@ def write_settings(
             "calc_individual_gpu_perf": False,  # a cycle is too short to know a rank's own best
             "noticeable_score": _SLOW_SCORE,
             "gpu_relative_perf_threshold": _SLOW_SCORE,
+            "check_machine": False,  # all ranks share one
             "num_gpu_perf_scores_to_print": 0,
             "enable_logging": False,
         },
