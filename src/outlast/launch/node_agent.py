@@ -56,8 +56,7 @@ class NodeAgent:
         self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
         self.is_host = False
         """Whether this process hosts the control store."""
-        self._crew, self._workers = crew, crew.workers
-        self._member, self._mailbox = member, mailbox
+        self._crew, self._workers, self._member, self._mailbox = crew, crew.workers, member, mailbox
         self._journal, self._timers = NodeJournal(options, member.node), Timers()
         self._state = State.OUTSIDE
         self._fitness = Fitness(
@@ -81,8 +80,7 @@ class NodeAgent:
         self._start: m.Start | None = None
         """A cycle to start once the zygote has cleared away the last one."""
         self._cycle_store: TCPStore | None = None
-        self._signal = 0
-        self._final = False
+        self._signal, self._final = 0, False
 
     @property
     def job(self) -> str:
@@ -177,23 +175,21 @@ class NodeAgent:
 
     def _on_link_up(self, news: LinkUp) -> None:
         self._timers.cancel("link")
-        self.is_host = news.is_host
+        member, self.is_host = self._member, news.is_host
         if not news.is_first:
-            log.warning("[outlast] the control store is back, at %s", self._member.link.endpoint)
-            if self._state == State.OUTSIDE:
-                self._fitness.meet(is_host=news.is_host)
-                return
-            self._member.register(
+            log.warning("[outlast] the control store is back, at %s", member.link.endpoint)
+        else:
+            self._journal.open(news.job, self._crew.command[1], self._crew.num_workers)
+            if news.is_host:
+                log.info("[outlast] node %s hosts the control store at %s", member.node, member.link.endpoint)
+        if self._state == State.OUTSIDE:
+            self._fitness.meet(is_host=news.is_host)
+        else:
+            member.register(
                 is_running=self._state == State.RUNNING,
                 is_joining=self._state == State.JOINING,
                 has_finished=self._state == State.FINISHED,
             )
-            return
-        node = self._member.node
-        self._journal.open(news.job, self._crew.command[1], self._crew.num_workers)
-        if news.is_host:
-            log.info("[outlast] node %s hosts the control store at %s", node, self._member.link.endpoint)
-        self._fitness.meet(is_host=news.is_host)
 
     def _join(self, ended: m.CycleFacts | None) -> None:
         if self._state != State.LEAVING:
@@ -296,6 +292,12 @@ class NodeAgent:
         self._fitness.suspect()
 
     def _on_cycle_over(self, over: m.CycleOver) -> None:
+        start = self._start
+        if start is not None and start.cycle == over.cycle:  # it ended before it could start here
+            self._start = None
+            if self._member.take_place(start):
+                self._join(m.CycleFacts(cycle=start.cycle))
+            return
         cycle = self._crew.on_duty
         if cycle is None or cycle.number != over.cycle or self._state not in (State.RUNNING, State.FINISHED):
             return
@@ -388,8 +390,7 @@ class NodeAgent:
         self._timers.set("grace", grace_s, self._on_grace_over)
 
     def _finish(self, stop: m.Stop) -> None:
-        self.stop = stop
-        self._final = True
+        self.stop, self._final = stop, True
         self._journal.write(EventKind.JOB_ENDED, exit_code=stop.exit_code, reason=stop.reason)
 
     def _give_up_on_link(self) -> None:
