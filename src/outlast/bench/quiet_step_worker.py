@@ -13,21 +13,17 @@ faster than one after a step where they did not, so what one kind costs would be
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast import clock
-from outlast.bench.measuring import plain_environment, timed
+from outlast.bench.measuring import timed
+from outlast.bench.two_ranks import TIMEOUT_S, WORLD_SIZE, measure_together
 from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
 from outlast.numerics import RerunStateMachine
@@ -37,8 +33,6 @@ STEP_MS = 10.0
 NUM_TURNS, BLOCK = 40, 10
 """Blocks of each kind in a round, and steps in a block."""
 WIDTH = 256
-_WORLD_SIZE = 2
-_TIMEOUT_S = 60.0
 _MAX_BATCH = 1 << 16
 
 
@@ -82,9 +76,9 @@ def measure_rounds(num_rounds: int) -> Iterator[dict[str, float]]:
     Collective: both ranks.
     """
     training = Training()
-    place = WorkerEnv(global_rank=dist.get_rank(), world_size=_WORLD_SIZE)
+    place = WorkerEnv(global_rank=dist.get_rank(), world_size=WORLD_SIZE)
     config = RerunStateMachineConfig(rerun_mode="validate_results", check_for_spiky_loss=True)
-    machine = RerunStateMachine(config, modules=[training.model], place=place, timeout_s=_TIMEOUT_S)
+    machine = RerunStateMachine(config, modules=[training.model], place=place, timeout_s=TIMEOUT_S)
     batches = machine.replayable(itertools.repeat(training.batch))
     iteration = 0
 
@@ -96,7 +90,7 @@ def measure_rounds(num_rounds: int) -> Iterator[dict[str, float]]:
         training.optimizer.step()
         iteration += 1
 
-    group = Group.open(timeout_s=_TIMEOUT_S)
+    group = Group.open(timeout_s=TIMEOUT_S)
     number = torch.zeros(1, dtype=torch.int64)
 
     def reduced_step() -> None:
@@ -132,31 +126,5 @@ def _in_turns(steps: Mapping[str, Callable[[], None]], order: random.Random) -> 
     return found_s
 
 
-def main() -> None:
-    """Measure; arguments: the number of rounds, and, for the second rank, the port of the first one's store."""
-    torch.set_num_threads(1)
-    num_rounds, port = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    rank = 1 if port else 0
-    timeout = timedelta(seconds=_TIMEOUT_S)
-    store = TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False, timeout=timeout)
-    other = None
-    if rank == 0:
-        command = [sys.executable, "-m", "outlast.bench.quiet_step_worker", str(num_rounds), str(store.port)]
-        other = subprocess.Popen(command, env=plain_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=_WORLD_SIZE, timeout=timeout)
-        for found in measure_rounds(num_rounds):
-            if rank == 0:
-                print(json.dumps(found), flush=True)
-        dist.barrier()
-        dist.destroy_process_group()
-        if other is not None:
-            other.wait(_TIMEOUT_S)
-    finally:
-        if other is not None:
-            other.kill()
-            other.wait()
-
-
 if __name__ == "__main__":
-    main()
+    measure_together("outlast.bench.quiet_step_worker", measure_rounds)

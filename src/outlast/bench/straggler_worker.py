@@ -7,20 +7,15 @@ JSON a round.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from time import perf_counter_ns
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 from torch.profiler import record_function
 
-from outlast.bench.measuring import plain_environment, timed
+from outlast.bench.measuring import timed
+from outlast.bench.two_ranks import TIMEOUT_S, WORLD_SIZE, measure_together
 from outlast.config import StragglerDetectionConfig
 from outlast.env import WorkerEnv
 from outlast.policy.stragglers import Streaks, judge
@@ -30,8 +25,6 @@ from outlast.straggler import StragglerDetector
 NUM_TURNS, BLOCK = 20, 300
 """Blocks of each kind in a round, and steps in a block."""
 SECTIONS = ("forward", "backward", "optimizer")
-_WORLD_SIZE = 2
-_TIMEOUT_S = 60.0
 
 
 def measure_rounds(num_rounds: int) -> Iterator[dict[str, float]]:
@@ -39,9 +32,9 @@ def measure_rounds(num_rounds: int) -> Iterator[dict[str, float]]:
 
     Collective: both ranks.
     """
-    place = WorkerEnv(global_rank=dist.get_rank(), world_size=_WORLD_SIZE, node=f"node-{dist.get_rank()}")
+    place = WorkerEnv(global_rank=dist.get_rank(), world_size=WORLD_SIZE, node=f"node-{dist.get_rank()}")
     config = StragglerDetectionConfig(num_gpu_perf_scores_to_print=0, enable_logging=False, check_machine=False)
-    detector = StragglerDetector(config, place=place, num_warmup_steps=0, timeout_s=_TIMEOUT_S)
+    detector = StragglerDetector(config, place=place, num_warmup_steps=0, timeout_s=TIMEOUT_S)
     first, second, third = (detector.section(name) for name in SECTIONS)
 
     def timed_steps() -> None:
@@ -105,31 +98,5 @@ def _crowd() -> list[RankTimings]:
     ]
 
 
-def main() -> None:
-    """Measure; arguments: the number of rounds, and, for the second rank, the port of the first one's store."""
-    torch.set_num_threads(1)
-    num_rounds, port = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    rank = 1 if port else 0
-    timeout = timedelta(seconds=_TIMEOUT_S)
-    store = TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False, timeout=timeout)
-    other = None
-    if rank == 0:
-        command = [sys.executable, "-m", "outlast.bench.straggler_worker", str(num_rounds), str(store.port)]
-        other = subprocess.Popen(command, env=plain_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=_WORLD_SIZE, timeout=timeout)
-        for found in measure_rounds(num_rounds):
-            if rank == 0:
-                print(json.dumps(found), flush=True)
-        dist.barrier()
-        dist.destroy_process_group()
-        if other is not None:
-            other.wait(_TIMEOUT_S)
-    finally:
-        if other is not None:
-            other.kill()
-            other.wait()
-
-
 if __name__ == "__main__":
-    main()
+    measure_together("outlast.bench.straggler_worker", measure_rounds)
