@@ -113,6 +113,8 @@ class Equipment:
         if self._world is not None and is_initialised():
             import torch.distributed as dist
 
+            if self._enclosure.call is not None:
+                settle()  # a thread that lets go of tensors needs the interpreter's lock, which is held from here on
             dist.destroy_process_group()
 
     def let_go(self, *, keep_notices: bool = False) -> None:
