@@ -180,8 +180,8 @@ class EventKind(StrEnum):
     """Whoever causes it: ``fault``, ``target``. Of a fault plan also ``fault_id``, ``device``, and for a changed number
     ``tensor``, ``element``, ``bit``, ``before``, ``after``."""
     NOTICE = "notice"
-    """Worker or agent: told to leave; ``signal``, if it was one; worker: ``source``, ``reason``, ``deadline_s`` (seconds
-    until the process is ended)."""
+    """Worker or agent: told to leave; ``signal``, if it was one; worker: ``source``, ``reason``, ``deadline_s``
+    (seconds until the process is ended)."""
     SESSION_ENDED = "session_ended"
     """Worker: ``exit_code``."""
 
