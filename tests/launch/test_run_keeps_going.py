@@ -209,6 +209,33 @@ def test_second_signal_ends_workers_that_take_their_time(tmp_path: Path) -> None
         assert cluster.wait(timeout_s=30) == [128 + signal.SIGTERM]
 
 
+def test_notice_before_the_workers_run_starts_none(tmp_path: Path) -> None:
+    """A notice that comes while the first workers are still being prepared ends the job, long before the grace is over:
+    nobody would tell them any more."""
+    script = write(tmp_path, UNTIL_TOLD)
+    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
+        cluster.wait_for("watches 2 ranks", timeout_s=60)
+        cluster.agent(0).signal(signal.SIGTERM)
+        assert cluster.wait(timeout_s=45) == [128 + signal.SIGTERM]
+        assert not cluster.processes()
+
+
+def test_who_is_left_alone_by_a_notice_is_ended(tmp_path: Path) -> None:
+    """A rank that ended without having saved leaves the others nothing to wait for: they do not get the whole grace."""
+    code = """
+import os, signal
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+"""
+    script = write(tmp_path, code + UNTIL_TOLD)
+    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
+        cluster.wait_for("rank 0 runs", timeout_s=60)
+        cluster.wait_for("rank 1 runs", timeout_s=60)
+        cluster.agent(0).signal(signal.SIGTERM)
+        assert cluster.wait(timeout_s=45) == [128 + signal.SIGTERM]
+        assert "did not end in time" in cluster.agent(0).output()
+
+
 def test_programs_and_modules_and_fresh_interpreters_run_too(tmp_path: Path) -> None:
     """What is no Python script, --module and --no-warm-start get the same environment and restarts."""
     program = tmp_path / "train.sh"

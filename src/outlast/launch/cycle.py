@@ -32,7 +32,10 @@ from outlast.runtime.board import Board, RankState
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn
 
-__all__ = ["Cycle"]
+__all__ = ["ALONE_S", "Cycle"]
+
+ALONE_S = 5.0
+"""What workers that were told to leave have left when one of them ended without having saved."""
 
 
 @dataclass(slots=True)
@@ -100,6 +103,17 @@ class Cycle:
         """Whether all that were needed ended in order and some said that the state was saved before leaving."""
         codes = {worker.exit_code for worker in self.workers.values() if worker.lost is None}
         return ExitReason.PREEMPTED in codes and codes <= {ExitReason.PREEMPTED, ExitReason.FINISHED}
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a worker runs, or ran."""
+        return any(worker.pid for worker in self.workers.values())
+
+    @property
+    def lacks_a_rank(self) -> bool:
+        """Whether a worker ended without having saved, so that the others cannot save together any more."""
+        orderly = (None, ExitReason.FINISHED, ExitReason.PREEMPTED)
+        return any(worker.lost is None and worker.exit_code not in orderly for worker in self.workers.values())
 
     def goes_on_without(self, worker: WorkerProcess) -> bool:
         """Return whether the others go on without a worker that ended with anything but 0, inside their processes."""

@@ -17,7 +17,7 @@ from outlast.launch import messages as m
 from outlast.launch.agent_state import State
 from outlast.launch.checkups import CheckedUp, Checkups
 from outlast.launch.crew import Crew
-from outlast.launch.cycle import Cycle
+from outlast.launch.cycle import ALONE_S, Cycle
 from outlast.launch.fitness import Fitness
 from outlast.launch.link import LinkDown, LinkFailed, LinkUp
 from outlast.launch.member import Member
@@ -77,8 +77,7 @@ class NodeAgent:
             is_running=lambda: self._state == State.RUNNING,
             end_cycle=self._end_cycle,
         )
-        self._start: m.Start | None = None
-        """A cycle to start once the zygote has cleared away the last one."""
+        self._start: m.Start | None = None  # a cycle to start once the zygote has cleared away the last one
         self._cycle_store: TCPStore | None = None
         self._signal, self._final = 0, False
 
@@ -252,6 +251,8 @@ class NodeAgent:
         elif self._state == State.LEAVING:
             if cycle.all_ended:
                 self._leave(saved=cycle.is_saved)
+            elif cycle.lacks_a_rank:
+                self._timers.set("grace", ALONE_S, self._on_grace_over)
         elif spared or news.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
             if cycle.all_ended:
                 self._on_all_ended(cycle)
@@ -345,7 +346,7 @@ class NodeAgent:
         self._signal = notice.signal
         self._journal.write(EventKind.NOTICE, signal=notice.signal)
         cycle = self._crew.on_duty
-        if self._state != State.RUNNING or cycle is None:
+        if self._state != State.RUNNING or cycle is None or not cycle.has_started:
             log.info("[outlast] received %s: leaving", name)
             self._leave(saved=False, whole_job=self._state != State.FINISHED and self._crew.cycle is not None)
             return
@@ -365,10 +366,10 @@ class NodeAgent:
         if cycle is not None:
             self._journal.write_ended(cycle, "left")
         number = self._signal or signal.SIGTERM
-        self._member.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
         code = ExitReason.PREEMPTED if saved else 128 + number
-        what = "state saved" if saved else "nothing was saved on the way out"
+        self._member.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
         self._crew.failures = {}
+        what = "there is a generation to go on from" if saved else "nothing was saved on the way out"
         self._finish(m.Stop(exit_code=code, reason=f"told to leave; {what}"))
 
     # -- the end -----------------------------------------------------------------------------------------------
