@@ -37,7 +37,7 @@ def check_node(
             will be made.
         node: This node's name, for ``simulate_wrong_gemm``; the host's without it.
         network: Off: only interfaces that ``network_interfaces`` names must be up; for a job of one node.
-        num_products: Matrix products of each number format.
+        num_products: Matrix products of each number format; 0 = the arithmetic is not looked at.
         prober: What has the checks made, and stays open; one of its own without it.
 
     Blocks: up to ``check_timeout`` for each check; all of them together take a fraction of a second on a sound node.
@@ -56,7 +56,7 @@ def check_node(
         (t.SharedMemory(min_free_bytes=_bytes(config.min_free_shm_gib)), "shm", "/dev/shm"),
         (t.Memory(min_free_bytes=_bytes(config.min_free_memory_gib)), "memory", "node"),
         (t.OpenFiles(min_open_files=config.min_open_files), "files", "process"),
-        (t.Compute(flip=flip, num_rounds=num_products), "compute", "cpu"),
+        *([(t.Compute(flip=flip, num_rounds=num_products), "compute", "cpu")] if num_products else []),
         *((t.Command(command=command), "command", command) for command in config.commands),
     ]
     if interfaces := config.network_interfaces:

@@ -71,19 +71,20 @@ class Checkups:
         self.config = config
         self._places, self._node, self._network = tuple(places), node, network
         self._deliver = deliver
-        self._asked: queue.SimpleQueue[tuple[Occasion, bool] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Occasion, bool, bool] | None] = queue.SimpleQueue()
         self._probers = (Prober(), Prober())
         self._thread = threading.Thread(target=self._run, name="outlast-checkups", daemon=True)
         self._thread.start()
 
-    def begin(self, occasion: Occasion, *, gpus: bool) -> None:
+    def begin(self, occasion: Occasion, *, gpus: bool, computes: bool = True) -> None:
         """Have the node looked at; one :class:`CheckedUp` will be delivered. Blocks: never.
 
         Args:
             occasion: Why.
             gpus: Look at its GPUs as well, if it has any.
+            computes: Have its processor compute something, which takes longer than all the rest.
         """
-        self._asked.put((occasion, gpus))
+        self._asked.put((occasion, gpus, computes))
 
     def close(self) -> None:
         """Give up what is under way, and end its processes. Idempotent. Blocks: hardly, at most 3 s."""
@@ -97,9 +98,9 @@ class Checkups:
         lasting, passing = self._probers
         with lasting:
             while (asked := self._asked.get()) is not None:
-                occasion, gpus = asked
+                occasion, gpus, computes = asked
                 try:
-                    results = self._look(lasting, passing, gpus=gpus)
+                    results = self._look(lasting, passing, gpus=gpus, computes=computes)
                 except Exception as error:  # noqa: BLE001 - whatever it is, the agent waits for an answer
                     why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                     results = (
@@ -107,9 +108,14 @@ class Checkups:
                     )
                 self._deliver(CheckedUp(occasion, results))
 
-    def _look(self, lasting: Prober, passing: Prober, *, gpus: bool) -> tuple[CheckResult, ...]:
+    def _look(self, lasting: Prober, passing: Prober, *, gpus: bool, computes: bool) -> tuple[CheckResult, ...]:
         results = check_node(
-            self.config, places=self._places, node=self._node, network=self._network, num_products=1, prober=lasting
+            self.config,
+            places=self._places,
+            node=self._node,
+            network=self._network,
+            num_products=int(computes),
+            prober=lasting,
         )
         if gpus and has_gpus():
             with passing:

@@ -158,7 +158,10 @@ class Fitness:
     def suspect(self) -> None:
         """Have the node looked at, because of a fault that began on it; call it when the workers are being ended."""
         self._num_faults += 1
-        if self._config is None or not self._config.after_fault:
+        if self._checkups is None or self._config is None or not self._config.after_fault:
+            return
+        if self._is_alone:  # its workers start again whatever is found: nothing is to wait for it
+            self._checkups.begin(Occasion.TRAINING, gpus=False, computes=self._num_faults > 1)
             return
         self.is_looking, self._is_clear, self._is_asked, self._unfit = True, False, False, None
         if not self._with_gpus:  # dying workers still hold theirs
@@ -182,7 +185,7 @@ class Fitness:
     def _look_after_fault(self) -> None:
         assert self._checkups is not None
         self._is_asked, self._since_clear = True, self._is_clear
-        self._checkups.begin(Occasion.FAULT, gpus=self._with_gpus)
+        self._checkups.begin(Occasion.FAULT, gpus=self._with_gpus, computes=self._num_faults > 1)
 
     def _take_after_fault(self, news: CheckedUp) -> None:
         self._is_asked = False
