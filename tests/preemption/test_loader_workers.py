@@ -80,7 +80,9 @@ def test_workers_go_on_through_a_signal_to_the_group(tmp_path: Path, how: str) -
         assert len(workers) >= 2
         os.killpg(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=50)
-        assert (process.returncode, output) == (0, "went on\nloader ended\n")
+        # torch's spawned workers, and Python's tracker of their semaphores, sometimes complain at their end.
+        said = [line for line in output.splitlines() if line in ("went on", "loader ended")]
+        assert (process.returncode, said) == (0, ["went on", "loader ended"]), output
         assert not psutil.wait_procs(workers, timeout=20)[1]
 
 
