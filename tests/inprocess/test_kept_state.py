@@ -131,6 +131,26 @@ def test_what_a_device_has_not_computed_is_not_whole(
     assert ("had not computed" in reason) == (expected is None)
 
 
+class BrokenMark:
+    """Stands for an event of a device that has failed."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_what_a_device_that_failed_has_computed_is_not_whole(kept: KeptState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that cannot be asked any more is trusted with nothing."""
+    call = Handle(Any, interruption=Interruption(_fail.__code__), page=Any, on_first_ping=_fail, kept={})  # type: ignore[arg-type]
+    monkeypatch.setattr("outlast.inprocess.kept_state.current_handle", lambda: call)
+    monkeypatch.setattr("outlast.runtime.device.mark_work", BrokenMark)
+    training = Training()
+    _begin(kept, training)
+    with pytest.raises(RuntimeError):
+        call.look_before_abort()
+    kept.release()
+    assert kept.look(training.state)[0] is None
+
+
 def test_what_else_writes_is_noticed(kept: KeptState) -> None:
     """Weights changed outside of an optimizer, in the step or after the call, or other objects: not whole."""
     training = Training()

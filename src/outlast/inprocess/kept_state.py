@@ -247,6 +247,7 @@ class KeptState:
     def _look_at_device(self) -> None:
         """Find out whether a device has computed what was noted last; on the monitor thread. Blocks: half a second."""
         if self._mark is not None:
+            self._is_unfinished = True  # also if the device cannot be asked any more
             self._is_unfinished = not device.is_done(self._mark, timeout_s=_DEVICE_S)
 
     def _begin_update(self, *_: Any) -> None:

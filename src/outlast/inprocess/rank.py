@@ -374,6 +374,9 @@ class Rank:
         try:
             if self._handle is not None:
                 self._handle.look_before_abort()
+        except Exception:
+            log.exception("what was to be looked at before the abort could not be")
+        try:
             device.abort_collectives()
             self._plugins.abort(self._facts.describe())
         except Exception:
