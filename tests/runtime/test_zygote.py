@@ -155,3 +155,37 @@ def test_dead_zygote_is_an_error_not_a_hang(zygote: Zygote, tmp_path: Path) -> N
     assert not alive
     with pytest.raises(OutlastError, match="is gone"):
         zygote.send(Clear())
+
+
+@pytest.mark.parametrize("kind", ["script", "exec"])
+def test_worker_that_has_just_been_forked_is_ended_too(zygote: Zygote, tmp_path: Path, kind: str) -> None:
+    """Requests that waited while the zygote imported follow each other at once: a worker that has no session of its
+    own yet is ended like any other."""
+    script = tmp_path / "sleep.py"
+    script.write_text("import time; time.sleep(60)")
+    argv = (str(script),) if kind == "script" else (sys.executable, str(script))
+    for token in range(10):
+        for key in range(4):
+            zygote.send(Spawn(key=key, kind=kind, argv=argv, env=dict(os.environ)))
+        zygote.send(Clear(token=token))
+        news: object = None
+        while not isinstance(news, Cleared):
+            assert select.select([zygote], [], [], 10)[0], f"workers of round {token} were not ended"
+            news = zygote.receive()
+        assert news.token == token
+
+
+def test_worker_that_has_just_been_forked_hears_sigterm(zygote: Zygote, tmp_path: Path) -> None:
+    """A signal that comes before the worker can be told from the zygote, which ignores it, is not lost."""
+    script = tmp_path / "sleep.py"
+    script.write_text("import time; time.sleep(60)")
+    for key in range(40):
+        zygote.send(Spawn(key=key, argv=(str(script),), env=dict(os.environ)))
+        zygote.send(SendSignal(signal=signal.SIGTERM, key=key, group=key % 2 == 0))
+    receive(zygote, Ready)
+    codes: dict[int, int] = {}
+    while len(codes) < 40:
+        assert select.select([zygote], [], [], 10)[0], f"only {sorted(codes)} were ended"
+        if isinstance(news := zygote.receive(), Exited):
+            codes[news.key] = news.exit_code
+    assert set(codes.values()) == {-signal.SIGTERM}

@@ -70,10 +70,9 @@ class _Children:
         for child, pid in self.pids.items():
             if key is not None and child != key:
                 continue
-            if group:
-                processes.kill_group(pid, sig)
-            else:
-                os.kill(pid, sig)  # it is our child and not reaped: the pid is its
+            if not group or not processes.kill_group(pid, sig):
+                # It is our child and not reaped, so the pid is its; one just forked may not have its group yet.
+                os.kill(pid, sig)
 
     def reap(self) -> bool:
         """Reap those that ended; return whether none is left."""
@@ -170,8 +169,11 @@ def _start(request: Spawn, parent_pid: int) -> int:
     """Fork; return the pid, or 0 in a child that is to run Python code here."""
     stdout = _open_log(request.stdout)
     stderr = stdout if request.stderr == request.stdout else _open_log(request.stderr)
+    # A child would ignore SIGTERM as its parent does until it is set up: it waits for it until then.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for fd in {stdout, stderr} - {-1}:
             os.close(fd)
         return pid
@@ -180,6 +182,7 @@ def _start(request: Spawn, parent_pid: int) -> int:
         processes.die_with_parent(parent_pid)
         for sig in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(sig, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if stdout >= 0:
             os.dup2(stdout, 1)
