@@ -183,6 +183,7 @@ def judge(folder: Path, number: int, codes: list[int], expected: int, told_ns: i
 def main() -> None:
     """Play the moments; exit with 1 at the first that left something wrong behind."""
     folder, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder.mkdir(parents=True, exist_ok=True)
     world_size = int(sys.argv[4]) if len(sys.argv) > 4 else 4
     torch.set_num_threads(1)
     gc.collect()
