@@ -209,6 +209,31 @@ def test_second_signal_ends_workers_that_take_their_time(tmp_path: Path) -> None
         assert cluster.wait(timeout_s=30) == [128 + signal.SIGTERM]
 
 
+def test_second_signal_leaves_what_was_saved_before(tmp_path: Path) -> None:
+    """Workers that are killed at the second signal had saved before: the run is one to go on with, which 75 says."""
+    code = """
+import sys, time
+import torch
+import outlast
+model = torch.nn.Linear(2, 2)
+checkpoint = outlast.CheckpointConfig(directory=sys.argv[1], save_interval=2)
+with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
+    for iteration in run.steps({"model": model}, total=100):
+        if iteration == 3:
+            print("never comes back", flush=True)
+            time.sleep(90)
+"""
+    script = write(tmp_path, code)
+    with Cluster(script, str(tmp_path / "ckpt"), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+        cluster.wait_for("never comes back", timeout_s=60)
+        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 2, timeout_s=60)
+        cluster.agent(0).signal(signal.SIGTERM)
+        cluster.wait_for("a second signal ends them", timeout_s=30)
+        cluster.agent(0).signal(signal.SIGTERM)
+        assert cluster.wait(timeout_s=30) == [ExitReason.PREEMPTED]
+        assert "told to leave; there is a generation to go on from" in cluster.agent(0).output()
+
+
 def test_notice_before_the_workers_run_starts_none(tmp_path: Path) -> None:
     """A notice that comes while the first workers are still being prepared ends the job, long before the grace is over:
     nobody would tell them any more."""

@@ -137,7 +137,7 @@ def test_preemption_is_charged_to_nothing() -> None:
 
 
 def test_preemption_without_a_save_never_claims_one() -> None:
-    """75 means that the state was saved; a job that could not save in time does not exit with it."""
+    """75 means that there is a generation to go on from; a job that has none does not exit with it."""
     state, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=None, preempted=True), Limits())
     assert (verdict.rung, verdict.exit_code) == (Rung.REQUEUE_JOB, ExitReason.FAILED)
     assert "nothing was saved" in verdict.reason

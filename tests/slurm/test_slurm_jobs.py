@@ -74,7 +74,9 @@ def test_time_limit_is_announced_and_the_job_goes_on(limited: Training) -> None:
     assert limited.remembered()["failures"] == 0
     output, restarts = limited.output(), int(limited.facts()["Restarts"])
     assert restarts >= 1, "the limit was not reached"
-    assert output.count("goes back to the queue: told to leave, state saved") == restarts, "a finished run came back"
+    assert output.count("goes back to the queue: told to leave, with a generation to go on from") == restarts, (
+        "a finished run came back"
+    )
     assert "is not re-queued: the run is finished" in output
     for rank in (0, 1):
         ran = [one.iteration for one in limited.ran(rank)]

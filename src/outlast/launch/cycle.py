@@ -99,8 +99,13 @@ class Cycle:
         return None not in self.exit_codes
 
     @property
-    def is_saved(self) -> bool:
-        """Whether all that were needed ended in order and some said that the state was saved before leaving."""
+    def can_be_resumed(self) -> bool:
+        """Whether there is a generation to go on from.
+
+        The workers say so as they leave, all that were needed in order; of those that were killed the board knows.
+        """
+        if self.durable_iteration is not None:
+            return True
         codes = {worker.exit_code for worker in self.workers.values() if worker.lost is None}
         return ExitReason.PREEMPTED in codes and codes <= {ExitReason.PREEMPTED, ExitReason.FINISHED}
 

@@ -250,7 +250,7 @@ class NodeAgent:
                 self._finish(self.stop)
         elif self._state == State.LEAVING:
             if cycle.all_ended:
-                self._leave(saved=cycle.is_saved)
+                self._leave()
             elif cycle.lacks_a_rank:
                 self._timers.set("grace", ALONE_S, self._on_grace_over)
         elif spared or news.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
@@ -264,7 +264,7 @@ class NodeAgent:
     def _on_all_ended(self, cycle: Cycle) -> None:
         if ExitReason.PREEMPTED in cycle.exit_codes:
             # The notice reached the workers past this agent: from a peer's, or straight from the scheduler.
-            self._leave(saved=cycle.is_saved)
+            self._leave()
             return
         self._state = State.FINISHED
         incident = cycle.describe_unfinished()
@@ -319,7 +319,7 @@ class NodeAgent:
         if self._state == State.STOPPING:
             self._finish(self.stop)
         elif self._state == State.LEAVING:
-            self._leave(saved=False)
+            self._leave()
         elif self._state == State.RUNNING and (cycle := self._crew.on_duty) is not None:
             why = "the process that starts workers died"
             incident = self._journal.incident(IncidentKind.WORKER_DIED, why, exit_code=-9)
@@ -348,7 +348,7 @@ class NodeAgent:
         cycle = self._crew.on_duty
         if self._state != State.RUNNING or cycle is None or not cycle.has_started:
             log.info("[outlast] received %s: leaving", name)
-            self._leave(saved=False, whole_job=self._state != State.FINISHED and self._crew.cycle is not None)
+            self._leave(whole_job=self._state != State.FINISHED and self._crew.cycle is not None)
             return
         grace_s = self.options.fault_tolerance.shutdown_grace
         log.info("[outlast] received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
@@ -360,16 +360,17 @@ class NodeAgent:
         log.warning("[outlast] the workers did not end in time; killing them")
         self._workers.kill()
 
-    def _leave(self, *, saved: bool, whole_job: bool = True) -> None:
+    def _leave(self, *, whole_job: bool = True) -> None:
         cycle = self._crew.on_duty
+        saved = cycle is not None and cycle.can_be_resumed
         facts = cycle.facts(None) if cycle is not None else None
         if cycle is not None:
             self._journal.write_ended(cycle, "left")
         number = self._signal or signal.SIGTERM
-        code = ExitReason.PREEMPTED if saved else 128 + number
         self._member.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
         self._crew.failures = {}
-        what = "there is a generation to go on from" if saved else "nothing was saved on the way out"
+        code = ExitReason.PREEMPTED if saved else 128 + number
+        what = "there is a generation to go on from" if saved else "nothing was saved"
         self._finish(m.Stop(exit_code=code, reason=f"told to leave; {what}"))
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -395,6 +396,5 @@ class NodeAgent:
         self._journal.write(EventKind.JOB_ENDED, exit_code=stop.exit_code, reason=stop.reason)
 
     def _give_up_on_link(self) -> None:
-        seconds = self.options.join_timeout_s
-        reason = f"the control store gave no answer for {seconds:.0f} s (--rdzv-conf join_timeout=...)"
+        reason = f"the control store gave no answer for {self.options.join_timeout_s:.0f} s (--rdzv-conf join_timeout=)"
         self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=reason))

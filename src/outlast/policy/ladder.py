@@ -138,9 +138,9 @@ def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> La
 def _leave(end: CycleEnd, state: LadderState) -> Verdict:
     following = f"; the next job goes on {resume_point(state)}" if state.progress_known else ""
     if end.preempted_saved or not end.preempted:
-        reason, exit_code = f"told to leave, and saved{following}", ExitReason.PREEMPTED
+        reason, exit_code = f"told to leave; there is a generation to go on from{following}", ExitReason.PREEMPTED
     else:
-        reason, exit_code = f"told to leave, and nothing was saved in time{following}", ExitReason.FAILED
+        reason, exit_code = f"told to leave, and nothing was saved{following}", ExitReason.FAILED
     return Verdict(rung=Rung.REQUEUE_JOB, reason=reason, exit_code=exit_code)
 
 

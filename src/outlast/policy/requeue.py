@@ -92,7 +92,7 @@ def rule(state: RequeueState, end: JobEnd, *, num_job_retries_on_failure: int) -
     if code in _FOR_A_PERSON:
         return _keep(state, f"{_FOR_A_PERSON[ExitReason(code)]} (exit code {code})")
     if code == ExitReason.PREEMPTED:
-        return Ruling(requeue=True, reason="told to leave, state saved", state=state)
+        return Ruling(requeue=True, reason="told to leave, with a generation to go on from", state=state)
     if code in TOLD_TO_LEAVE:
         return Ruling(requeue=True, reason=f"told to leave by {TOLD_TO_LEAVE[code]}", state=state)
     what = _FOR_ANOTHER_TRY[ExitReason(code)] if code in _FOR_ANOTHER_TRY else "a failure"
