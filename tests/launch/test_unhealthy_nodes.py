@@ -78,16 +78,15 @@ def script(folder: Path, code: str) -> Path:
 
 def cluster_of(folder: Path, code: str, *args: str, num_nodes: int = 2, num_spares: int = 0) -> Cluster:
     """Return a cluster whose nodes the test starts one by one, so that it knows who comes first."""
-    cluster = Cluster(
+    return Cluster(
         script(folder, code),
         *args,
         run_dir=folder / "run",
         num_nodes=num_nodes,
         num_spares=num_spares,
+        num_started=0,
         nproc_per_node=1,
     )
-    cluster._num_agents = 0
-    return cluster
 
 
 def wait_until_joined(cluster: Cluster, name: str) -> None:

@@ -19,6 +19,15 @@ def test_what_is_done_or_needs_a_person_stays_ended(exit_code: int) -> None:
     assert ruling.reason
 
 
+@pytest.mark.parametrize("stopped_with", [17, 93])
+def test_what_needs_a_person_counts_even_behind_another_tasks_code(stopped_with: int) -> None:
+    """A node that stayed outside ends with 19, which is higher than the 17 of the others: the run's own record is
+    asked as well."""
+    ruling = rule(FRESH, JobEnd(exit_code=19, stopped_with=stopped_with), num_job_retries_on_failure=100)
+    assert not ruling.requeue
+    assert f"exit code {stopped_with}" in ruling.reason
+
+
 @pytest.mark.parametrize("exit_code", [75, *TOLD_TO_LEAVE])
 def test_who_was_told_to_leave_comes_back_as_often_as_it_takes(exit_code: int) -> None:
     """Being told to leave is charged to no budget."""

@@ -50,6 +50,9 @@ class JobEnd:
     """The highest exit code of its tasks; 128 + n: ended by signal n."""
     finished: bool = False
     """The run's own record says that it is done."""
+    stopped_with: int | None = None
+    """With which exit code the run's own record says that it was stopped; ``None`` = it was not. A node that stayed
+    outside ends with a code of its own, which can be the highest."""
     durable_iteration: int | None = None
     """Highest durable iteration of the run; ``None`` = none, or not known."""
     quarantined: tuple[str, ...] = ()
@@ -89,8 +92,9 @@ def rule(state: RequeueState, end: JobEnd, *, num_job_retries_on_failure: int) -
     code = end.exit_code
     if end.finished or code == ExitReason.FINISHED:
         return _keep(state, "the run is finished")
-    if code in _FOR_A_PERSON:
-        return _keep(state, f"{_FOR_A_PERSON[ExitReason(code)]} (exit code {code})")
+    for stopped_with in (code, end.stopped_with):
+        if stopped_with in _FOR_A_PERSON:
+            return _keep(state, f"{_FOR_A_PERSON[ExitReason(stopped_with)]} (exit code {stopped_with})")
     if code == ExitReason.PREEMPTED:
         return Ruling(requeue=True, reason="told to leave, with a generation to go on from", state=state)
     if code in TOLD_TO_LEAVE:

@@ -120,6 +120,7 @@ class Cluster:
         run_dir: The run directory; the agents' output goes to ``agents/`` below it.
         num_nodes: Nodes that carry ranks.
         num_spares: Nodes more, which wait for a slot.
+        num_started: Agents that entering starts; ``None`` = all. The others are for :meth:`add_node`.
         nproc_per_node: Workers on each node.
         options: More options of ``outlast run``, such as ``--max-restarts=3``.
         environment: Variables to add to this process's own.
@@ -137,6 +138,7 @@ class Cluster:
         run_dir: str | os.PathLike[str],
         num_nodes: int = 2,
         num_spares: int = 0,
+        num_started: int | None = None,
         nproc_per_node: int = 2,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -146,7 +148,7 @@ class Cluster:
         self.endpoint = f"127.0.0.1:{free_port()}"
         self.run_id = f"test-{uuid.uuid4().hex[:8]}"
         self.agents: list[Agent] = []
-        self._num_agents = num_nodes + num_spares
+        self._num_started = num_nodes + num_spares if num_started is None else num_started
         self._token = uuid.uuid4().hex
         self._devices = dict(devices or {})
         self._environment = {
@@ -169,7 +171,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         (self.run_dir / "agents").mkdir(parents=True, exist_ok=True)
         try:
-            for _ in range(self._num_agents):
+            for _ in range(self._num_started):
                 self.add_node()
         except BaseException:
             self.close()

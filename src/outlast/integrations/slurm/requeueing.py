@@ -65,6 +65,7 @@ def end_job(run_dir: Path, job_id: str, exit_code: int, *, num_job_retries_on_fa
     end = JobEnd(
         exit_code=exit_code,
         finished=ladder.finished,
+        stopped_with=ladder.stopped_with,
         durable_iteration=ladder.best_durable,
         quarantined=ladder.quarantined,
     )
