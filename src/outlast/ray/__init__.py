@@ -1,0 +1,46 @@
+"""Groups of training actors on Ray that replace what dies and go on."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if importlib.util.find_spec("ray") is None:
+    raise ImportError("outlast.ray needs Ray, which is not installed: pip install 'outlast[ray]'", name="ray")
+
+if TYPE_CHECKING:
+    from outlast.ray.batches import Whole, concat
+    from outlast.ray.dispatch import Dispatch, MeshDispatch, PassThroughDispatch, register_dispatch
+    from outlast.ray.mesh import Mesh, MeshRank
+
+_HOMES = {
+    "Dispatch": "outlast.ray.dispatch",
+    "Mesh": "outlast.ray.mesh",
+    "MeshDispatch": "outlast.ray.dispatch",
+    "MeshRank": "outlast.ray.mesh",
+    "PassThroughDispatch": "outlast.ray.dispatch",
+    "Whole": "outlast.ray.batches",
+    "concat": "outlast.ray.batches",
+    "register_dispatch": "outlast.ray.dispatch",
+}
+
+__all__ = [
+    "Dispatch",
+    "Mesh",
+    "MeshDispatch",
+    "MeshRank",
+    "PassThroughDispatch",
+    "Whole",
+    "concat",
+    "register_dispatch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use, so that what needs only a mesh waits neither for torch nor for Ray.
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'outlast.ray' has no attribute {name!r}")
