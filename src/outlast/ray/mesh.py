@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from outlast.config.base import nearest
 from outlast.errors import ConfigError
 
 __all__ = ["AXES", "Mesh", "MeshRank", "shrunk"]
@@ -81,7 +80,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         """Return the mesh that is meant, from sizes by axis; an axis that is left out has size 1.
 
         Raises:
-            ConfigError: An axis is unknown (the nearest one is named), or a size is no whole number of at least 1.
+            ConfigError: An axis is unknown, or a size is not a whole number of at least 1.
         """
         if isinstance(sizes, Mesh):
             return sizes
@@ -89,7 +88,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f'mesh={sizes!r} must name its axes, such as {{"dp": 2, "tp": 2}}')
         for axis in sizes:
             if axis not in AXES:
-                raise ConfigError(f"mesh: unknown axis {axis!r}; {nearest(str(axis), AXES)}")
+                raise ConfigError(f"mesh: unknown axis {axis!r}; the axes are {', '.join(AXES)}")
         return cls(**sizes)
 
     @property
@@ -134,7 +133,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         """
         for axis in coordinates:
             if axis not in AXES:
-                raise ConfigError(f"mesh: unknown axis {axis!r}; {nearest(axis, AXES)}")
+                raise ConfigError(f"mesh: unknown axis {axis!r}; the axes are {', '.join(AXES)}")
         points = itertools.product(*map(range, self.sizes))
         wanted = [coordinates.get(axis) for axis in AXES]
         return [

@@ -1,0 +1,105 @@
+"""Where ranks lie in a mesh of actors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from outlast.errors import ConfigError
+from outlast.ray import Mesh
+from outlast.ray.mesh import AXES, shrunk
+
+
+def meshes(max_actors: int = 16) -> Iterator[Mesh]:
+    """Yield every mesh of up to so many actors, all factorisations."""
+    for pp in range(1, max_actors + 1):
+        for dp in range(1, max_actors // pp + 1):
+            for cp in range(1, max_actors // (pp * dp) + 1):
+                for tp in range(1, max_actors // (pp * dp * cp) + 1):
+                    yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp)
+
+
+def test_ranks_lie_as_in_a_device_mesh_of_torch() -> None:
+    """Every rank of every mesh has the coordinates that ``init_device_mesh`` with the same sizes gives it."""
+    for mesh in meshes():
+        layout = torch.arange(mesh.size).reshape(mesh.sizes)
+        for rank in range(mesh.size):
+            place = mesh.place(rank)
+            assert layout[tuple(getattr(place, axis) for axis in AXES)] == rank
+            assert (place.rank, place.world_size) == (rank, mesh.size)
+            assert tuple(getattr(place, f"{axis}_size") for axis in AXES) == mesh.sizes
+
+
+def test_peers_are_the_ranks_of_torchs_subgroups() -> None:
+    """Ranks that differ along one axis only are the same as a row of torch's mesh along that axis."""
+    for mesh in meshes():
+        layout = torch.arange(mesh.size).reshape(mesh.sizes)
+        for number, axis in enumerate(AXES):
+            rows = layout.movedim(number, -1).reshape(-1, mesh.sizes[number]).tolist()
+            for row in rows:
+                place = mesh.place(row[0])
+                others = {other: getattr(place, other) for other in AXES if other != axis}
+                assert mesh.ranks(**others) == row
+
+
+def test_one_rank_of_each_data_shard_gives_its_result() -> None:
+    """The results come from tensor and context slice 0 of the last stage, one for each data shard in order."""
+    for mesh in meshes():
+        giving = [mesh.place(rank) for rank in mesh.ranks() if mesh.place(rank).gives_result]
+        assert [place.dp for place in giving] == list(range(mesh.dp))
+        assert {(place.tp, place.cp, place.pp) for place in giving} == {(0, 0, mesh.pp - 1)}
+
+
+def test_shrinking_takes_whole_data_shards() -> None:
+    """A smaller mesh is the largest that the actors can fill, and cuts the model as before."""
+    for mesh in meshes():
+        for num_actors in range(mesh.size):
+            smaller = shrunk(mesh, num_actors)
+            if smaller is None:
+                assert mesh.dp == 1 or num_actors < mesh.size // mesh.dp
+                continue
+            assert (smaller.pp, smaller.cp, smaller.tp) == (mesh.pp, mesh.cp, mesh.tp)
+            assert smaller.size <= num_actors
+            assert smaller.dp == mesh.dp - 1 or smaller.size + mesh.size // mesh.dp > num_actors
+
+
+def test_a_mesh_reads_as_its_axes() -> None:
+    """Log lines show only the axes that there are."""
+    assert str(Mesh(dp=2, tp=2)) == "dp2 x tp2"
+    assert str(Mesh()) == "1 actor"
+    assert str(Mesh(dp=2, tp=2).place(3)) == "rank 3 (dp 1, tp 1)"
+    assert str(Mesh().place(0)) == "rank 0"
+
+
+def test_sizes_can_be_given_by_axis() -> None:
+    """A dict means a mesh, axes that are left out have size 1, and a mesh means itself."""
+    assert Mesh.of({"tp": 2, "dp": 4}) == Mesh(dp=4, tp=2)
+    assert Mesh.of(Mesh(pp=3)) == Mesh(pp=3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pd": 2}, "unknown axis 'pd'; the axes are pp, dp, cp, tp"),
+        ({"dp": 0}, "dp=0 must be a whole number of at least 1"),
+        ({"tp": 2.0}, "tp=2.0 must be a whole number"),
+        ({"cp": True}, "cp=True must be a whole number"),
+        (4, "mesh=4 must name its axes"),
+    ],
+)
+def test_what_is_no_mesh_is_refused_by_name(sizes: object, message: str) -> None:
+    """A wrong axis or size is named with what to write instead."""
+    with pytest.raises(ConfigError, match=message):
+        Mesh.of(sizes)  # type: ignore[arg-type]
+
+
+def test_there_is_no_rank_outside() -> None:
+    """Ranks and axes that a mesh does not have are errors, not empty answers."""
+    with pytest.raises(IndexError, match="rank 4"):
+        Mesh(dp=2, tp=2).place(4)
+    with pytest.raises(IndexError, match="rank -1"):
+        Mesh(dp=2).place(-1)
+    with pytest.raises(ConfigError, match="unknown axis 'ep'"):
+        Mesh(dp=2).ranks(ep=0)
