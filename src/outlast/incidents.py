@@ -198,7 +198,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     job: str
     node: str
     proc: str
-    """``agent``, ``coordinator``, ``monitor``, ``rank-<global rank>``, ``inprocess-<initial rank>``, ``demo``."""
+    """``agent``, ``coordinator``, ``monitor``, ``rank-<global rank>``, ``inprocess-<initial rank>``,
+    ``ray-train-watch``, ``demo``."""
     cycle: int | None = None
     rank: int | None = None
     iteration: int | None = None

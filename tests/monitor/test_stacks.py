@@ -46,6 +46,40 @@ def test_main_threads_stack_tells_where_it_is(frames, line, waits):
     assert (stack.line, stack.waits_in_collective) == (line, waits)
 
 
+@pytest.mark.process
+def test_another_thread_may_be_the_one_that_trains(tmp_path):
+    """Where a thread trains, its stack tells what the process does, and not the main thread's, which only waits."""
+    script = (
+        "import threading, time\n"
+        "from outlast.monitor import stacks\n"
+        "def train():\n"
+        "    stacks.follow(threading.get_ident())\n"
+        "    print('here', flush=True)\n"
+        "    time.sleep(60)\n"
+        "stacks.register()\n"
+        "threading.Thread(target=train, daemon=True).start()\n"
+        "input()\n"
+    )
+    path = tmp_path / "trainer.py"
+    path.write_text(script)
+    with subprocess.Popen(
+        [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "here\n"
+        dump = stacks.Dump(process.pid)
+        assert dump.request()
+        until = time.monotonic() + 15
+        while not dump.is_complete():
+            assert time.monotonic() < until, dump.text()
+            time.sleep(0.01)
+        stack = stacks.parse(dump.text())
+        process.kill()
+    assert stack.line is not None
+    assert stack.line.startswith(f'File "{path}", line ')
+    assert stack.line.endswith(" in train")
+    assert stack.waits_in_collective is False
+
+
 def test_own_call_that_may_wait_is_not_judged(tmp_path):
     """A line of the user's own that calls into C to wait for something is neither busy nor waiting."""
     script = tmp_path / "train.py"

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -114,6 +115,7 @@ class RankMonitor:
         self._closed = False
         self._last_state: RankState
         stacks.register()
+        stacks.follow(threading.get_ident())
         if self.env.board is not None:
             self._board = Board.open(self.env.board)
             local_rank = self.env.local_rank

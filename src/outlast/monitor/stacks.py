@@ -20,7 +20,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DUMP_SIGNAL", "Dump", "Frame", "Stack", "parse", "process_state", "py_spy", "register"]
+__all__ = ["DUMP_SIGNAL", "Dump", "Frame", "Stack", "follow", "parse", "process_state", "py_spy", "register"]
 
 DUMP_SIGNAL = signal.SIGRTMIN + 10
 """The real-time signal on which a registered process writes its stacks."""
@@ -48,9 +48,23 @@ def register() -> None:
         os.close(_fd)
     _fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
     os.set_blocking(_fd, True)
-    os.write(_fd, f"main thread 0x{threading.main_thread().ident:016x}\n".encode())
+    os.write(_fd, _head(threading.main_thread().ident or 0))
     faulthandler.register(DUMP_SIGNAL, file=_fd, all_threads=True, chain=False)
     _registered_pid = os.getpid()
+
+
+def follow(ident: int) -> None:
+    """Have this thread's stack tell what the process does, where another than the main thread trains.
+
+    Args:
+        ident: As ``threading.get_ident()`` says it in that thread; :func:`register` came before.
+    """
+    if _registered_pid == os.getpid():
+        os.pwrite(_fd, _head(ident), 0)
+
+
+def _head(ident: int) -> bytes:
+    return f"main thread 0x{ident:016x}\n".encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,205 @@
+"""Ray Train with hang detection and verified checkpoints: a callback for the trainer, a session for its workers.
+
+Ray Train restarts a group when a worker dies or raises, but never notices a train function that hangs, and restarts
+from whichever directory was reported last. With :class:`TrainCallback` among ``RunConfig.callbacks`` a watch beside the
+workers of each machine ends the worker that hangs, so that Ray Train does what it does for dead ones; and
+:func:`session` in the train function loads the newest generation that all ranks can prove::
+
+    def train():
+        with outlast.ray.train.session() as run:
+            for iteration in run.steps({"model": model, "optimizer": optimizer}, total=1000):
+                ...
+
+    TorchTrainer(train, run_config=RunConfig(
+        failure_config=FailureConfig(max_failures=-1),
+        callbacks=[TrainCallback(
+            fault_tolerance=FaultToleranceConfig(rank_section_timeouts={"step": 60}),
+            checkpoint=CheckpointConfig(directory="s3://bucket/run", save_interval=100),
+        )],
+    ))
+
+``max_failures=-1`` does not mean for ever: attempts that end without a new durable generation are counted, and
+``FaultToleranceConfig.max_no_progress_cycles`` of them in a row stop the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+
+from outlast import env
+from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
+from outlast.config.base import require
+from outlast.errors import BudgetExhausted, OutlastError
+from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.policy.ladder import CycleEnd, LadderState, Limits, decide
+from outlast.ray.train_machines import Machines
+from outlast.ray.train_watch import Briefing
+from outlast.session import Session, init
+
+__all__ = ["TrainCallback", "session"]
+
+log = logging.getLogger(__name__)
+
+_UNLIMITED = 1 << 30
+_config: Config | None = None
+"""The settings that this worker was given."""
+
+
+def session() -> Session:
+    """Start this worker's session, with the settings of the run's :class:`TrainCallback`.
+
+    It is what :func:`outlast.init` returns: ``steps()`` loads, heartbeats and saves, ``section()`` names what has a
+    timeout of its own. Use it as a context manager.
+
+    Raises:
+        OutlastError: The run has no :class:`TrainCallback`, or this is no train function.
+
+    Collective: all workers.
+    Blocks: until all workers have come.
+    """
+    if _config is None:
+        raise OutlastError(
+            "session() belongs into the train function of a run with RunConfig(callbacks=[TrainCallback(...)])"
+        )
+    return init(_config)
+
+
+class TrainCallback(WorkerGroupCallback, ControllerCallback):
+    """Have the workers of a Ray Train run watched, restarted with a budget, and loaded from verified generations.
+
+    Args:
+        config: Settings for the workers' sessions; what the other arguments say comes before it.
+        fault_tolerance: Timeouts of sections and heartbeats, and ``max_no_progress_cycles``.
+        checkpoint: Where and how often to save; ``None`` = as ``config`` says, else nothing is saved.
+        run_dir: Folder for the journal and the stacks of workers that hung, seen by every machine or made on each;
+            ``None`` = as ``config`` says, else there is no journal, and stacks go to a folder for temporary files.
+
+    Raises:
+        ConfigError: A setting is wrong, or cannot be used here.
+
+    Thread: Ray Train's controller calls the methods.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        fault_tolerance: FaultToleranceConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        run_dir: str | None = None,
+    ) -> None:
+        given = {"fault_tolerance": fault_tolerance, "checkpoint": checkpoint, "run_dir": run_dir}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        self.config = dataclasses.replace(config or Config(), **changes)
+        """The settings that the workers get."""
+        self._fault_tolerance = self.config.fault_tolerance or FaultToleranceConfig()
+        require(
+            not self._fault_tolerance.calc_ft_timeouts,
+            "calc_ft_timeouts is not for Ray Train, where nobody learns timeouts; name them in rank_section_timeouts",
+        )
+        require(
+            not self.config.in_process,
+            "in_process_restart is not for Ray Train, which replaces all workers; switch it off",
+        )
+        self._attempt = -1
+        self._was_watched = False
+        self._ladder = LadderState()
+        self._machines: Machines | None = None
+
+    # -- the run -----------------------------------------------------------------------------------------------
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Take in which run it is."""
+        self._machines = Machines(
+            Briefing(
+                run_id=train_run_context.get_run_config().name or train_run_context.run_id,
+                job=train_run_context.run_id[:12],
+                run_dir=self.config.run_dir,
+                fault_tolerance=self._fault_tolerance.to_json(),
+                keeps_writer=self.config.checkpoint is not None,
+            )
+        )
+
+    def before_controller_execute_failure_decision(self, failure_decision: Any, *_: Any, **__: Any) -> None:
+        """Stop a run that is restarted again and again and gets no further.
+
+        Raises:
+            BudgetExhausted: ``max_no_progress_cycles`` attempts in a row ended without a new durable generation.
+        """
+        if self._machines is None or not self._was_watched or failure_decision.name != "RETRY":
+            return
+        self._was_watched = False
+        standing = self._machines.standing()
+        end = CycleEnd(
+            cycle=self._attempt,
+            incident=standing.incident or Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._attempt),
+            durable_iteration=standing.durable_iteration,
+            progress_known=standing.progress_known,
+        )
+        if standing.incident is not None:
+            log.error("attempt %d: %s", self._attempt, standing.incident.describe())
+        limits = Limits(
+            max_restarts=_UNLIMITED,  # FailureConfig.max_failures bounds these
+            max_no_progress_cycles=self._fault_tolerance.max_no_progress_cycles,
+            max_node_faults=0,
+        )
+        self._ladder, verdict = decide(self._ladder, end, limits)
+        if verdict.rung == Rung.STOP:
+            raise BudgetExhausted(verdict.reason)
+
+    async def before_controller_shutdown(self) -> None:
+        """End the watches."""
+        self._close()
+
+    def before_controller_abort(self) -> None:
+        """End the watches."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._machines is not None:
+            self._machines.close()
+
+    # -- one attempt -------------------------------------------------------------------------------------------
+
+    def before_init_train_context(self, workers: Sequence[Any]) -> Mapping[str, list[Any]]:
+        """Have watches start beside the workers, while these find each other."""
+        if self._machines is not None:
+            self._machines.start(workers)
+        return {}
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Have the workers watched, and tell them where they are."""
+        if self._machines is None:
+            return
+        self._attempt += 1
+        workers = worker_group.get_workers()
+        variables = self._machines.begin(self._attempt, workers)
+        self._was_watched = True
+        asked = [
+            worker.execute_async(_take_place, self.config, variables[worker.distributed_context.world_rank])
+            for worker in workers
+        ]
+        ray.get(asked)  # a worker that died meanwhile is Ray Train's to report
+
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        """Look away, as the workers are ended now."""
+        if self._machines is not None:
+            self._machines.rest()
+
+    def before_worker_group_abort(self, worker_group_context: Any) -> None:
+        """Look away, as the workers are ended now."""
+        if self._machines is not None:
+            self._machines.rest()
+
+
+def _take_place(config: Config, variables: Mapping[str, str | None]) -> None:
+    """Take in settings and place, in the worker, before its train function runs."""
+    global _config
+    _config = config
+    env.update(variables)

@@ -1,0 +1,320 @@
+"""The watch of one machine in a Ray Train run: it notices workers that hang, and ends the one that the others wait for.
+
+A Ray actor without resources of its own, beside the workers and not in them, so that a worker that holds its
+interpreter's lock, or is stopped, is noticed like any other. It outlives the workers and keeps the machine's checkpoint
+writer, so that the newest generation stays in memory while they are replaced. Ray Train sees a worker that it ended as
+one that died, and restarts the group.
+
+When a watch finds a timeout exceeded, one of them, the judge, asks all for what their machines' workers do, names the
+culprit and has it ended; the others wait for it, and are ended by Ray Train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import ray
+
+from outlast import clock
+from outlast.checkpoint.writer_process import WriterProcess
+from outlast.config import FaultToleranceConfig
+from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.monitor.examine import examine
+from outlast.monitor.watchdog import HangReport, Watchdog
+from outlast.policy.culprit import Culprit, Position, find_culprit
+from outlast.policy.deadlines import Timeouts, expired
+from outlast.runtime.board import Board
+from outlast.runtime.journal import Journal
+
+__all__ = ["Briefing", "Post", "Standing", "TrainWatch", "WorkerPlace"]
+
+log = logging.getLogger(__name__)
+
+_ASK_S = 5.0
+"""Seconds for another machine's watch to say what its workers do; looking takes it at most about two."""
+_GRACE_S = 10.0
+"""Seconds after another signal than SIGKILL in which a worker has to end."""
+
+
+class Briefing(msgspec.Struct, frozen=True, kw_only=True):
+    """What a watch is told of the run."""
+
+    run_id: str
+    job: str
+    run_dir: str | None
+    fault_tolerance: str
+    """The settings as JSON."""
+    keeps_writer: bool
+    """Whether something is saved, so that a checkpoint writer is wanted."""
+
+
+class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of the machine."""
+
+    local_rank: int
+    global_rank: int
+    pid: int
+
+
+class Post(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the machine's workers find what the watch has for them."""
+
+    board: str
+    writer: str
+    """Address of the checkpoint writer; empty = there is none."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What a watch knows of an attempt."""
+
+    durable_iteration: int | None = None
+    """Newest generation that a worker knows to be committed; ``None`` = none yet."""
+    progress_known: bool = False
+    """The workers report what they save."""
+    incident: Incident | None = None
+    """The hang that this watch judged."""
+
+
+class TrainWatch:
+    """Watch one machine's workers, attempt by attempt.
+
+    Args:
+        node: Name of the machine.
+        briefing: What is to be known of the run.
+
+    Thread: any; Ray calls the methods from several.
+    """
+
+    def __init__(self, node: str, briefing: Briefing) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        self.node = node
+        self._config = FaultToleranceConfig.from_json(briefing.fault_tolerance)
+        self._timeouts = Timeouts.from_config(self._config)
+        self._run_dir = briefing.run_dir
+        self._journal = Journal(
+            briefing.run_dir, run_id=briefing.run_id, job=briefing.job, node=node, proc="ray-train-watch"
+        )
+        self._job = briefing.job
+        self._writer = WriterProcess() if briefing.keeps_writer else None
+        self._lock = threading.Lock()
+        self._attempt = -1
+        self._board: Board | None = None
+        self._watchdog: Watchdog | None = None
+        self._workers: dict[int, int] = {}  # global rank to pidfd: the pid may be another process by then
+        self._peers: tuple[Any, ...] = ()
+        self._judge: Any = None
+        self._incident: Incident | None = None
+        self._stacks_dir = ""
+
+    def begin(self, attempt: int, workers: Sequence[WorkerPlace], num_ranks: int) -> Post:
+        """Watch the workers of a new attempt, and say where they find their board.
+
+        Args:
+            attempt: Number of the worker group, from 0.
+            workers: The machine's workers.
+            num_ranks: Pages of the board: one more than the largest local rank.
+        """
+        self.rest()
+        with self._lock:
+            self._attempt, self._incident = attempt, None
+            self._journal.cycle = attempt
+            folder = tempfile.mkdtemp(prefix="outlast-stacks-") if self._run_dir is None else self._run_dir
+            self._stacks_dir = os.path.join(folder, "stacks", f"cycle-{attempt}")
+            self._board = board = Board.create_anonymous(num_ranks=num_ranks)
+            for worker in workers:
+                board.assign(worker.local_rank, pid=worker.pid, global_rank=worker.global_rank, cycle=attempt)
+                try:
+                    self._workers[worker.global_rank] = os.pidfd_open(worker.pid)
+                except ProcessLookupError:
+                    log.warning("rank %d (pid %d) is gone before it could be watched", worker.global_rank, worker.pid)
+            self._watchdog = Watchdog(board, self._timeouts, node=self.node, on_hang=self._on_hang)
+            self._watchdog.start()
+            return Post(board=board.path, writer="" if self._writer is None else self._writer.address)
+
+    def meet(self, watches: Sequence[Any]) -> None:
+        """Take in who watches this attempt's machines, this watch included; the first is the judge."""
+        here = ray.get_runtime_context().get_actor_id()
+        self._peers = tuple(one for one in watches if one._actor_id.hex() != here)
+        self._judge = None if watches[0]._actor_id.hex() == here else watches[0]
+
+    def examine(self, attempt: int) -> list[Position]:
+        """Look where the machine's workers are, and write their stacks; nothing, if the attempt is over.
+
+        Blocks: up to about a second.
+        """
+        with self._lock:
+            board = self._board
+            if board is None or attempt != self._attempt:
+                return []
+            now_ns = clock.now_ns()
+            late = [one for state in board.read_all() for one in expired(state, self._timeouts, now_ns)]
+            return examine(board, node=self.node, stacks_dir=self._stacks_dir, expired=late)
+
+    def judge(self, attempt: int, first: Incident) -> None:
+        """Name who the others wait for, once an attempt, and have it ended.
+
+        Args:
+            attempt: The attempt that the report is about.
+            first: Whose timeout was exceeded first, as its machine's watch saw it.
+
+        Blocks: up to some seconds, where a machine does not answer.
+        """
+        with self._lock:
+            if attempt != self._attempt or self._incident is not None:
+                return
+            self._incident = first  # the judgement: what others report meanwhile is the same hang
+        asked = [peer.examine.remote(attempt) for peer in self._peers]
+        positions = self.examine(attempt)
+        for reference in asked:
+            try:
+                positions += ray.get(reference, timeout=_ASK_S)
+            except ray.exceptions.RayError as error:  # its machine is gone, or stands still
+                log.warning("[RankMonitor] a machine does not say what its workers do: %s", _first_line(error))
+        if not positions:
+            return
+        culprit = find_culprit(positions)
+        incident = self._describe(first, culprit)
+        with self._lock:
+            if attempt == self._attempt:
+                self._incident = incident
+        self._journal.write(
+            EventKind.INCIDENT, cycle=attempt, rank=incident.rank, iteration=incident.iteration, incident=incident
+        )
+        log.error("[RankMonitor] %s; stacks in %s", culprit.reason, self._stacks_dir)
+        self._have_ended(attempt, culprit.position)
+
+    def end_worker(self, attempt: int, rank: int) -> bool:
+        """End a worker of this machine; return whether it is one. Blocks: up to ``_GRACE_S``, with SIGKILL never."""
+        with self._lock:
+            if attempt != self._attempt or rank not in self._workers:
+                return False
+            worker = os.dup(self._workers[rank])
+        try:
+            wanted = signal.Signals[self._config.rank_termination_signal]
+            log.error("[RankMonitor] rank %d is ended with %s, for Ray Train to restart the group", rank, wanted.name)
+            _send(worker, wanted)
+            if wanted != signal.SIGKILL:
+                _send(worker, signal.SIGCONT)  # a stopped process handles nothing else
+                if not _is_gone(worker, _GRACE_S):
+                    log.error("[RankMonitor] rank %d lives %g s after %s: SIGKILL", rank, _GRACE_S, wanted.name)
+                    _send(worker, signal.SIGKILL)
+        finally:
+            os.close(worker)
+        return True
+
+    def standing(self) -> Standing:
+        """Say what is known of the attempt so far."""
+        with self._lock:
+            states = self._board.read_all() if self._board is not None else []
+            return Standing(
+                durable_iteration=max(
+                    (s.durable_iteration for s in states if s.durable_iteration is not None), default=None
+                ),
+                progress_known=any(state.reports_progress for state in states),
+                incident=self._incident,
+            )
+
+    def rest(self) -> None:
+        """Stop watching: the attempt's workers are about to be ended by who started them. Idempotent."""
+        with self._lock:
+            watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.stop()  # its thread may be judging, which takes the lock
+        with self._lock:
+            if self._board is not None:
+                self._board.close()
+                self._board = None
+            for worker in self._workers.values():
+                os.close(worker)
+            self._workers.clear()
+
+    def close(self) -> None:
+        """End the writer, and stop watching. Idempotent. Blocks: up to 2 s."""
+        self.rest()
+        if self._writer is not None:
+            self._writer.close()
+        self._journal.close()
+
+    # -- details -----------------------------------------------------------------------------------------------
+
+    def _on_hang(self, report: HangReport) -> None:
+        """Take the report to the judge; where that one is gone, judge here. Thread: the watchdog's."""
+        attempt, late = self._attempt, report.expired[0]
+        state = next(one for one in report.states if one.local_rank == late.local_rank)
+        first = Incident(
+            kind=IncidentKind.WORKER_HUNG,
+            job=self._job,
+            cycle=attempt,
+            node=self.node,
+            rank=state.global_rank,
+            pid=state.pid,
+            section="/".join(section.name for section in state.sections) or None,
+            iteration=state.iteration,
+            detected_after_s=round(late.elapsed_s, 4),
+            evidence={"summary": late.describe(self.node), "timeout_s": late.timeout_s},
+        )
+        if self._judge is not None:
+            try:
+                ray.get(self._judge.judge.remote(attempt, first), timeout=2 * _ASK_S)
+            except ray.exceptions.RayError as error:
+                log.warning("[RankMonitor] the judge of this run does not answer: %s", _first_line(error))
+            else:
+                return
+        self.judge(attempt, first)
+
+    def _have_ended(self, attempt: int, position: Position) -> None:
+        if self.end_worker(attempt, position.global_rank):
+            return
+        asked = [peer.end_worker.remote(attempt, position.global_rank) for peer in self._peers]
+        for reference in asked:
+            try:
+                if ray.get(reference, timeout=2 * _GRACE_S):
+                    return
+            except ray.exceptions.RayError as error:
+                log.warning("[RankMonitor] a machine cannot be told whom to end: %s", _first_line(error))
+        log.error("[RankMonitor] nobody could end rank %d (node %s)", position.global_rank, position.node)
+
+    def _describe(self, first: Incident, culprit: Culprit) -> Incident:
+        position = culprit.position
+        evidence = {
+            **first.evidence,
+            "summary": culprit.reason,
+            "first_reported_rank": first.rank,
+            "process_state": position.process_state,
+            "stacks": self._stacks_dir,
+        }
+        if position.stack_line:
+            evidence["stack_line"] = position.stack_line
+        return msgspec.structs.replace(
+            first,
+            node=position.node,
+            rank=position.global_rank,
+            pid=position.pid,
+            section="/".join(position.sections) or first.section,
+            iteration=position.iteration,
+            evidence=evidence,
+        )
+
+
+def _send(worker: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+        signal.pidfd_send_signal(worker, number)
+
+
+def _is_gone(worker: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(worker, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
