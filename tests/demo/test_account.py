@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from written_events import written
 
 from outlast.demo.account import account_for, count_cycles, unnoticed
 from outlast.demo.plan import Deed
@@ -15,30 +16,8 @@ from outlast.policy.rerun import Diagnosis, Finding
 RANKS = (0, 1, 2, 3)
 
 
-def event(
-    kind: EventKind,
-    at_s: float,
-    cycle: int,
-    proc: str = "agent",
-    *,
-    rank: int | None = None,
-    iteration: int | None = None,
-    **data: Any,
-) -> Event:
-    ns = round(at_s * 1e9)
-    return Event(
-        kind=kind,
-        wall_ns=ns,
-        mono_ns=ns,
-        run_id="r",
-        job="j",
-        node="node-0",
-        proc=proc,
-        cycle=cycle,
-        rank=rank,
-        iteration=iteration,
-        data=data,
-    )
+def event(kind: EventKind, at_s: float, cycle: int, proc: str = "agent", **data: Any) -> Event:
+    return written(kind, at_s, cycle=cycle, proc=proc, **data)
 
 
 def incident(kind: IncidentKind, node: str, **facts: Any) -> dict[str, Any]:

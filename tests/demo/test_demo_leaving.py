@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from written_events import written
 
 from outlast.demo.leaving import Leaving, find_leaving, unkept_of_leaving
 from outlast.demo.plan import Deed
@@ -15,29 +16,10 @@ from outlast.incidents import Event, EventKind
 RANKS = (0, 1, 2, 3)
 
 
-def event(
-    kind: EventKind,
-    at_s: float,
-    *,
-    job: str = "first",
-    rank: int | None = None,
-    iteration: int | None = None,
-    **data: Any,
-) -> Event:
-    ns = round(at_s * 1e9)
-    return Event(
-        kind=kind,
-        wall_ns=ns,
-        mono_ns=ns,
-        run_id="r",
-        job=job,
-        node=f"node-{(rank or 0) // 2}",
-        proc="demo" if kind == EventKind.FAULT_SIMULATED else "agent" if rank is None else f"rank-{rank}",
-        cycle=3 if job == "first" else 0,
-        rank=rank,
-        iteration=iteration,
-        data=data,
-    )
+def event(kind: EventKind, at_s: float, *, job: str = "first", rank: int | None = None, **data: Any) -> Event:
+    node, cycle = f"node-{(rank or 0) // 2}", 3 if job == "first" else 0
+    proc = "demo" if kind == EventKind.FAULT_SIMULATED else "agent" if rank is None else f"rank-{rank}"
+    return written(kind, at_s, job=job, on=node, proc=proc, cycle=cycle, rank=rank, **data)
 
 
 def saved(at_s: float, iteration: int, *tiers: str) -> list[Event]:

@@ -7,6 +7,7 @@ import io
 import msgspec
 import pytest
 from rich.console import Console
+from written_events import written
 
 from outlast.demo.plan import Shape
 from outlast.demo.scene import RankScene, Scene
@@ -17,19 +18,7 @@ SHAPE = Shape(num_nodes=1, nproc_per_node=2, iterations=100)
 
 
 def event(kind: EventKind, number: int, **data: object) -> Event:
-    return Event(
-        kind=kind,
-        wall_ns=0,
-        mono_ns=number * 10**9,
-        run_id="r",
-        job="j",
-        node="node-0",
-        proc="agent",
-        cycle=0,
-        rank=0,
-        iteration=30,
-        data=data,
-    )
+    return written(kind, number, rank=0, iteration=30, **data)
 
 
 def scene() -> Scene:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 import pytest
+from written_events import written
 
 from outlast.demo.plan import Deed, Fault
 from outlast.demo.scene import RankScene, Scene, is_time
@@ -19,22 +21,8 @@ FLIP = Fault(deed=Deed.FLIP, iteration=14, rank=1)
 NEAR = ("memory", "local", "replica")
 
 
-def event(
-    kind: EventKind, node: str, cycle: int, *, iteration: int | None = None, rank: int | None = None, **data: object
-) -> Event:
-    return Event(
-        kind=kind,
-        wall_ns=0,
-        mono_ns=0,
-        run_id="r",
-        job="j",
-        node=node,
-        proc="p",
-        cycle=cycle,
-        rank=rank,
-        iteration=iteration,
-        data=data,
-    )
+def event(kind: EventKind, node: str, cycle: int, **data: Any) -> Event:
+    return written(kind, on=node, proc="p", cycle=cycle, **data)
 
 
 def committed(iteration: int, *tiers: str, ranks: tuple[int, ...] = (0, 1), cycle: int = 1) -> list[Event]:

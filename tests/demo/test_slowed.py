@@ -7,27 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from written_events import written
 
 from outlast.demo.plan import Deed
 from outlast.demo.slowed import Slowed, find_slowed, named_ranks, unkept_of_slowed
 from outlast.incidents import Event, EventKind, Incident, IncidentKind
 
 
-def event(kind: EventKind, at_s: float, *, cycle: int = 0, iteration: int | None = None, **data: Any) -> Event:
-    ns = round(at_s * 1e9)
-    return Event(
-        kind=kind,
-        wall_ns=ns,
-        mono_ns=ns,
-        run_id="r",
-        job="j",
-        node="node-1",
-        proc="rank-0",
-        cycle=cycle,
-        rank=0,
-        iteration=iteration,
-        data=data,
-    )
+def event(kind: EventKind, at_s: float, **data: Any) -> Event:
+    return written(kind, at_s, on="node-1", proc="rank-0", rank=0, **data)
 
 
 def report(at_s: float, iteration: int, *named: int, cycle: int = 0) -> Event:

@@ -5,25 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from written_events import written
 
 from outlast.demo.sources import count_bytes, find_sources, newest_global
 from outlast.incidents import Event, EventKind, Incident, IncidentKind
 
 
-def event(kind: EventKind, cycle: int, rank: int, *, at_s: float = 0, iteration: int = 30, **data: Any) -> Event:
-    return Event(
-        kind=kind,
-        wall_ns=0,
-        mono_ns=round(at_s * 1e9),
-        run_id="r",
-        job="j",
-        node="node-0",
-        proc=f"rank-{rank}",
-        cycle=cycle,
-        rank=rank,
-        iteration=iteration,
-        data=data,
-    )
+def event(kind: EventKind, cycle: int, rank: int, **data: Any) -> Event:
+    return written(kind, proc=f"rank-{rank}", cycle=cycle, rank=rank, **{"iteration": 30, **data})
 
 
 def restored(cycle: int, rank: int, tier: str, num_bytes: int) -> Event:
