@@ -16,7 +16,9 @@ The whole tree::
     +-- UnhealthyRank                        a rank must not take part any longer
     +-- RestartAbort                         the ranks cannot be restarted in process
     +-- BudgetExhausted                      the ladder has no remedy left; exit code 93
-    +-- SparesExhausted                      no node is left to take a slot
+    +-- SparesExhausted                      no node, or actor, is left to take a slot
+    +-- ActorFailed                          a call on a group of actors failed for good
+    +-- RolledBack                           a group of actors went back to another iteration
 
 Every error carries the rank, node and iteration where they are known, and its message ends with what to do
 next.
@@ -28,6 +30,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 __all__ = [
+    "ActorFailed",
     "BudgetExhausted",
     "CheckpointError",
     "ConfigError",
@@ -40,6 +43,7 @@ __all__ = [
     "PeerLost",
     "RendezvousError",
     "RestartAbort",
+    "RolledBack",
     "SparesExhausted",
     "UnhealthyDevice",
     "UnhealthyRank",
@@ -169,4 +173,18 @@ class BudgetExhausted(OutlastError):
 
 
 class SparesExhausted(OutlastError):
-    """A slot is empty and no node is left to take it."""
+    """A slot is empty and no node, or no actor, is left to take it."""
+
+
+class ActorFailed(OutlastError):
+    """A call on a group of actors failed again after it was repeated, or actors are lost without any progress.
+
+    The cause is the actor's own exception, where there was one.
+    """
+
+
+class RolledBack(OutlastError):
+    """A group of actors could only go on from another iteration than the one that the interrupted call began from.
+
+    The call was not repeated. ``iteration`` is where the group stands now: give it the data from there on.
+    """

@@ -173,6 +173,8 @@ class EventKind(StrEnum):
     """Worker: ``generation``, ``duration_s``, ``num_bytes``."""
     DETERMINISM_REPORT = "determinism_report"
     """Worker: ``report``: for each validated value how often, and by how much, two runs of a step differed."""
+    ACTORS_RECOVERED = "actors_recovered"
+    """Driver of an actor group: ``report``: who was lost, on what evidence, who was kept, the times."""
     STRAGGLER_REPORT = "straggler_report"
     """Rank 0: ``named`` (ranks), ``metrics`` (scores of all ranks), ``worst`` (rank -> relative score), ``why_nobody``,
     ``notes``, ``machines``, ``processing_s``."""

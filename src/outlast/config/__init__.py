@@ -10,6 +10,7 @@ from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.config.health import HealthConfig
 from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.config.preemption import PreemptionConfig
+from outlast.config.recovery import RecoveryConfig
 from outlast.config.replica_digest import ReplicaDigestConfig
 from outlast.config.rerun_state_machine import RerunStateMachineConfig
 from outlast.config.straggler_detection import StragglerDetectionConfig
@@ -21,6 +22,7 @@ __all__ = [
     "HealthConfig",
     "InProcessRestartConfig",
     "PreemptionConfig",
+    "RecoveryConfig",
     "ReplicaDigestConfig",
     "RerunStateMachineConfig",
     "StragglerDetectionConfig",

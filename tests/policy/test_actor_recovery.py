@@ -1,0 +1,145 @@
+"""Actor groups fill exactly the empty seats, keep who survived, and never recover for ever."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.policy.actor_recovery import (
+    ActorFacts,
+    Budget,
+    Exhausted,
+    Formation,
+    Missing,
+    ends_call,
+    fill_seats,
+    shrink_seats,
+)
+
+NODES = st.sampled_from(["a", "b", "c"])
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[dict[int, str], dict[int, ActorFacts], list[ActorFacts]]:
+    nodes = draw(st.lists(NODES, min_size=1, max_size=16))
+    before = dict(enumerate(nodes))
+    dead = draw(st.sets(st.sampled_from(sorted(before))))
+    iterations = st.none() | st.integers(0, 3)
+    survivors = {
+        rank: ActorFacts(actor=100 + rank, node=node, iteration=draw(iterations))
+        for rank, node in before.items()
+        if rank not in dead
+    }
+    spares = [ActorFacts(actor=number, node=node) for number, node in enumerate(draw(st.lists(NODES, max_size=6)))]
+    return before, survivors, spares
+
+
+@given(losses())
+def test_exactly_the_empty_seats_are_filled(
+    case: tuple[dict[int, str], dict[int, ActorFacts], list[ActorFacts]],
+) -> None:
+    """Survivors keep seat and state; each empty seat, wherever it is, gets one spare that loads; none sits twice."""
+    before, survivors, spares = case
+    formation = fill_seats(before, survivors, spares)
+    empty = set(before) - set(survivors)
+    if len(spares) < len(empty):
+        assert isinstance(formation, Missing)
+        assert len(formation.ranks) == len(empty) - len(spares)
+        assert set(formation.ranks) <= empty
+        return
+    assert isinstance(formation, Formation)
+    assert [seat.rank for seat in formation.seats] == sorted(before)
+    assert len({seat.actor for seat in formation.seats}) == len(before)
+    for seat in formation.seats:
+        if seat.rank in survivors:
+            assert (seat.actor, seat.has) == (survivors[seat.rank].actor, survivors[seat.rank].iteration)
+        else:
+            assert seat.actor in {spare.actor for spare in spares}
+            assert seat.has is None
+    assert not formation.dismissed
+
+
+@given(losses())
+def test_a_spare_of_the_same_node_comes_first(
+    case: tuple[dict[int, str], dict[int, ActorFacts], list[ActorFacts]],
+) -> None:
+    """As many seats as possible are filled from the node that they were on."""
+    before, survivors, spares = case
+    formation = fill_seats(before, survivors, spares)
+    if isinstance(formation, Missing):
+        return
+    node_of = {spare.actor: spare.node for spare in spares}
+    for node in "abc":
+        empty = [rank for rank in before if rank not in survivors and before[rank] == node]
+        stayed = [seat for seat in formation.seats if seat.rank in empty and node_of[seat.actor] == node]
+        assert len(stayed) == min(len(empty), sum(spare.node == node for spare in spares))
+
+
+@given(losses(), st.integers(1, 16))
+def test_a_smaller_group_takes_survivors_first_and_all_load(
+    case: tuple[dict[int, str], dict[int, ActorFacts], list[ActorFacts]], num_seats: int
+) -> None:
+    """When a group shrinks nobody trusts its state, survivors come before spares, and the rest of them waits."""
+    _, survivors, spares = case
+    formation = shrink_seats(num_seats, survivors, spares)
+    if num_seats > len(survivors) + len(spares):
+        assert isinstance(formation, Missing)
+        assert len(formation.ranks) == num_seats - len(survivors) - len(spares)
+        return
+    assert isinstance(formation, Formation)
+    in_order = [survivors[rank].actor for rank in sorted(survivors)]
+    seated = [seat.actor for seat in formation.seats]
+    assert [seat.rank for seat in formation.seats] == list(range(num_seats))
+    assert all(seat.has is None for seat in formation.seats)
+    assert seated[: len(in_order)] == in_order[:num_seats]
+    assert list(formation.dismissed) == in_order[num_seats:]
+
+
+def test_a_call_is_repeated_from_where_it_began_only() -> None:
+    """Any actor at another iteration than the call began from, before or after it, ends the call."""
+    assert not ends_call(7, [7, 7])
+    assert not ends_call(None, [None])
+    assert ends_call(7, [6])
+    assert ends_call(7, [8])
+    assert ends_call(7, [7, 8])
+    assert ends_call(7, [None])
+
+
+@given(st.lists(st.sampled_from(["lost", "end", "same"]), max_size=60), st.integers(1, 4))
+def test_recoveries_without_progress_are_bounded(story: list[str], limit: int) -> None:
+    """However calls end in between, more than the limit of recoveries in a row are granted with progress only."""
+    budget, iteration, granted = Budget(limit), 0, 0
+    for event in story:
+        if event == "lost":
+            if isinstance(budget.spend(), Exhausted):
+                assert granted == limit
+                return
+            granted += 1
+            assert granted <= limit
+        elif event == "end":
+            iteration += 1
+            budget.note_end(iteration)
+            granted = 0
+        elif iteration:
+            budget.note_end(iteration)  # an evaluation, or a step done again after going back
+
+
+def test_going_back_and_getting_no_further_is_no_progress() -> None:
+    """An iteration that kills whoever comes to it is not tried for ever, though others end in between."""
+    budget = Budget(2)
+    budget.note_end(6)
+    for _ in range(2):
+        assert budget.spend() is None
+        budget.note_end(5)
+        budget.note_end(6)
+    exhausted = budget.spend()
+    assert exhausted is not None
+    assert "iteration 6" in exhausted.reason
+
+
+def test_without_state_every_call_is_progress() -> None:
+    """Actors that keep no state have no iterations to tell progress by."""
+    budget = Budget(1)
+    for _ in range(5):
+        assert budget.spend() is None
+        budget.note_end(None)
