@@ -31,13 +31,16 @@ class SaveHandle:
     Args:
         iteration: Number of optimizer steps that the saved state had done.
         limit_s: Seconds from now after which nobody waits any more, whatever became of the save.
+        attempt: Names what is saved.
 
     Thread: any.
     """
 
-    def __init__(self, iteration: int, *, limit_s: float) -> None:
+    def __init__(self, iteration: int, *, limit_s: float, attempt: str = "") -> None:
         self.iteration = iteration
         """Number of optimizer steps that the saved state had done."""
+        self.attempt = attempt
+        """The attempt that the saved state bears: two of one iteration are two states."""
         self._limit_ns = clock.now_ns() + int(limit_s * 1e9)
         self._finished = threading.Event()
         self._result: SaveResult | None = None

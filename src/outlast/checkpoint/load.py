@@ -6,6 +6,7 @@ next choice. Where a copy comes from (:class:`Tier`) may differ from rank to ran
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from outlast.checkpoint.copies import ProvenCopy
+from outlast.checkpoint.kept import KeptState, is_kept
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, reject
@@ -37,7 +39,8 @@ class Restored:
     attempt: str
     """The attempt that had saved it."""
     tier: str
-    """Where this rank's part came from: ``memory``, ``local``, ``replica`` or ``global``."""
+    """Where this rank's part came from: ``memory``, ``local``, ``replica`` or ``global``; ``kept`` = its state was
+    this generation already and was left as it is."""
     tiers: tuple[str, ...]
     """The same for every rank."""
     rejected: list[Rejection]
@@ -70,7 +73,7 @@ class Loaded:
             self.copy.close()
         if random is not None:
             restore_random(random)
-        else:
+        elif not isinstance(self.copy, KeptState):
             log.info("saved by another number of ranks: every rank's random numbers begin afresh")
 
     def describe(self, rank: int, *, load_s: float) -> Restored:
@@ -85,11 +88,11 @@ class Loaded:
             iteration=self.point.generation,
             generation=self.point.generation,
             attempt=self.point.attempt,
-            tier=str(mine.tier),
-            tiers=tuple(str(copy.tier) for copy in self.point.copies),
+            tier=_tier_word(mine),
+            tiers=tuple(_tier_word(copy) for copy in self.point.copies),
             rejected=self.rejected,
             load_s=load_s,
-            bytes_read={str(mine.tier): self.copy.num_bytes_read},
+            bytes_read={} if is_kept(mine) else {str(mine.tier): self.copy.num_bytes_read},
         )
 
 
@@ -105,6 +108,7 @@ def agree_and_prove(
     obtain_copy: Callable[[Copy], ProvenCopy],
     usable: Callable[[ProvenCopy], None],
     distrusted: Sequence[Distrusted],
+    kept: Sequence[Copy | None] = (),
 ) -> Loaded | None:
     """Find the newest generation that all ranks can prove, and return this rank's proven copy of it.
 
@@ -113,6 +117,7 @@ def agree_and_prove(
         obtain_copy: Proves a copy of this rank; see :class:`copies.Opener`.
         usable: Raises CheckpointError when the copy does not fit the live state; then nothing older is tried.
         distrusted: Copies that led to invalid results, with what descends from them.
+        kept: By rank, the generation that its live state is already; it then needs no copy of that.
 
     Raises:
         CheckpointError: There are generations, but none that all ranks can prove.
@@ -122,11 +127,13 @@ def agree_and_prove(
     Blocks: until all ranks have read their copies.
     """
     rejected = list(table.rejected)
-    refused = _distrusted_copies(table, distrusted)
+    committed, refused = table, _distrusted_copies(table, distrusted)
     for rank, copies in refused.items():
         for copy in sorted(copies):
             error = Untrusted("led to invalid results, or descends from what did")
             rejected.append(reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}"))
+    if any(kept):
+        table = dataclasses.replace(table, copies=_with_kept(table, kept, distrusted))
     doubtful = [{copy for copy in copies if is_doubtful(copy, distrusted)} for copies in table.copies]
     while (point := _choose(table, refused, doubtful)) is not None:
         mine = point.copies[peers.rank]
@@ -140,7 +147,7 @@ def agree_and_prove(
                         f"generation {point.generation} does not fit rank {rank}: {vote.fatal}", rank=rank
                     )
             assert proven is not None
-            return _loaded(table, refused, point, proven, rejected)
+            return _loaded(committed, refused, point, proven, rejected)
         if proven is not None:
             proven.close()
         for rank, rejection in against:
@@ -155,6 +162,18 @@ def _choose(table: Table, refused: dict[int, set[Copy]], doubtful: list[set[Copy
     """Choose among the copies that nobody refused; doubtful ones only where the others do not suffice."""
     sound = {rank: bad | doubtful[rank] for rank, bad in refused.items()}
     return choose_recovery_point(table.copies, sound) or choose_recovery_point(table.copies, refused)
+
+
+def _with_kept(table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> list[set[Copy]]:
+    """Return each rank's copies with what its live state is, unless that is distrusted."""
+    return [
+        copies | {one} if one is not None and not is_distrusted(one, table.lineage, distrusted) else set(copies)
+        for copies, one in zip(table.copies, kept, strict=True)
+    ]
+
+
+def _tier_word(copy: Copy) -> str:
+    return "kept" if is_kept(copy) else str(copy.tier)
 
 
 def known_generations(table: Table, distrusted: Sequence[Distrusted], newest: int) -> dict[int, set[Tier]]:
@@ -198,7 +217,7 @@ def _prove_and_vote(
     copy: Copy, rank: int, obtain_copy: Callable[[Copy], ProvenCopy], usable: Callable[[ProvenCopy], None]
 ) -> tuple[ProvenCopy | None, _Vote]:
     try:
-        proven = obtain_copy(copy)
+        proven = KeptState() if is_kept(copy) else obtain_copy(copy)
     except CheckpointError as error:
         return None, _Vote(reject(error, copy.generation, copy.tier, rank, _where(copy, rank)))
     except (OSError, MemoryError, RuntimeError, ValueError) as error:  # torch's lack of memory is a RuntimeError

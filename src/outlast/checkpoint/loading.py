@@ -11,6 +11,7 @@ from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.copies import Opener
 from outlast.checkpoint.dcp.directory import SUSPECT, GlobalDirectory
 from outlast.checkpoint.directory import Directory
+from outlast.checkpoint.kept import gather_kept
 from outlast.checkpoint.load import Loaded, agree_and_prove, known_generations
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
@@ -19,7 +20,7 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError
 from outlast.policy.quarantine import Distrusted
-from outlast.policy.recovery_point import Tier
+from outlast.policy.recovery_point import Copy, Tier
 
 __all__ = ["Loader"]
 
@@ -51,12 +52,15 @@ class Loader:
         self._config, self._places, self._peers = config, places, peers
         self._writer, self._arenas, self._topology = writer, arenas, topology
 
-    def newest(self, state: Mapping[str, Any], distrusted: Sequence[Distrusted]) -> tuple[Loaded | None, bool]:
+    def newest(
+        self, state: Mapping[str, Any], distrusted: Sequence[Distrusted], has: tuple[int, str] | None = None
+    ) -> tuple[Loaded | None, bool]:
         """Prove the newest generation that all ranks can.
 
         Args:
             state: The live state, for which it must fit.
             distrusted: Copies that led to invalid results.
+            has: Iteration and attempt that the live state of this rank is; ``None`` = of none.
 
         Returns:
             It, ``None`` if there is none at all; and whether it lies where this run saves.
@@ -68,8 +72,9 @@ class Loader:
         Collective: all ranks.
         """
         table = self._gather(self._places)
+        kept = gather_kept(has, table, self._peers)
         if table.seen or self._config.load is None:
-            return self._prove(table, self._places, state, distrusted), True
+            return self._prove(table, self._places, state, distrusted, kept), True
         other = self._other_place(self._config.load)
         return self._prove(self._gather(other), other, state, distrusted), False
 
@@ -115,7 +120,12 @@ class Loader:
         return gather_copies(places, self._peers, self._writer, topology=self._topology)
 
     def _prove(
-        self, table: Table, places: Places, state: Mapping[str, Any], distrusted: Sequence[Distrusted]
+        self,
+        table: Table,
+        places: Places,
+        state: Mapping[str, Any],
+        distrusted: Sequence[Distrusted],
+        kept: Sequence[Copy | None] = (),
     ) -> Loaded | None:
         opener = Opener(
             places,
@@ -128,7 +138,9 @@ class Loader:
             timeout_s=self._config.replication_timeout,
             fetch_limit_s=self._config.save_timeout,
         )
-        return agree_and_prove(table, places, self._peers, opener.prove, lambda copy: copy.check(state), distrusted)
+        return agree_and_prove(
+            table, places, self._peers, opener.prove, lambda copy: copy.check(state), distrusted, kept
+        )
 
     def _other_place(self, url: str) -> Places:
         """Return the places with another run's global tier, and nothing else, to load from."""

@@ -71,7 +71,7 @@ class CheckpointManager:
     ) -> None:
         self.config = config
         self.on_commit: Callable[[int], None] | None = None
-        """Called in a thread of its own with each generation that this process saved, once committed to some tier."""
+        """Called in a thread of its own with each generation that this process saved, once some tier has it."""
         self._place = place = env if env is not None else place_here()
         self._reporter = Reporter(place, journal)
         if place.world_size > 1 and not is_initialised():
@@ -133,12 +133,14 @@ class CheckpointManager:
         """Seconds that optimizers' steps waited for overlapped copies so far."""
         return self._guard.stall_s
 
-    def load_latest(self, state: Mapping[str, Any]) -> Restored | None:
+    def load_latest(self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None) -> Restored | None:
         """Load the newest generation that every rank can prove, each rank's part from the nearest tier.
 
         Args:
             state: As for :meth:`save`. What has a ``load_state_dict`` or is a tensor is loaded in place; plain
                 values are replaced in their mapping. Nothing is touched before all ranks have agreed.
+            has: Iteration and attempt that this rank's ``state`` is exactly, random numbers aside. If the other ranks
+                can load, or have, that generation and none newer, nothing of this rank is read or touched.
 
         Returns:
             What was loaded; ``None`` when there is no generation at all.
@@ -153,11 +155,11 @@ class CheckpointManager:
         """
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
-        started_ns = clock.now_ns()
-        loaded, is_ours = self._loader.newest(state, decode_distrusted(self._place.untrusted))
+        begin_ns = clock.now_ns()
+        loaded, is_ours = self._loader.newest(state, decode_distrusted(self._place.untrusted), has)
         if loaded is not None:
             loaded.restore(state)
-            self._note_loaded(loaded, started_ns, is_ours=is_ours)
+            self._note_loaded(loaded, begin_ns, is_ours=is_ours)
         self._may_save = True
         self._prepare(state)
         return self._restored
@@ -246,15 +248,17 @@ class CheckpointManager:
         wanted = wanted_tiers(self._places, tiers)
         self._check_may_save(iteration, suspect=suspect)
         self.finish_staging()
-        handle = SaveHandle(iteration, limit_s=self._limit_s)
         restored = self._restored
         if restored is not None and iteration == restored.iteration and not suspect and wanted <= self._restored_tiers:
             log.info("iteration %d is committed already; it is not written again", iteration)
+            handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=restored.attempt)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
+        attempt = self._next_attempt()
+        handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=str(attempt))
         save = Save(
             iteration=iteration,
-            attempt=self._next_attempt(),
+            attempt=attempt,
             handle=handle,
             started_ns=started_ns,
             stall_s=0.0,

@@ -33,7 +33,7 @@ class ShellSettings(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     """Names the group; unique in the Ray cluster, and never used again: copies that are saved bear it."""
     backend: str = "gloo"
-    """Backend of the process groups, as ``torch.distributed`` is told."""
+    """Backend of the process groups, as ``torch.distributed`` is told; empty = what fits the actor's device."""
     use_gpu: bool = False
     """Whether the actors train on GPUs."""
     checkpoint: CheckpointConfig | None = None
@@ -73,6 +73,8 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """Open sections, outermost first, and for how many seconds each has been open."""
     exceeded: tuple[str, ...] = ()
     """One line for each timeout that is exceeded, the longest overdue first."""
+    due_in_s: float | None = None
+    """Seconds until the soonest timeout that runs now is exceeded; negative = it is, ``None`` = none runs."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):

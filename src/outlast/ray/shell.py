@@ -1,0 +1,279 @@
+"""The Ray actor around a user's actor: answers the driver at any time, whatever the user's code does.
+
+The user's code runs in the one thread of the default concurrency group; what the driver must be able to ask while that
+thread hangs belongs to the group ``control``, with threads of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import ray
+import ray.cloudpickle
+
+from outlast import clock, env
+from outlast.errors import OutlastError
+from outlast.inprocess.leaving import describe, drop, is_consequence
+from outlast.policy.culprit import Position
+from outlast.policy.deadlines import deadlines, expired
+from outlast.ray.interruption import Abandoned, Interruption, Outcome
+from outlast.ray.membership import StoreHost
+from outlast.ray.position import position_of
+from outlast.ray.seat import Seat
+from outlast.ray.words import (
+    Aborted,
+    Assignment,
+    Call,
+    Failed,
+    FailureKind,
+    Hello,
+    Joined,
+    Pulse,
+    Returned,
+    ShellSettings,
+)
+from outlast.runtime import connections, device
+
+__all__ = ["Shell", "shell_class"]
+
+log = logging.getLogger(__name__)
+_NUM_CONTROL_THREADS = 4
+_LOOK_S = 0.01
+_BOTH_WAYS_S = 0.2
+"""Seconds after which connections are shut down both ways, for what does not notice the end of its reading."""
+_STORE_TIMEOUT_S = 60.0
+
+
+class Shell:
+    """Host a user's actor.
+
+    Args:
+        actor_class: The user's class: a :class:`TrainActor`, or any other, of whose state nothing is known.
+        args: For it.
+        kwargs: For it.
+        settings: What the group was made with.
+    """
+
+    def __init__(
+        self,
+        actor_class: type,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        settings: ShellSettings,
+    ) -> None:
+        import torch.distributed  # noqa: F401 - the longest part of a start, which spares have behind them
+
+        import outlast.checkpoint  # noqa: F401
+
+        context = ray.get_runtime_context()
+        self._node_id: str = context.get_node_id()
+        self._node = _node_name(self._node_id)
+        self._addr = str(ray.util.get_node_ip_address())
+        self._interruption = Interruption()
+        self._seat = Seat(partial(actor_class, *args, **kwargs), settings, self._node, self._interruption)
+        self._stores = StoreHost()
+        self._incarnation = self._joined = -1
+        self._call: int | None = None
+        self._leaving = threading.Lock()
+        gc.collect()
+        gc.freeze()  # what lives anyway is not looked through whenever groups are left
+
+    # -- control: answered at any time -------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="control")
+    def hello(self) -> Hello:
+        """Say who this is."""
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return Hello(
+            node_id=self._node_id,
+            node=self._node,
+            addr=self._addr,
+            pid=os.getpid(),
+            device=",".join(gpus),
+            ready=True,
+        )
+
+    @ray.method(concurrency_group="control")
+    def pulse(self) -> Pulse:
+        """Say what this actor is doing. Blocks: never."""
+        sections: tuple[tuple[str, float], ...] = ()
+        exceeded: tuple[str, ...] = ()
+        due_in_s = None
+        if (monitor := self._seat.watched) is not None:
+            state, now_ns = monitor.board_state, clock.now_ns()
+            sections = tuple((one.name, max(0.0, (now_ns - one.start_ns) / 1e9)) for one in state.sections)
+            exceeded = tuple(one.describe(self._node) for one in expired(state, self._seat.timeouts, now_ns))
+            if ends := deadlines(state, self._seat.timeouts):
+                due_in_s = (ends[0] - now_ns) / 1e9
+        return Pulse(
+            incarnation=self._incarnation,
+            iteration=self._seat.keeping.iteration,
+            call=self._call,
+            sections=sections,
+            exceeded=exceeded,
+            due_in_s=due_in_s,
+        )
+
+    @ray.method(concurrency_group="control")
+    def examine(self) -> Position | None:
+        """Say where the user's code is; ``None`` = this actor is in no group. Blocks: never."""
+        if (monitor := self._seat.watched) is None:
+            return None
+        thread = self._interruption.thread
+        return position_of(monitor.board_state, self._seat.timeouts, thread, node=self._node_id, now_ns=clock.now_ns())
+
+    @ray.method(concurrency_group="control")
+    def host_store(self) -> tuple[str, int]:
+        """Host the store of the next incarnation; return its address and port."""
+        return self._addr, self._stores.open(self._addr, timeout_s=_STORE_TIMEOUT_S)
+
+    @ray.method(concurrency_group="control")
+    def abort(self, incarnation: int, timeout_s: float) -> Aborted:
+        """Get out of every incarnation up to this one; what waits for peers fails. Idempotent.
+
+        Args:
+            incarnation: The newest that is given up.
+            timeout_s: Seconds that the user's code has to come to an end.
+
+        Blocks: some 10 ms; up to ``timeout_s``, and some seconds more when a collective does not end.
+        """
+        begin_ns = clock.now_ns()
+        self._interruption.order(incarnation)
+        with self._leaving:
+            waited_for = self._get_out(begin_ns, timeout_s)
+            if not waited_for and self._incarnation <= incarnation:
+                try:
+                    self._seat.leave()
+                except OutlastError as error:
+                    waited_for = str(error)
+        return Aborted(
+            call_ended=not waited_for,
+            iteration=self._seat.keeping.iteration,
+            took_s=(clock.now_ns() - begin_ns) / 1e9,
+            waited_for=waited_for,
+        )
+
+    # -- the working thread ------------------------------------------------------------------------------------
+
+    def join(self, assignment: Assignment) -> Joined | Failed:
+        """Take a place in an incarnation."""
+        if assignment.incarnation <= self._incarnation:
+            return self._refused(f"incarnation {assignment.incarnation} is not newer than {self._incarnation}")
+        if self._interruption.is_left(assignment.incarnation):
+            return self._refused(f"incarnation {assignment.incarnation} was given up")
+        with self._leaving:
+            self._seat.leave()  # nothing, unless the driver did not abort the one before
+        self._incarnation = assignment.incarnation
+        outcome = self._interruption.run(assignment.incarnation, partial(self._seat.join, assignment))
+        if outcome.error is not None:
+            return self._failed(outcome)
+        self._joined = assignment.incarnation
+        joined: Joined = outcome.value
+        return joined
+
+    def call(self, call: Call, parcel: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Returned | Failed:
+        """Call a method of the user's.
+
+        Args:
+            call: Which, and in which incarnation.
+            parcel: Positional and keyword arguments.
+        """
+        if call.incarnation != self._joined or self._interruption.is_left(call.incarnation):
+            return self._refused(f"call of incarnation {call.incarnation}, this actor is in {self._joined}")
+        args, kwargs = parcel
+        self._call = call.id
+        try:
+            outcome = self._interruption.run(call.incarnation, partial(self._seat.call, call.method, args, kwargs))
+        finally:
+            self._call = None
+        if outcome.error is not None:
+            return self._failed(outcome)
+        return Returned(iteration=self._seat.keeping.iteration, value=outcome.value if call.wants_result else None)
+
+    def leave(self) -> str:
+        """Wait until what was saved is committed, then end the incarnation; return what went wrong, or nothing.
+
+        Blocks: up to ``CheckpointConfig.save_timeout``.
+        """
+        problem = ""
+        outcome = self._interruption.run(self._incarnation, self._seat.keeping.wait)
+        if outcome.error is not None:
+            problem = describe(outcome.error)
+        with self._leaving:
+            self._seat.leave()
+        return problem
+
+    # -- details -----------------------------------------------------------------------------------------------
+
+    def _get_out(self, begin_ns: int, timeout_s: float) -> str:
+        """Have the working thread come out of what is given up; return what does not, or nothing."""
+        interruption = self._interruption
+        if interruption.is_wanted:
+            interruption.poke()  # before anything ends: what a wait brings then is not taken for a peer's message
+            device.abort_collectives()
+        while interruption.is_wanted:
+            passed_s = (clock.now_ns() - begin_ns) / 1e9
+            if passed_s > timeout_s:
+                return f"the working thread is at {self._where()}"
+            self._seat.membership.cut(both_ways=passed_s > _BOTH_WAYS_S)
+            if interruption.wait_outside(_LOOK_S):
+                break
+            connections.end_lost_waits()
+            interruption.poke()
+        return ""
+
+    def _where(self) -> str:
+        from outlast.ray.position import stack_of
+
+        return stack_of(self._interruption.thread).line or "no line of Python"
+
+    def _failed(self, outcome: Outcome) -> Failed:
+        error = outcome.error
+        assert error is not None
+        if isinstance(error, Abandoned):
+            kind = FailureKind.ABORTED
+        elif is_consequence(error):
+            kind = FailureKind.PEER
+        else:
+            kind = FailureKind.RAISED
+        pickled = None
+        if kind == FailureKind.RAISED:
+            try:
+                pickled = ray.cloudpickle.dumps(error)
+            except Exception:  # noqa: BLE001 - whatever an exception of the user's does when it is pickled
+                log.info("%s cannot be pickled; its text has to do", type(error).__name__)
+        failed = Failed(
+            kind=kind,
+            summary=describe(error),
+            traceback="".join(traceback.format_exception(error)),
+            iteration=self._seat.keeping.iteration,
+            error=pickled,
+        )
+        if (monitor := self._seat.watched) is not None:
+            monitor.end_all_sections()
+        outcome.error = None
+        drop(error)  # its frames hold groups and tensors
+        return failed
+
+    def _refused(self, why: str) -> Failed:
+        return Failed(kind=FailureKind.REFUSED, summary=why, iteration=self._seat.keeping.iteration)
+
+
+def shell_class() -> Any:
+    """Return :class:`Shell` as Ray makes actors of it."""
+    return ray.remote(concurrency_groups={"control": _NUM_CONTROL_THREADS})(Shell)
+
+
+def _node_name(node_id: str) -> str:
+    """Return a name for a node of Ray: its machine's, with part of its id where the machine has several."""
+    name = env.hostname()
+    machines = {node["NodeID"]: str(node.get("NodeManagerHostname", "")).split(".")[0] for node in ray.nodes()}
+    is_shared = sum(machine == machines.get(node_id) for machine in machines.values()) > 1
+    return f"{name}-{node_id[:8]}" if is_shared else name
