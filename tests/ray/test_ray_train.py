@@ -1,0 +1,211 @@
+"""Ray Train with outlast: hung workers are found and ended, what is loaded is proven, and nothing goes on for ever."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("ray")
+
+from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig  # noqa: E402
+from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
+
+from outlast.config import CheckpointConfig, Config, FaultToleranceConfig, InProcessRestartConfig  # noqa: E402
+from outlast.errors import BudgetExhausted, ConfigError, OutlastError  # noqa: E402
+from outlast.incidents import EventKind  # noqa: E402
+from outlast.ray.train import TrainCallback, session  # noqa: E402
+from outlast.runtime.journal import read_journal  # noqa: E402
+
+STEP_TIMEOUT_S = 5.0
+WORKERS = 2
+
+
+def train_function():
+    """Return the train function; one made here travels by value, so that workers need no module of the tests."""
+
+    def train(config):
+        import json
+        import os
+        import signal
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        import outlast.ray.train
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        rank = dist.get_rank()
+        with outlast.ray.train.session() as run, open(f"{config['folder']}/rank-{rank}.jsonl", "a") as log:
+            for iteration in run.steps({"model": model, "optimizer": optimizer}, total=config["total"]):
+                cycle = int(os.environ["OUTLAST_CYCLE"])
+                log.write(json.dumps({"pid": os.getpid(), "attempt": cycle, "iteration": iteration}) + "\n")
+                log.flush()
+                for fault in config["faults"]:
+                    if fault["attempt"] in (cycle, None) and [fault["rank"], fault["iteration"]] == [rank, iteration]:
+                        if fault["kind"] == "sleep":
+                            time.sleep(600)
+                        while fault["kind"] == "stop":  # it is woken for a moment, for its stacks
+                            os.kill(os.getpid(), signal.SIGSTOP)
+                torch.manual_seed(1000 * iteration + rank)
+                loss = (model(torch.randn(4, 8)) ** 2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                optimizer.step()
+        torch.save(model.state_dict(), f"{config['folder']}/final-{rank}.pt")
+
+    return train
+
+
+def undisturbed(total):
+    """Return the weights after so many steps of an undisturbed run, computed in this process."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for iteration in range(total):
+        gradients = []
+        for rank in range(WORKERS):
+            torch.manual_seed(1000 * iteration + rank)
+            loss = (model(torch.randn(4, 8)) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        for parameter, one, other in zip(model.parameters(), *gradients, strict=True):
+            parameter.grad = one + other
+        optimizer.step()
+    return model.state_dict()
+
+
+def fit(folder, *, total, faults, max_no_progress_cycles=3):
+    """Train in ``folder`` until ``total``, however often Ray Train has to restart the workers."""
+    callback = TrainCallback(
+        fault_tolerance=FaultToleranceConfig(
+            rank_section_timeouts={"step": STEP_TIMEOUT_S}, max_no_progress_cycles=max_no_progress_cycles
+        ),
+        checkpoint=CheckpointConfig(directory=str(folder / "checkpoints"), save_interval=2, async_save=False),
+        run_dir=str(folder / "run"),
+    )
+    return TorchTrainer(
+        train_function(),
+        train_loop_config={"folder": str(folder), "total": total, "faults": faults},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=WORKERS),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(folder / "results"),
+            failure_config=FailureConfig(max_failures=-1),
+            callbacks=[callback],
+        ),
+    ).fit()
+
+
+def steps(folder, rank):
+    """Return what a rank did: the iterations of each attempt, and its process there."""
+    lines = [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+    attempts = sorted({line["attempt"] for line in lines})
+    return {
+        attempt: (
+            {line["pid"] for line in lines if line["attempt"] == attempt},
+            [line["iteration"] for line in lines if line["attempt"] == attempt],
+        )
+        for attempt in attempts
+    }
+
+
+def incidents(folder):
+    """Return the hangs in the journal, oldest first."""
+    found = (event.data["incident"] for event in read_journal(folder / "run") if event.kind == EventKind.INCIDENT)
+    return [incident for incident in found if incident["kind"] == "worker_hung"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def train_environment():
+    """Have Ray Train look at its workers more often than every two seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        yield
+
+
+@pytest.fixture(scope="module")
+def disturbed(ray_cluster, train_environment, tmp_path_factory):
+    """Return the folder of a run of ten iterations, in which two workers hung."""
+    folder = tmp_path_factory.mktemp("disturbed")
+    faults = [
+        {"attempt": 0, "rank": 1, "iteration": 5, "kind": "sleep"},
+        {"attempt": 1, "rank": 0, "iteration": 8, "kind": "stop"},
+    ]
+    fit(folder, total=10, faults=faults)
+    return folder
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_hung_workers_are_replaced_and_training_ends_as_if_undisturbed(disturbed):
+    """A worker that sleeps in a step and one that is stopped are named, and each time training goes on where it was."""
+    for rank in range(WORKERS):
+        did = steps(disturbed, rank)
+        assert [iterations for _, iterations in did.values()] == [[0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8], [8, 9]]
+        assert len(set.union(*(pids for pids, _ in did.values()))) == 3
+    found = incidents(disturbed)
+    assert [(one.get("cycle", 0), one["rank"], one["iteration"], one["section"]) for one in found] == [
+        (0, 1, 5, "step"),
+        (1, 0, 8, "step"),
+    ]
+    assert "in train" in found[0]["evidence"]["stack_line"]
+    assert found[1]["evidence"]["process_state"] == "T"
+    for one in found:
+        pids, _ = steps(disturbed, one["rank"])[one.get("cycle", 0)]
+        assert pids == {one["pid"]}
+        stacks = Path(one["evidence"]["stacks"])
+        assert sorted(path.name for path in stacks.iterdir()) == ["rank-0.txt", "rank-1.txt"]
+    expected = undisturbed(10)
+    for rank in range(WORKERS):
+        final = torch.load(disturbed / f"final-{rank}.pt")
+        assert all(torch.equal(final[name], expected[name]) for name in expected)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_damaged_generation_is_passed_over_and_a_hopeless_run_is_stopped(disturbed, tmp_path):
+    """The newest directory is loaded only if every byte is proven; a run that gets no further ends, with the reason."""
+    shutil.copytree(disturbed / "checkpoints", tmp_path / "checkpoints")
+    shard = max((tmp_path / "checkpoints" / "step-10").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+    hopeless = {"attempt": None, "rank": 1, "iteration": 9, "kind": "sleep"}
+    with pytest.raises(ControllerError, match="max_no_progress_cycles=1") as raised:
+        fit(tmp_path, total=14, faults=[hopeless], max_no_progress_cycles=1)
+    assert isinstance(raised.value.controller_failure, BudgetExhausted)
+    assert [iterations for _, iterations in steps(tmp_path, 1).values()] == [[8, 9], [8, 9]]
+
+
+def test_session_outside_of_a_run_says_where_it_belongs():
+    """Without a TrainCallback there is no session to be had, and the message says what is missing."""
+    with pytest.raises(OutlastError, match="TrainCallback"):
+        session()
+
+
+def test_settings_that_cannot_work_are_refused():
+    """What Ray Train leaves no room for is refused when the callback is made, not ignored."""
+    with pytest.raises(ConfigError, match="calc_ft_timeouts"):
+        TrainCallback(fault_tolerance=FaultToleranceConfig(calc_ft_timeouts=True))
+    with pytest.raises(ConfigError, match="in_process_restart"):
+        TrainCallback(Config(in_process_restart=InProcessRestartConfig(enabled=True)))
+
+
+def test_arguments_come_before_the_config():
+    """Settings can be given in one Config, or by name, and the name wins."""
+    config = Config(seed=3, checkpoint=CheckpointConfig(directory="/one"), run_dir="/run")
+    callback = TrainCallback(config, checkpoint=CheckpointConfig(directory="/other"))
+    assert callback.config.checkpoint.directory == "/other"
+    assert (callback.config.seed, callback.config.run_dir) == (3, "/run")
