@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -15,6 +16,8 @@ from ray.cluster_utils import Cluster
 from outlast.testing.reaping import TOKEN, end_processes
 
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+_PYTHONPATH = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+"""Actors import their classes from the tests' own modules."""
 _SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
 """No worker is started before somebody needs it: two cores have enough to do."""
 
@@ -28,8 +31,9 @@ def no_process_left_behind() -> None:
 def ray_cluster() -> Iterator[Cluster]:
     """Run a cluster with room for 16 actors on its first node; tests may add nodes, and remove those again."""
     token, temp_dir = uuid.uuid4().hex, tempfile.mkdtemp(prefix="olr-", dir="/tmp")
-    before = {name: os.environ.get(name) for name in (*_ENVIRONMENT, TOKEN, "RAY_TMPDIR")}
-    os.environ.update(_ENVIRONMENT | {TOKEN: token, "RAY_TMPDIR": temp_dir})
+    environment = _ENVIRONMENT | {TOKEN: token, "RAY_TMPDIR": temp_dir, "PYTHONPATH": _PYTHONPATH}
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
     os.mkdir(f"{temp_dir}/ray")
     cluster = None
     try:

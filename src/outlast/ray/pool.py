@@ -1,0 +1,252 @@
+"""The actors of a group: those that start, those that wait as spares, and the end of all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from outlast import clock
+from outlast.errors import ActorFailed, DeadlineExceeded
+from outlast.ray.actor import Actor
+from outlast.ray.answers import Answer, Fault, await_answers, describe_error, read_answer
+from outlast.ray.placement import Placement
+
+__all__ = ["Pool"]
+
+log = logging.getLogger(__name__)
+_MAX_FAILED_STARTS = 3
+"""In a row in one bundle; then the bundle stays empty."""
+_LOOK_S = 0.2
+
+
+@dataclass(slots=True, kw_only=True)
+class _Starting:
+    number: int
+    bundle: int
+    handle: Any
+    hello: Any
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ping:
+    ref: Any
+    sent_s: float
+
+
+class Pool:
+    """Start an actor in each bundle, and another one where one was lost.
+
+    Args:
+        placement: The bundles; closed with the pool.
+        num_bundles: Their number.
+        create: Makes an actor with the options that it is given, and returns its handle.
+        start_timeout_s: Seconds that an actor with its resources may take to answer for the first time.
+        ping_interval_s: Seconds between two looks at a spare.
+        ping_timeout_s: Seconds without an answer after which a spare is lost.
+
+    Thread: one; ``spares`` may be read by any.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        num_bundles: int,
+        create: Callable[[dict[str, Any]], Any],
+        *,
+        start_timeout_s: float,
+        ping_interval_s: float,
+        ping_timeout_s: float,
+    ) -> None:
+        self._placement = placement
+        self._create = create
+        self._start_timeout_s = start_timeout_s
+        self._ping_interval_s, self._ping_timeout_s = ping_interval_s, ping_timeout_s
+        self._num_actors = 0
+        self._starting: dict[int, _Starting] = {}
+        self._pings: dict[int, _Ping] = {}
+        self._failed_starts: dict[int, int] = {}
+        self._num_failed_starts = 0
+        self._why_failed: BaseException | None = None
+        self._all: dict[int, Any] = {}
+        self.spares: tuple[Actor, ...] = ()
+        """Actors that have started and have no seat, oldest first."""
+        for bundle in range(num_bundles):
+            self._start(bundle)
+
+    @property
+    def num_starting(self) -> int:
+        """Actors that are on their way, some perhaps for want of resources."""
+        return len(self._starting)
+
+    def wait_for_spares(self, num: int, timeout_s: float, idle: Callable[[], None] = lambda: None) -> bool:
+        """Wait until so many spares are there; return whether they are.
+
+        Returns at once where no more are on their way.
+
+        Args:
+            num: How many.
+            timeout_s: Longest wait in seconds.
+            idle: Called while it waits; may raise to end the wait.
+
+        Blocks: up to ``timeout_s``.
+        """
+        deadline_s = clock.now_s() + timeout_s
+        while True:
+            idle()
+            self.poll()
+            left_s = deadline_s - clock.now_s()
+            if len(self.spares) >= num or not self._starting or left_s <= 0:
+                return len(self.spares) >= num
+            hellos = [one.hello for one in self._starting.values()]
+            ray.wait(hellos, num_returns=1, timeout=min(left_s, _LOOK_S), fetch_local=False)
+
+    def require(self, num: int, timeout_s: float, idle: Callable[[], None] = lambda: None) -> None:
+        """Wait until so many actors have started, for the first formation.
+
+        Raises:
+            ActorFailed: The user's constructor raised; that is the cause.
+            DeadlineExceeded: Not so many were there in time.
+
+        Blocks: up to ``timeout_s``.
+        """
+        deadline_s = clock.now_s() + timeout_s
+        while not self.wait_for_spares(num, min(_LOOK_S, deadline_s - clock.now_s()), idle):
+            if self._num_failed_starts > 1:  # one may have been an accident
+                raise ActorFailed(
+                    f"actors do not start: {describe_error(self._why_failed)}; correct the class's constructor"
+                ) from self._why_failed
+            if clock.now_s() >= deadline_s:
+                raise DeadlineExceeded(
+                    f"{len(self.spares)} of {num} actors started within {timeout_s} s; see Ray's logs of the others, "
+                    "or raise start_timeout"
+                )
+
+    def poll(self) -> None:
+        """See who has started and which spare is lost; replace those. Blocks: a millisecond or so."""
+        self._welcome()
+        self._ping_spares()
+
+    def take(self, numbers: Collection[int]) -> dict[int, Actor]:
+        """Take spares out of the pool, by their numbers."""
+        taken = {spare.number: spare for spare in self.spares if spare.number in numbers}
+        self.spares = tuple(spare for spare in self.spares if spare.number not in taken)
+        for number in taken:
+            self._pings.pop(number, None)
+        return taken
+
+    def give(self, actors: Iterable[Actor]) -> None:
+        """Let actors that have no seat any more wait as spares."""
+        self.spares = (*self.spares, *actors)
+
+    def answering(self, timeout_s: float) -> list[Actor]:
+        """Return the spares that answer now, oldest first.
+
+        Blocks: until all have, at most ``timeout_s``.
+        """
+        self._welcome()
+        answers = await_answers({one.number: one.handle.pulse.remote() for one in self.spares}, timeout_s)
+        for spare in self.spares:
+            if answers[spare.number].fault == Fault.DIED:
+                self._lose(spare, answers[spare.number])
+        return [spare for spare in self.spares if answers[spare.number].fault is None]
+
+    def discard(self, actor: Actor) -> None:
+        """End an actor, whatever it does, and start another one in its place. Blocks: never."""
+        self._kill(actor.handle)
+        self._all.pop(actor.number, None)
+        self._start(actor.bundle)
+
+    def close(self, timeout_s: float) -> None:
+        """End all actors, those that are starting, too, and release their resources.
+
+        Ray ends an actor at once, one whose process is stopped after 5 seconds.
+
+        Blocks: until all are gone, at most ``timeout_s``.
+        """
+        handles = list(self._all.values())
+        self._all.clear()
+        self._starting.clear()
+        self._pings.clear()
+        self.spares = ()
+        for handle in handles:
+            self._kill(handle)
+        await_answers({number: handle.pulse.remote() for number, handle in enumerate(handles)}, timeout_s)
+        self._placement.close()
+
+    def _start(self, bundle: int) -> None:
+        number, self._num_actors = self._num_actors, self._num_actors + 1
+        handle = self._create(self._placement.options(bundle))
+        self._all[number] = handle
+        self._starting[number] = _Starting(number=number, bundle=bundle, handle=handle, hello=handle.hello.remote())
+
+    def _welcome(self) -> None:
+        hellos = [one.hello for one in self._starting.values()]
+        if not hellos:
+            return
+        ready, _ = ray.wait(hellos, num_returns=len(hellos), timeout=0, fetch_local=False)
+        for one in [one for one in self._starting.values() if one.hello in ready]:
+            del self._starting[one.number]
+            answer = read_answer(one.hello)
+            if answer.fault is None:
+                self._failed_starts.pop(one.bundle, None)
+                actor = Actor(number=one.number, bundle=one.bundle, handle=one.handle, hello=answer.value)
+                self.spares = (*self.spares, actor)
+                log.info("actor %d is there: pid %d on node %s", actor.number, actor.pid, actor.hello.node)
+                continue
+            self._all.pop(one.number, None)
+            self._kill(one.handle)
+            self._note_failed_start(one, answer)
+
+    def _note_failed_start(self, one: _Starting, answer: Answer) -> None:
+        failures = self._failed_starts[one.bundle] = self._failed_starts.get(one.bundle, 0) + 1
+        self._num_failed_starts += 1
+        self._why_failed = answer.error
+        text = describe_error(answer.error)
+        if failures < _MAX_FAILED_STARTS:
+            log.warning("actor %d did not start (%s); another one is started in its place", one.number, text)
+            self._start(one.bundle)
+        else:
+            log.error(
+                "actor %d did not start (%s), the %dth in a row there; nothing more is started in its place",
+                one.number,
+                text,
+                failures,
+            )
+
+    def _ping_spares(self) -> None:
+        now_s = clock.now_s()
+        for spare in self.spares:
+            ping = self._pings.get(spare.number)
+            if ping is None:
+                self._pings[spare.number] = _Ping(ref=spare.handle.pulse.remote(), sent_s=now_s)
+                continue
+            if ping.ref is None:
+                if now_s - ping.sent_s >= self._ping_interval_s:
+                    self._pings[spare.number] = _Ping(ref=spare.handle.pulse.remote(), sent_s=now_s)
+                continue
+            ready, _ = ray.wait([ping.ref], timeout=0, fetch_local=False)
+            answer = read_answer(ping.ref) if ready else None
+            if answer is not None and answer.fault is None:
+                ping.ref = None
+            elif answer is not None and answer.fault == Fault.DIED:
+                self._lose(spare, answer)
+            elif now_s - ping.sent_s >= self._ping_timeout_s:
+                self._lose(spare, answer or Answer(fault=Fault.LATE))
+
+    def _lose(self, spare: Actor, answer: Answer) -> None:
+        log.warning(
+            "spare %d (pid %d, node %s) is lost (%s); another one is started in its place",
+            spare.number,
+            spare.pid,
+            spare.hello.node,
+            describe_error(answer.error),
+        )
+        self.take([spare.number])
+        self.discard(spare)
+
+    def _kill(self, handle: Any) -> None:
+        ray.kill(handle, no_restart=True)

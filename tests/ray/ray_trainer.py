@@ -1,0 +1,132 @@
+"""A small model that is trained by groups of actors, how it fails on purpose, and what its weights must be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outlast.ray import TrainActor
+
+WIDTH, SAMPLES = 16, 8
+RATE = 0.05
+
+
+def batch_of(iteration: int) -> torch.Tensor:
+    """Return the samples of an iteration, the same wherever it is asked for."""
+    return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(iteration), dtype=torch.float64)
+
+
+def first_weights() -> torch.Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(12345), dtype=torch.float64)
+
+
+def weights_after(iterations: int, *, dp: int = 2, tp: int = 2) -> list[torch.Tensor]:
+    """Return what each tensor-parallel slice is after so many undisturbed steps, computed in one process."""
+    slices = list(first_weights().chunk(tp))
+    for iteration in range(1, iterations + 1):
+        shards = batch_of(iteration).chunk(dp)
+        grads = []
+        for shard in shards:
+            outputs = sum_of([_partial(shard.chunk(tp, dim=1)[index], slices[index]) for index in range(tp)])
+            grads.append([_gradient(shard.chunk(tp, dim=1)[index], outputs) for index in range(tp)])
+        slices = [
+            weight - RATE * sum_of([grads[shard][index] for shard in range(dp)]) for index, weight in enumerate(slices)
+        ]
+    return slices
+
+
+def sum_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _partial(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (inputs * weight).sum(dim=1)
+
+
+def _gradient(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    return (inputs * torch.tanh(outputs).unsqueeze(1)).sum(dim=0) / SAMPLES
+
+
+class Trainer(TrainActor):
+    """Train a row of weights: its columns are cut over tp, the samples over dp.
+
+    Args:
+        folder: Where it is noted which faults were caused, each once.
+    """
+
+    def __init__(self, folder: str) -> None:
+        torch.set_num_threads(1)
+        self.folder = Path(folder)
+        self.num_calls = 0
+        self.shards: list[float] = []
+
+    def setup(self) -> None:
+        self.strike("setup", -1)
+        self.weight = first_weights().chunk(self.place.tp_size)[self.place.tp].clone()
+
+    def regroup(self) -> None:
+        self.strike("regroup", -1)
+
+    def state(self) -> Mapping[str, Any]:
+        return {"weight": self.weight}
+
+    def train_step(self, batch: torch.Tensor, iteration: int) -> float:
+        """Make a step; return the sum of its shard."""
+        self.num_calls += 1
+        with self.section("step"):
+            self.strike("begin", iteration)
+            inputs = batch.chunk(self.place.tp_size, dim=1)[self.place.tp]
+            outputs = _partial(inputs, self.weight)
+            dist.all_reduce(outputs, group=self.group("tp"))
+            self.strike("middle", iteration)
+            grad = _gradient(inputs, outputs)
+            dist.all_reduce(grad, group=self.group("dp"))
+            self.strike("before_update", iteration)
+            with self.update(iteration):
+                self.strike("update", iteration)
+                self.weight -= RATE * grad
+            self.strike("after_update", iteration)
+        self.save(iteration)
+        self.strike("end", iteration)
+        return float(batch.sum())
+
+    def weights(self) -> torch.Tensor:
+        return self.weight
+
+    def calls(self) -> int:
+        return self.num_calls
+
+    def strike(self, where: str, iteration: int) -> None:
+        """Fail as a file in the folder says, once: ``<where>-<iteration>-<rank>-<kind>``, -1 = any iteration."""
+        for number in {iteration, -1}:
+            for path in self.folder.glob(f"{where}-{number}-{self.place.rank}-*.fault"):
+                try:
+                    path.rename(path.with_suffix(".done"))
+                except FileNotFoundError:
+                    continue  # somebody else was faster
+                kind = path.stem.rpartition("-")[2]
+                if kind == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif kind == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif kind == "sleep":
+                    time.sleep(600)
+                elif kind == "exception":
+                    raise ValueError(f"a fault on purpose in rank {self.place.rank}")
+                else:
+                    raise AssertionError(kind)
+
+
+def plan_fault(folder: Path, where: str, iteration: int, rank: int, kind: str) -> None:
+    """Have a rank fail once: see :meth:`Trainer.strike`."""
+    (folder / f"{where}-{iteration}-{rank}-{kind}.fault").touch()
