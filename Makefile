@@ -8,10 +8,11 @@ CODE := src tests examples docs
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml nvidia-ml-py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup slurm test lint types unit docs demo bench bench-peers format clean
+.PHONY: help setup slurm test lint types unit docs demo demo-ray bench bench-peers format clean
 
 help:
 	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
+	@echo "make demo-ray    train actors on Ray through killed, stopped and raising ones, and prove the result"
 	@echo "make test    lint, types, docs, tests"
 	@echo "make setup   only make $(VENV), with pinned packages"
 	@echo "make slurm   install Slurm and munge, on which some tests start a cluster of their own"
@@ -64,6 +65,10 @@ docs: setup
 demo: setup
 	$(BIN)/outlast demo
 
+demo-ray: setup
+	@RAY_DEDUP_LOGS_SKIP_REGEX='A worker died or was killed' \
+	$(BIN)/python examples/ray_ppo.py --fail kill@40,stop@80,exception@120 --compare
+
 bench: setup
 	$(BIN)/outlast bench heartbeat
 	$(BIN)/outlast bench restart
@@ -74,6 +79,7 @@ bench: setup
 	$(BIN)/outlast bench replica
 	$(BIN)/outlast bench numerics
 	$(BIN)/outlast bench straggler
+	$(BIN)/outlast bench ray
 
 # Alone, without what they ask for: that would replace torch by one with CUDA. What is needed of it is here already.
 bench-peers: setup

@@ -3,6 +3,8 @@
 The JSON form is the same for all benchmarks::
 
     {"bench": ..., "machine": {...}, "bars": [{"name", "value", "unit", "peer", "peer_value", "bar", "ok"}]}
+
+Some add ``"details": {...}``, of what the figures are made.
 """
 
 from __future__ import annotations
@@ -99,6 +101,8 @@ class BenchResult:
     notes: tuple[str, ...] = ()
     """Lines for people: breakdowns, runs that failed and were done again."""
     machine: Mapping[str, Any] = field(default_factory=describe_machine)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """For programs, what the figures are made of; empty = nothing."""
 
     @property
     def ok(self) -> bool:
@@ -108,7 +112,10 @@ class BenchResult:
     def to_json(self) -> str:
         """Return the JSON form, on one line."""
         bars = [bar.to_fields() for bar in self.bars]
-        return json.dumps({"bench": self.bench, "machine": dict(self.machine), "bars": bars}, allow_nan=False)
+        fields = {"bench": self.bench, "machine": dict(self.machine), "bars": bars}
+        if self.details:
+            fields["details"] = dict(self.details)
+        return json.dumps(fields, allow_nan=False)
 
     def render(self) -> RenderableType:
         """Return the table and the notes, for a terminal or a file."""

@@ -21,6 +21,7 @@ _REPEATS = {
     "replica": 7,
     "numerics": 5,
     "straggler": 5,
+    "ray": 5,
 }
 """The benchmarks, and the rounds that count unless others are asked for."""
 _SIZED = ("save", "load", "replica")
@@ -41,6 +42,7 @@ Benchmarks:
   replica      a shard fetched from another node's writer, every byte verified, beside gloo's send and recv
   numerics     digests of replicas, beside torch.hash_tensor; what judging a step costs when nothing is wrong
   straggler    what timing a step's sections costs, beside torch's record_function; a report on slow ranks
+  ray          from an actor's death or hang to the next finished step, beside Ray Train's restart
 
 \b
 Examples:
