@@ -44,7 +44,7 @@ def is_kept(copy: Copy) -> bool:
 def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list[Copy | None]:
     """Return by rank which generation its live state is; ``None`` = of none that counts.
 
-    One that was saved by another number of ranks does not count: all ranks load that together.
+    What is committed nowhere does not count, nor what was saved by another number of ranks: all load that together.
 
     Args:
         has: Iteration and attempt, of this rank.
@@ -57,9 +57,10 @@ def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list
     """
     told = peers.gather(msgspec.json.encode(has))
     everyone = [msgspec.json.decode(data, type=tuple[int, str] | None) for data in told]
+    committed = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
     return [
         Copy(one[0], one[1], Tier.MEMORY, _HOLDER)
-        if one is not None and table.world_sizes.get(one[1], peers.world_size) == peers.world_size
+        if one is not None and one in committed and table.world_sizes.get(one[1], peers.world_size) == peers.world_size
         else None
         for one in everyone
     ]

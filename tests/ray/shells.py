@@ -1,0 +1,236 @@
+"""Shells driven by hand, in place of a driver, and the actors that they host."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from outlast.config import CheckpointConfig, FaultToleranceConfig
+from outlast.ray.mesh import Mesh
+from outlast.ray.shell import shell_class
+from outlast.ray.train_actor import TrainActor
+from outlast.ray.words import Aborted, Assignment, Call, Failed, Hello, Joined, Pulse, Returned, ShellSettings
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+LIMIT_S = 60.0
+
+
+class Trainer(TrainActor):
+    """A small model, trained alike by all ranks of a data shard."""
+
+    def setup(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.seen = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "seen": self.seen}
+
+    def train(self, iteration: int, *, save: bool = True, tear: bool = False) -> tuple[float, int]:
+        """Do one step; random numbers are part of it."""
+        with self.section("step"):
+            inputs = torch.randn(4, 8) + self.place.dp
+            self.optimizer.zero_grad()
+            loss = (self.model(inputs) ** 2).mean()
+            loss.backward()
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad, group=self.group("dp"))
+            with self.update(iteration):
+                self.optimizer.step()
+                if tear:
+                    raise ValueError("in the middle of an update")
+                self.seen += 1
+        if save:
+            handle = self.save(iteration)
+            if handle is not None:
+                handle.wait(LIMIT_S)
+        return float(sum(parameter.detach().sum() for parameter in self.model.parameters())), self.seen
+
+    def look(self) -> tuple[float, int, int]:
+        """Return a sum over the weights, the plain value, and the iteration."""
+        return float(sum(one.detach().sum() for one in self.model.parameters())), self.seen, self.iteration
+
+    def sums(self) -> dict[str, float]:
+        """Return the sum of the ranks along each axis."""
+        found = {}
+        for axis in ("pp", "dp", "cp", "tp"):
+            mine = torch.tensor([float(self.place.rank)])
+            dist.all_reduce(mine, group=self.group(axis))
+            found[axis] = float(mine)
+        return found
+
+    def hang(self, how: str, culprit: int) -> str:
+        """Have all ranks but the culprit wait for it."""
+        with self.section("step"):
+            if self.place.rank == culprit:
+                time.sleep(1000)
+            match how:
+                case "all_reduce":
+                    dist.all_reduce(torch.ones(100_000))
+                case "receive":
+                    dist.recv(torch.ones(1000), src=culprit)
+                case "send":
+                    dist.send(torch.ones(30_000_000), dst=culprit)
+                case "new_group":
+                    dist.new_group(list(range(self.place.world_size)))
+                case "compute":
+                    while True:
+                        torch.ones(100).sum()
+                case "swallow":
+                    while True:
+                        try:
+                            dist.all_reduce(torch.ones(10))
+                        except Exception:  # noqa: BLE001, S110 - what users write
+                            pass
+        return "came out"
+
+    def sleep(self, seconds: float) -> None:
+        """Hang in a section."""
+        with self.section("step"):
+            time.sleep(seconds)
+
+    def fail(self, who: int) -> None:
+        """Raise what cannot be pickled, on one rank."""
+        if self.place.rank == who:
+            error = ValueError("on purpose")
+            error.lock = time.get_clock_info  # type: ignore[attr-defined]
+            error.file = sys.stderr  # type: ignore[attr-defined]
+            raise error
+
+    def resources(self) -> tuple[int, int, int]:
+        """Return the number of descriptors and of threads, and the resident memory in KiB."""
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[1])
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages * 4
+
+
+class Plain:
+    """No :class:`TrainActor`: of its state nothing is known."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def add(self) -> tuple[float, int]:
+        self.calls += 1
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return float(total), self.calls
+
+
+class Crew:
+    """Drive shells as a driver does, one incarnation after the other."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        actor: type = Trainer,
+        num_spares: int = 0,
+        checkpoint: CheckpointConfig | None = None,
+        timeouts: dict[str, float | None] | None = None,
+        nodes: Sequence[str] = (),
+    ) -> None:
+        self.mesh, self.incarnation = mesh, -1
+        self._settings = ShellSettings(
+            group=f"test-{uuid.uuid4().hex[:8]}",
+            checkpoint=checkpoint,
+            fault_tolerance=FaultToleranceConfig(rank_section_timeouts=timeouts or {}, num_warmup_iterations=0),
+        )
+        self._actor = actor
+        made = [self.make(nodes[n % len(nodes)] if nodes else None) for n in range(mesh.size + num_spares)]
+        self.seats, self.spares = made[: mesh.size], made[mesh.size :]
+        self.hello(self.spares)
+
+    def make(self, node: str | None = None) -> Any:
+        """Start one more shell, on a node."""
+        options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
+        if node is not None:
+            options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+                node, soft=False
+            )
+        return shell_class().options(**options).remote(self._actor, (), {}, self._settings)
+
+    def hello(self, shells: Sequence[Any] | None = None) -> list[Hello]:
+        shells = self.seats if shells is None else shells
+        return ray.get([shell.hello.remote() for shell in shells], timeout=LIMIT_S)
+
+    def pids(self) -> list[int]:
+        return [one.pid for one in self.hello()]
+
+    def pulses(self) -> list[Pulse]:
+        return ray.get([shell.pulse.remote() for shell in self.seats], timeout=LIMIT_S)
+
+    def begin_join(
+        self, has: Sequence[int | None] | None = None, writers: Sequence[str | None] | None = None
+    ) -> list[Any]:
+        self.incarnation += 1
+        addr, port = ray.get(self.seats[0].host_store.remote(), timeout=LIMIT_S)
+        return [
+            shell.join.remote(
+                Assignment(
+                    incarnation=self.incarnation,
+                    rank=rank,
+                    mesh=self.mesh,
+                    local_rank=0,
+                    local_world_size=self.mesh.size,
+                    node_rank=0,
+                    store_addr=addr,
+                    store_port=port,
+                    timeout_s=LIMIT_S,
+                    has=has[rank] if has else None,
+                    writer=writers[rank] if writers else None,
+                )
+            )
+            for rank, shell in enumerate(self.seats)
+        ]
+
+    def join(
+        self, has: Sequence[int | None] | None = None, writers: Sequence[str | None] | None = None
+    ) -> list[Joined]:
+        joined = ray.get(self.begin_join(has, writers), timeout=LIMIT_S)
+        assert all(isinstance(one, Joined) for one in joined), joined
+        return joined
+
+    def begin_call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        call = Call(id=1, incarnation=self.incarnation, method=method)
+        parcel = ray.put((args, kwargs))
+        return [shell.call.remote(call, parcel) for shell in self.seats]
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method on all ranks; return their values."""
+        answers = self.outcomes(self.begin_call(method, *args, **kwargs))
+        assert all(isinstance(one, Returned) for one in answers), answers
+        return [one.value for one in answers]
+
+    def outcomes(self, calls: list[Any]) -> list[Returned | Failed]:
+        return ray.get(calls, timeout=LIMIT_S)
+
+    def abort(self, ranks: Sequence[int], timeout_s: float = 20.0) -> list[Aborted]:
+        aborting = [self.seats[rank].abort.remote(self.incarnation, timeout_s) for rank in ranks]
+        return ray.get(aborting, timeout=LIMIT_S)
+
+    def replace(self, rank: int) -> None:
+        """End the actor of a rank, whatever it does, and give its seat to a spare."""
+        ray.kill(self.seats[rank])
+        self.seats[rank] = self.spares.pop(0)
+
+    def close(self) -> None:
+        for shell in [*self.seats, *self.spares]:
+            ray.kill(shell)
+
+
+def wait_until(check: Any, what: str) -> None:
+    """Wait until a check is true."""
+    end = time.monotonic() + LIMIT_S
+    while not check():
+        assert time.monotonic() < end, f"{what} did not come"
+        time.sleep(0.01)
