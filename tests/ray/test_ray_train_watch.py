@@ -16,7 +16,7 @@ from outlast.ray.train_watch import Briefing, TrainWatch, WorkerPlace  # noqa: E
 from outlast.runtime.journal import read_journal  # noqa: E402
 
 WORKER = """
-import sys, threading
+import ctypes, sys, threading
 from outlast.env import WorkerEnv
 from outlast.monitor import RankMonitor
 rank, iteration = int(sys.argv[1]), int(sys.argv[2])
@@ -25,7 +25,9 @@ monitor.set_iteration(iteration)
 print("attached", flush=True)
 input()
 with monitor.section("step"):
-    threading.Event().wait(120)
+    if sys.argv[3] == "waits":
+        threading.Event().wait(120)
+    ctypes.PyDLL(None).sleep(120)  # it keeps the interpreter's lock
 """
 
 
@@ -34,12 +36,12 @@ def workers(tmp_path):
     """Two workers, as if on two machines: rank 1 is an iteration behind, and both hang once they know their board."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), str(iteration)],
+            [sys.executable, "-c", WORKER, str(rank), str(iteration), does],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, iteration in ((0, 5), (1, 4))
+        for rank, iteration, does in ((0, 5, "waits"), (1, 4, "holds the lock"))
     ]
     yield processes
     for process in processes:

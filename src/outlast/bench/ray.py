@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -97,7 +98,12 @@ def _cluster() -> Iterator[None]:
     import ray
 
     before = env.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"})
-    with tempfile.TemporaryDirectory(prefix="olb-", dir="/tmp") as folder:  # a socket's path has to be short
+    with (
+        tempfile.TemporaryDirectory(
+            prefix="olb-", dir="/tmp", ignore_cleanup_errors=True
+        ) as folder,  # short for sockets
+        redirect_stdout(sys.stderr),  # Ray says there, too, that a worker died
+    ):
         ray.init(
             address="local",
             num_cpus=2 * (_NUM_RANKS + 1),

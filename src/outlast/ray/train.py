@@ -108,7 +108,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
             "in_process_restart is not for Ray Train, which replaces all workers; switch it off",
         )
         self._attempt = -1
-        self._was_watched = False
+        self._was_watched = self._is_preempting = False
         self._ladder = LadderState()
         self._machines: Machines | None = None
 
@@ -126,24 +126,30 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
             )
         )
 
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Take in whether workers are taken away on notice, which is no failure to be charged."""
+        self._is_preempting = type(current_state).__name__ == "PreemptingState"
+
     def before_controller_execute_failure_decision(self, failure_decision: Any, *_: Any, **__: Any) -> None:
         """Stop a run that is restarted again and again and gets no further.
 
         Raises:
             BudgetExhausted: ``max_no_progress_cycles`` attempts in a row ended without a new durable generation.
         """
-        if self._machines is None or not self._was_watched or failure_decision.name != "RETRY":
+        if self._machines is None or not self._was_watched:
             return
         self._was_watched = False
         standing = self._machines.standing()
+        if standing.incident is not None:
+            log.error("attempt %d: %s", self._attempt, standing.incident.describe())
+        if failure_decision.name != "RETRY" or self._is_preempting:
+            return
         end = CycleEnd(
             cycle=self._attempt,
             incident=standing.incident or Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._attempt),
             durable_iteration=standing.durable_iteration,
             progress_known=standing.progress_known,
         )
-        if standing.incident is not None:
-            log.error("attempt %d: %s", self._attempt, standing.incident.describe())
         limits = Limits(
             max_restarts=_UNLIMITED,  # FailureConfig.max_failures bounds these
             max_no_progress_cycles=self._fault_tolerance.max_no_progress_cycles,
@@ -160,6 +166,11 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
     def before_controller_abort(self) -> None:
         """End the watches."""
         self._close()
+
+    def _rest(self) -> None:
+        self._was_watched = False
+        if self._machines is not None:
+            self._machines.rest()
 
     def _close(self) -> None:
         if self._machines is not None:
@@ -189,13 +200,11 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
         """Look away, as the workers are ended now."""
-        if self._machines is not None:
-            self._machines.rest()
+        self._rest()
 
     def before_worker_group_abort(self, worker_group_context: Any) -> None:
         """Look away, as the workers are ended now."""
-        if self._machines is not None:
-            self._machines.rest()
+        self._rest()
 
 
 def _take_place(config: Config, variables: Mapping[str, str | None]) -> None:

@@ -174,11 +174,8 @@ class TrainWatch:
             self._incident = first  # the judgement: what others report meanwhile is the same hang
         asked = [peer.examine.remote(attempt) for peer in self._peers]
         positions = self.examine(attempt)
-        for reference in asked:
-            try:
-                positions += ray.get(reference, timeout=_ASK_S)
-            except ray.exceptions.RayError as error:  # its machine is gone, or stands still
-                log.warning("[RankMonitor] a machine does not say what its workers do: %s", _first_line(error))
+        for answer in _answers(asked, _ASK_S, "say what its workers do"):
+            positions += answer
         if not positions:
             return
         culprit = find_culprit(positions)
@@ -264,7 +261,7 @@ class TrainWatch:
         )
         if self._judge is not None:
             try:
-                ray.get(self._judge.judge.remote(attempt, first), timeout=2 * _ASK_S)
+                ray.get(self._judge.judge.remote(attempt, first), timeout=2 * (_ASK_S + _GRACE_S))
             except ray.exceptions.RayError as error:
                 log.warning("[RankMonitor] the judge of this run does not answer: %s", _first_line(error))
             else:
@@ -275,13 +272,8 @@ class TrainWatch:
         if self.end_worker(attempt, position.global_rank):
             return
         asked = [peer.end_worker.remote(attempt, position.global_rank) for peer in self._peers]
-        for reference in asked:
-            try:
-                if ray.get(reference, timeout=2 * _GRACE_S):
-                    return
-            except ray.exceptions.RayError as error:
-                log.warning("[RankMonitor] a machine cannot be told whom to end: %s", _first_line(error))
-        log.error("[RankMonitor] nobody could end rank %d (node %s)", position.global_rank, position.node)
+        if not any(_answers(asked, _ASK_S + _GRACE_S, "end its worker")):
+            log.error("[RankMonitor] nobody could end rank %d (node %s)", position.global_rank, position.node)
 
     def _describe(self, first: Incident, culprit: Culprit) -> Incident:
         position = culprit.position
@@ -303,6 +295,20 @@ class TrainWatch:
             iteration=position.iteration,
             evidence=evidence,
         )
+
+
+def _answers(asked: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+    """Return what the machines that answer in time say."""
+    ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    if silent:
+        log.warning("[RankMonitor] %d machines did not %s within %g s", len(silent), what, timeout_s)
+    answers = []
+    for reference in ready:
+        try:
+            answers.append(ray.get(reference))
+        except ray.exceptions.RayError as error:  # it is gone
+            log.warning("[RankMonitor] a machine cannot %s: %s", what, _first_line(error))
+    return answers
 
 
 def _send(worker: int, number: signal.Signals) -> None:
