@@ -1,0 +1,146 @@
+"""Getting a thread that is not the main one out of the user's code."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from outlast.ray.interruption import Abandoned, Interruption, Outcome
+
+LIMIT_S = 15.0
+
+
+@pytest.fixture
+def worker() -> Iterator[ThreadPoolExecutor]:
+    """One thread, as an actor's methods run in."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def begin(worker: ThreadPoolExecutor, interruption: Interruption, function: Callable[[], Any]) -> Future[Outcome]:
+    """Run a function of incarnation 0; return once it is inside."""
+    inside = threading.Event()
+
+    def run() -> Any:
+        inside.set()
+        return function()
+
+    running = worker.submit(interruption.run, 0, run)
+    assert inside.wait(LIMIT_S)
+    return running
+
+
+def get_out(interruption: Interruption, number: int = 0) -> None:
+    interruption.order(number)
+    for _ in range(int(LIMIT_S / 0.01)):
+        interruption.poke()
+        if interruption.wait_outside(0.01):
+            return
+    raise AssertionError("the thread does not come out")
+
+
+def spin() -> None:
+    while True:
+        sum(range(10))
+
+
+def spin_and_swallow() -> None:
+    while True:
+        try:
+            sum(range(10))
+        except Exception:  # noqa: BLE001 - what users write
+            pass
+
+
+def spin_and_swallow_all() -> None:
+    for _ in range(3):
+        try:
+            spin()
+        except BaseException:  # noqa: BLE001 - what users write
+            pass
+    spin()
+
+
+@pytest.mark.parametrize("function", [spin, spin_and_swallow, spin_and_swallow_all])
+def test_a_loop_is_left(worker: ThreadPoolExecutor, function: Callable[[], None]) -> None:
+    """A loop of Python ends with the order, also if it catches exceptions; the thread then serves the next call."""
+    interruption = Interruption()
+    running = begin(worker, interruption, function)
+    get_out(interruption)
+    assert isinstance(running.result(LIMIT_S).error, Abandoned)
+    for number in range(1, 200):
+        outcome = worker.submit(interruption.run, number, lambda: "fine").result(LIMIT_S)
+        assert (outcome.value, outcome.error) == ("fine", None)
+
+
+def test_what_comes_after_the_order_is_not_believed(worker: ThreadPoolExecutor) -> None:
+    """A function that returns after the order brings nothing: it may have taken a cut wait for a message."""
+    interruption, gate = Interruption(), threading.Event()
+    running = begin(worker, interruption, lambda: gate.wait(LIMIT_S) and "garbage")
+    interruption.order(0)
+    gate.set()
+    outcome = running.result(LIMIT_S)
+    assert outcome.value is None
+    assert isinstance(outcome.error, Abandoned)
+
+
+def test_nothing_of_a_given_up_incarnation_begins(worker: ThreadPoolExecutor) -> None:
+    """Once ordered, functions of that incarnation and older ones are not called; newer ones are."""
+    interruption = Interruption()
+    interruption.order(3)
+    called = []
+    for number in range(6):
+        worker.submit(interruption.run, number, lambda number=number: called.append(number)).result(LIMIT_S)
+    assert called == [4, 5]
+
+
+def test_an_update_comes_to_its_end_first(worker: ThreadPoolExecutor) -> None:
+    """What is done in calm is not interrupted within its first second; it ends, and then the call is left."""
+    interruption, within, gate = Interruption(), threading.Event(), threading.Event()
+    done = []
+
+    def update() -> None:
+        with interruption.calm():
+            within.set()
+            while not gate.is_set():
+                sum(range(10))
+            done.append("whole")
+        done.append("after")
+
+    running = begin(worker, interruption, update)
+    assert within.wait(LIMIT_S)
+    interruption.order(0)
+    interruption.poke()
+    gate.set()
+    assert isinstance(running.result(LIMIT_S).error, Abandoned)
+    assert done == ["whole"]
+
+
+def test_exceptions_of_the_function_are_its_own(worker: ThreadPoolExecutor) -> None:
+    """What the function raises is what it ended with, whatever kind of exception it is."""
+    interruption = Interruption()
+    for kind in (ValueError, SystemExit, KeyboardInterrupt):
+
+        def fail(kind: type[BaseException] = kind) -> None:
+            raise kind("of its own")
+
+        assert type(worker.submit(interruption.run, 0, fail).result(LIMIT_S).error) is kind
+
+
+def test_many_orders_at_any_moment_never_reach_beyond_the_call(worker: ThreadPoolExecutor) -> None:
+    """However a call and its interruption meet, the thread goes on, and what follows is not interrupted."""
+    interruption = Interruption()
+
+    def step() -> int:
+        return sum(range(200))
+
+    for number in range(400):
+        running = worker.submit(lambda number=number: (interruption.run(number, step), sum(range(1000)))[1])
+        interruption.order(number)
+        for _ in range(number % 7):
+            interruption.poke()
+        assert running.result(LIMIT_S) == sum(range(1000))
