@@ -1,0 +1,57 @@
+"""What ``outlast bench ray`` reads from the marks of actors and workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from outlast.bench.ray_marks import STRUCK, VICTIM, Marker, read_marks, when_all, when_victim
+from outlast.bench.result import Bar, BenchResult
+
+
+def write(folder: Path, name: str, rank: int, iteration: int, at_ns: int) -> None:
+    mark = {"name": name, "rank": rank, "iteration": iteration, "at_ns": at_ns, "pid": 100 + rank}
+    with (folder / f"marks-{100 + rank}.jsonl").open("a") as file:
+        file.write(json.dumps(mark) + "\n")
+
+
+def test_a_restart_is_over_with_the_last_ranks_first_step(tmp_path: Path) -> None:
+    """Each rank's first step after the kill counts, and the last of them ends the time; earlier steps do not count."""
+    for rank in range(2):
+        write(tmp_path, "stepped", rank, STRUCK - 1, 50)
+    write(tmp_path, "killed", VICTIM, STRUCK, 100)
+    write(tmp_path, "stepped", 0, STRUCK, 300)
+    assert when_all(read_marks(tmp_path), "stepped", since_ns=100, num_ranks=2) is None
+    write(tmp_path, "stepped", 1, STRUCK, 400)
+    write(tmp_path, "stepped", 0, STRUCK + 1, 500)
+    marks = read_marks(tmp_path)
+    assert when_all(marks, "stepped", since_ns=100, num_ranks=2) == 400
+    assert when_victim(marks, "killed") == 100
+    assert when_victim(marks, "entered") is None
+
+
+def test_a_line_that_a_death_cut_short_is_left_out(tmp_path: Path) -> None:
+    """A process that is killed as it writes spoils no other mark."""
+    Marker(str(tmp_path), "none").mark("stepped", 3, 2)
+    with next(tmp_path.glob("marks-*.jsonl")).open("a") as file:
+        file.write('{"name": "step')
+    assert [(mark.name, mark.rank, mark.iteration) for mark in read_marks(tmp_path)] == [("stepped", 3, 2)]
+
+
+def test_a_rank_fails_once_and_only_where_it_is_to(tmp_path: Path) -> None:
+    """Neither another rank, nor another step, nor the same step done again is struck."""
+    marker = Marker(str(tmp_path), "kill")
+    marker.strike(VICTIM + 1, STRUCK)
+    marker.strike(VICTIM, STRUCK - 1)
+    (tmp_path / "struck").touch()
+    marker.strike(VICTIM, STRUCK)
+    assert read_marks(tmp_path) == []
+
+
+def test_details_are_part_of_the_json_form_where_there_are_some() -> None:
+    """Programs find what the figures are made of; a benchmark that tells nothing has no such key."""
+    bars = (Bar(name="one_s", value=1.0, unit="s", bar=2.0),)
+    assert json.loads(BenchResult(bench="ray", bars=bars, details={"phases_s": {"load": 0.5}}).to_json())[
+        "details"
+    ] == {"phases_s": {"load": 0.5}}
+    assert "details" not in json.loads(BenchResult(bench="ray", bars=bars).to_json())
