@@ -228,10 +228,9 @@ def play_through(iterations: int, failures: dict[int, str], folder: Path) -> dic
         Trainer,
         mesh=MESH,
         args=(failures, str(folder)),
-        num_spares=2,
+        num_spares=2 if failures else 0,
         num_cpus=1,
         checkpoint=outlast.CheckpointConfig(local_directory=str(folder / "kept"), non_persistent_save_interval=1),
-        recovery=outlast.ray.RecoveryConfig(ping_timeout=3.0),
         run_dir=str(folder / "run"),
     ) as group:
         returns = train(group, iterations)
