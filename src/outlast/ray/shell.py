@@ -68,10 +68,7 @@ class Shell:
         kwargs: Mapping[str, Any],
         settings: ShellSettings,
     ) -> None:
-        import torch.distributed  # noqa: F401 - the longest part of a start, which spares have behind them
-
-        import outlast.checkpoint  # noqa: F401
-
+        _import_ahead(settings)
         context = ray.get_runtime_context()
         self._node_id: str = context.get_node_id()
         self._node = _node_name(self._node_id)
@@ -269,6 +266,15 @@ class Shell:
 def shell_class() -> Any:
     """Return :class:`Shell` as Ray makes actors of it."""
     return ray.remote(concurrency_groups={"control": _NUM_CONTROL_THREADS})(Shell)
+
+
+def _import_ahead(settings: ShellSettings) -> None:
+    """Import what the first incarnation needs: the longest part of a start, which spares have behind them."""
+    import torch._dynamo  # every optimizer imports it when it is made
+    import torch.distributed.device_mesh  # noqa: F401
+
+    if settings.checkpoint is not None:
+        import outlast.checkpoint.manager  # noqa: F401
 
 
 def _node_name(node_id: str) -> str:
