@@ -106,6 +106,13 @@ class Trainer(TrainActor):
     def calls(self) -> int:
         return self.num_calls
 
+    def fail(self) -> float:
+        return 1 / (self.num_calls * 0)
+
+    def linger(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "lingered"
+
     def strike(self, where: str, iteration: int) -> None:
         """Fail as a file in the folder says, once: ``<where>-<iteration>-<rank>-<kind>``, -1 = any iteration."""
         for number in {iteration, -1}:

@@ -16,6 +16,7 @@ from outlast.ray.chronicle import Chronicle
 from outlast.ray.conductor import Conductor, Order
 from outlast.ray.dispatch import Dispatch, find_dispatch, takes_weights
 from outlast.ray.mesh import Mesh
+from outlast.ray.node_keeper import NodeKeepers
 from outlast.ray.pending import Pending
 from outlast.ray.placement import Placement
 from outlast.ray.pool import Pool
@@ -127,7 +128,11 @@ class ActorGroup:
             )
 
         self._conductor = Conductor(
-            wanted, config, make_pool, saves=checkpoint is not None, chronicle=Chronicle(run_dir, name)
+            wanted,
+            config,
+            make_pool,
+            keepers=None if checkpoint is None else NodeKeepers(),
+            chronicle=Chronicle(run_dir, name),
         )
         self._mesh = wanted
         atexit.register(self._conductor.close)

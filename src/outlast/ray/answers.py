@@ -18,6 +18,8 @@ _Key = TypeVar("_Key")
 _FETCH_S = 60.0
 """For bringing an answer that is ready to this node."""
 _TEXT_LENGTH = 400
+_DEATH = "The actor is dead because "
+"""Begins the line in which Ray says why an actor is dead."""
 
 
 class Fault(StrEnum):
@@ -86,7 +88,9 @@ def describe_error(error: BaseException | None) -> str:
         return "no answer"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, exceptions.RayError):
-        reasons = [line for line in lines if line.startswith("The actor is dead because")]
-        text = (reasons or lines or [type(error).__name__])[-1 if not reasons else 0]
-        return text.partition(" Some common causes")[0][:_TEXT_LENGTH]
+        for line in lines:
+            if line.startswith(_DEATH):
+                reason, _, details = line.removeprefix(_DEATH).partition(" Worker exit type: ")
+                return reason.rstrip(".") + (f" ({details.split()[0]})" if details else "")
+        return (lines or [type(error).__name__])[-1][:_TEXT_LENGTH]
     return f"{type(error).__name__}: {' '.join(lines)}"[:_TEXT_LENGTH]

@@ -21,6 +21,7 @@ from outlast.ray.answers import describe_error
 from outlast.ray.chronicle import Chronicle
 from outlast.ray.dispatch import Dispatch
 from outlast.ray.mesh import Mesh
+from outlast.ray.node_keeper import NodeKeepers
 from outlast.ray.pool import Pool
 from outlast.ray.recovery import Crew, Recovery, cause_of
 from outlast.ray.report import LossKind, RecoveryReport
@@ -57,7 +58,7 @@ class Conductor:
         mesh: What is to be filled.
         config: Limits.
         make_pool: Makes the pool; called once, in the thread.
-        saves: Whether there is a place where generations are saved.
+        keepers: Has a checkpoint writer on each node; ``None``: there is no place where generations are saved.
         chronicle: Writes down what happened.
 
     Thread: the pool, the recovery and the watch belong to the thread that :meth:`start` begins. ``crew``, ``spares``
@@ -71,10 +72,10 @@ class Conductor:
         config: RecoveryConfig,
         make_pool: Callable[[], Pool],
         *,
-        saves: bool,
+        keepers: NodeKeepers | None,
         chronicle: Chronicle,
     ) -> None:
-        self._mesh, self._config, self._make_pool, self._saves = mesh, config, make_pool, saves
+        self._mesh, self._config, self._make_pool, self._keepers = mesh, config, make_pool, keepers
         self._chronicle = chronicle
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -83,6 +84,7 @@ class Conductor:
         self._budget = Budget(config.max_recoveries)
         self._num_calls = 0
         self._polled_s = 0.0
+        self._kept_nodes: set[str] = set()
         self._pool: Pool
         self._recovery: Recovery
         self._watch = Watch(config, self._idle)
@@ -143,7 +145,7 @@ class Conductor:
         """Make the first crew; return whether that went well."""
         try:
             self._pool = self._make_pool()
-            self._recovery = Recovery(self._config, self._pool, self._watch, self._idle, saves=self._saves)
+            self._recovery = Recovery(self._config, self._pool, self._watch, self._idle, keepers=self._keepers)
             self._pool.require(self._mesh.size, self._config.start_timeout, self._idle)
             self._take_over(self._recovery.form(self._mesh))
         except _ClosingError:
@@ -255,11 +257,26 @@ class Conductor:
         self._polled_s = clock.now_s()
         self._pool.poll()
         self.spares = tuple(spare.pid for spare in self._pool.spares)
+        self._keep_nodes()
+
+    def _keep_nodes(self) -> None:
+        """Have a writer start where a spare waits, so that nobody waits for it once the spare takes a seat."""
+        if self._keepers is None:
+            return
+        spares = {spare.node for spare in self._pool.spares}
+        used = spares | ({actor.node for actor in self.crew.members.values()} if self.crew is not None else set())
+        if new := spares - self._kept_nodes:
+            self._keepers.ensure(new, 0.0)
+        for node in self._kept_nodes - used:
+            self._keepers.forget(node)
+        self._kept_nodes = used
 
     def _end(self) -> None:
         with self._lock:
             self._closing.set()
         try:
+            if self._keepers is not None:
+                self._keepers.close()
             if hasattr(self, "_pool"):
                 self._pool.close(self._config.close_timeout)
         except Exception:

@@ -80,7 +80,11 @@ class NodeKeepers:
             try:
                 self._addresses[node_id] = ray.get(address, timeout=max(0.0, end_s - clock.now_s()))
             except GetTimeoutError:
-                log.warning("node %s has no checkpoint writer yet: its actors keep nothing in memory", node_id[:8])
+                log.log(
+                    logging.WARNING if timeout_s else logging.DEBUG,
+                    "node %s has no checkpoint writer yet: its actors keep nothing in memory",
+                    node_id[:8],
+                )
             except RayError as error:
                 log.warning("node %s gets no checkpoint writer (%s)", node_id[:8], type(error).__name__)
                 self.forget(node_id)

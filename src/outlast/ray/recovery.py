@@ -16,6 +16,7 @@ from outlast.policy.actor_recovery import ActorFacts, Formation, Missing, ends_c
 from outlast.ray.actor import Actor
 from outlast.ray.answers import Fault, await_answers, describe_error
 from outlast.ray.mesh import AXES, Mesh, shrunk
+from outlast.ray.node_keeper import NodeKeepers
 from outlast.ray.pool import Pool
 from outlast.ray.report import LossKind, Lost, RecoveryReport
 from outlast.ray.watch import Gathered, Watch, lose
@@ -69,15 +70,21 @@ class Recovery:
         pool: Where actors come from.
         watch: Waits for those that join.
         idle: Called between phases; may raise to end the recovery.
-        saves: Whether there is a place where generations are saved.
+        keepers: Has a checkpoint writer on each node; ``None``: there is no place where generations are saved.
 
     Thread: one.
     """
 
     def __init__(
-        self, config: RecoveryConfig, pool: Pool, watch: Watch, idle: Callable[[], None], *, saves: bool
+        self,
+        config: RecoveryConfig,
+        pool: Pool,
+        watch: Watch,
+        idle: Callable[[], None],
+        *,
+        keepers: NodeKeepers | None,
     ) -> None:
-        self._config, self._pool, self._watch, self._idle, self._saves = config, pool, watch, idle, saves
+        self._config, self._pool, self._watch, self._idle, self._keepers = config, pool, watch, idle, keepers
         self._incarnation = -1
 
     def form(self, mesh: Mesh) -> Crew:
@@ -206,7 +213,7 @@ class Recovery:
         self, crew: Crew, exact: Mapping[int, int | None], gathered: Gathered, work: _Round
     ) -> dict[int, int | None]:
         """Return the iterations that may be kept: not that of an actor whose own code raised, if it can load."""
-        if self._saves:
+        if self._keepers is not None:
             raised = [rank for rank, failed in gathered.failed.items() if failed.kind == FailureKind.RAISED]
             work.untrusted.update(crew.members[rank].number for rank in raised)
         return {
@@ -285,6 +292,7 @@ class Recovery:
         for rank in sorted(crew.members):
             nodes.setdefault(crew.members[rank].node, []).append(rank)
         node_ranks = {node: number for number, node in enumerate(nodes)}
+        writers = {} if self._keepers is None else self._keepers.ensure(list(nodes), self._config.store_timeout)
         return {
             rank: Assignment(
                 incarnation=crew.incarnation,
@@ -297,6 +305,7 @@ class Recovery:
                 store_port=port,
                 timeout_s=self._config.collective_timeout,
                 has=has.get(rank),
+                writer=writers.get(actor.node),
             )
             for rank, actor in crew.members.items()
         }

@@ -1,0 +1,90 @@
+"""A Ray cluster of its own for tests, with nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import ray
+from ray._private.state import actors
+from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
+
+from outlast import clock
+from outlast.testing.reaping import TOKEN, end_processes
+
+_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+_PYTHONPATH = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+"""Actors import their classes from the tests' own modules."""
+_SYSTEM_CONFIG = {
+    "prestart_worker_first_driver": False,
+    "health_check_period_ms": 1000,
+    "health_check_failure_threshold": 5,
+}
+"""No worker is started before somebody needs it, as two cores have enough to do; a lost node is noticed soon."""
+
+
+@contextmanager
+def run_ray(num_cpus: int = 16) -> Iterator[Cluster]:
+    """Run a cluster with room for so many actors on its first node; more nodes may be added, and removed again."""
+    token, temp_dir = uuid.uuid4().hex, tempfile.mkdtemp(prefix="olr-", dir="/tmp")
+    environment = _ENVIRONMENT | {TOKEN: token, "RAY_TMPDIR": temp_dir, "PYTHONPATH": _PYTHONPATH}
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    os.mkdir(f"{temp_dir}/ray")
+    cluster = None
+    try:
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": num_cpus,
+                "num_gpus": 0,
+                "object_store_memory": 150 << 20,
+                "include_dashboard": False,
+                "_system_config": _SYSTEM_CONFIG,
+            },
+        )
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING", namespace=token)
+        yield cluster
+    finally:
+        try:
+            ray.shutdown()
+            if cluster is not None:
+                cluster.shutdown()
+        finally:
+            end_processes(token)
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+            shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def leaked(pids: Collection[int] = ()) -> list[str]:
+    """Return what is still in use although all groups are closed; empty when nothing is, within some seconds.
+
+    Args:
+        pids: Processes that were actors.
+    """
+    deadline = clock.now_s() + 20
+    while True:
+        left = [f"actor {name} {one['State']}" for name, one in actors().items() if one["State"] != "DEAD"]
+        left += [
+            f"placement group {name} {one['state']}"
+            for name, one in placement_group_table().items()
+            if one["state"] != "REMOVED"
+        ]
+        total, free = ray.cluster_resources().get("CPU", 0), ray.available_resources().get("CPU", 0)
+        left += [f"{free} of {total} CPUs are free"] if free != total else []
+        left += [f"process {pid}" for pid in pids if psutil.pid_exists(pid)]
+        if not left or clock.now_s() >= deadline:
+            return left
+        time.sleep(0.1)
