@@ -19,7 +19,6 @@ from outlast.ray.shell import shell_class
 from outlast.ray.train_actor import TrainActor
 from outlast.ray.words import Aborted, Assignment, Call, Failed, Hello, Joined, Pulse, Returned, ShellSettings
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LIMIT_S = 60.0
 
 
@@ -138,6 +137,7 @@ class Crew:
         checkpoint: CheckpointConfig | None = None,
         timeouts: dict[str, float | None] | None = None,
         nodes: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.mesh, self.incarnation = mesh, -1
         self._settings = ShellSettings(
@@ -145,7 +145,7 @@ class Crew:
             checkpoint=checkpoint,
             fault_tolerance=FaultToleranceConfig(rank_section_timeouts=timeouts or {}, num_warmup_iterations=0),
         )
-        self._actor = actor
+        self._actor, self._environment = actor, environment
         made = [self.make(nodes[n % len(nodes)] if nodes else None) for n in range(mesh.size + num_spares)]
         self.seats, self.spares = made[: mesh.size], made[mesh.size :]
         self.hello(self.spares)
@@ -153,6 +153,8 @@ class Crew:
     def make(self, node: str | None = None) -> Any:
         """Start one more shell, on a node."""
         options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
+        if self._environment:
+            options["runtime_env"] = {"env_vars": self._environment}
         if node is not None:
             options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                 node, soft=False
