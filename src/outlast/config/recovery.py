@@ -45,7 +45,8 @@ class RecoveryConfig:
     """Seconds in which an actor has to start: its process, its imports, its constructor."""
 
     store_timeout: float = 10.0
-    """Seconds in which an actor has to open the store where the next incarnation meets."""
+    """Seconds in which an actor has to open the store where the next incarnation meets, and a node that is new to the
+    group to start its checkpoint writer."""
 
     abort_timeout: float = 5.0
     """Seconds in which an actor has to leave an interrupted call; who does not is lost, too."""

@@ -169,7 +169,8 @@ class ActorGroup:
     def submit(self, method: str, *args: Any, dispatch: str | Dispatch = "mesh", **kwargs: Any) -> Pending:
         """Call a method on all actors, and return at once what its result can be awaited with.
 
-        Takes and raises what :meth:`run` does, the latter where the result is awaited.
+        Takes and raises what :meth:`run` does, the latter where the result is awaited. A call that ends with
+        ``RolledBack`` or ``ActorFailed`` takes those with it that were submitted and have not begun.
 
         Blocks: never.
         """

@@ -138,6 +138,8 @@ class Conductor:
             if self._form():
                 while (order := self._next_order()) is not None:
                     self._carry_out(order)
+        except Exception:
+            log.exception("the group of actors cannot go on (was Ray shut down before it was closed?)")
         finally:
             self._end()
 
@@ -173,6 +175,9 @@ class Conductor:
             if self._broken is not None:
                 raise self._broken
             order.future.set_result(self._play(order))
+        except (RolledBack, ActorFailed) as error:
+            order.future.set_exception(error)
+            self._give_up_orders(error)  # made by somebody who did not know it yet
         except _ClosingError:
             order.future.set_exception(OutlastError(f"the group of actors was closed during {order.method!r}"))
         except Exception as error:  # noqa: BLE001 - belongs to whoever made the call
@@ -191,7 +196,8 @@ class Conductor:
                 wanted = {rank: value for rank, value in results.items() if _wants(order, crew, rank)}
                 return order.dispatch.collect(crew.mesh, wanted)
             report = self._recover(crew, gathered, order.method, begun_at)
-            num_own_failures += all(one.kind == LossKind.RAISED for one in report.lost)
+            if gathered.failed and all(one.kind == LossKind.RAISED for one in report.lost):
+                num_own_failures += 1  # nobody else is to blame
             if num_own_failures > 1:
                 raise _failed_again(order.method, gathered, report) from cause_of(gathered)
             if ends_call(begun_at, [report.iteration]):
@@ -282,12 +288,16 @@ class Conductor:
         except Exception:
             log.exception("the actors of a group could not all be ended; Ray ends them with this process")
         self.spares = ()
+        self._give_up_orders(OutlastError("the group of actors was closed before the call began"))
+        self._chronicle.close()
+
+    def _give_up_orders(self, error: OutlastError) -> None:
+        """Have the calls that have not begun end with an error."""
         with contextlib.suppress(queue.Empty):
             while True:
                 order = self._orders.get_nowait()
                 if order is not None and order.future.set_running_or_notify_cancel():
-                    order.future.set_exception(OutlastError(f"the group was closed before {order.method!r} began"))
-        self._chronicle.close()
+                    order.future.set_exception(error)
 
 
 def _wants(order: Order, crew: Crew, rank: int) -> bool:
