@@ -34,7 +34,9 @@ class Trainer(TrainActor):
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "seen": self.seen}
 
-    def train(self, iteration: int, *, save: bool = True, tear: bool = False) -> tuple[float, int]:
+    def train(
+        self, iteration: int, *, save: bool = True, tear: bool = False, linger: bool = False
+    ) -> tuple[float, int]:
         """Do one step; random numbers are part of it."""
         with self.section("step"):
             inputs = torch.randn(4, 8) + self.place.dp
@@ -52,6 +54,8 @@ class Trainer(TrainActor):
             handle = self.save(iteration)
             if handle is not None:
                 handle.wait(LIMIT_S)
+        if linger:
+            time.sleep(1000)
         return float(sum(parameter.detach().sum() for parameter in self.model.parameters())), self.seen
 
     def look(self) -> tuple[float, int, int]:

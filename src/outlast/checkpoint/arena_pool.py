@@ -35,12 +35,13 @@ class ArenaPool:
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._toucher: threading.Thread | None = None
+        self._is_given_up = False
 
     def take(self, num_bytes: int) -> Arena:
         """Return an arena of at least that size.
 
         Raises:
-            CheckpointError: None came back in time, there is no memory, or no writer.
+            CheckpointError: None came back in time, there is no memory, or no writer; or it is given up.
 
         Blocks: while both are in use, up to the pool's limit.
         """
@@ -48,7 +49,7 @@ class ArenaPool:
         with self._changed:
             while (arena := self._ask(num_bytes, self._may_steal)) is None:
                 left_s = (end_ns - clock.now_ns()) / 1e9
-                if left_s <= 0 or not self._changed.wait(left_s):
+                if self._is_given_up or left_s <= 0 or not self._changed.wait(left_s):
                     raise CheckpointError("earlier saves neither end nor fail; does the store's host still run?")
             return arena
 
@@ -75,6 +76,13 @@ class ArenaPool:
     def stop(self) -> None:
         """Touch nothing more."""
         self._stop.set()
+
+    def give_up(self) -> None:
+        """Have :meth:`take` wait no more. Thread: any."""
+        self._is_given_up = True
+        if self._changed.acquire(blocking=False):  # else the writer is being asked; the next call comes through
+            self._changed.notify_all()
+            self._changed.release()
 
     def close(self) -> None:
         """Unmap all arenas; the writer keeps what it keeps."""

@@ -22,7 +22,7 @@ from outlast.checkpoint.places import agree_places, is_initialised, place_here
 from outlast.checkpoint.replication import say_what_is_off
 from outlast.checkpoint.report import Reporter
 from outlast.checkpoint.save import Save
-from outlast.checkpoint.save_request import checked_iteration, wanted_tiers
+from outlast.checkpoint.save_request import checked_iteration, not_loaded, wanted_tiers
 from outlast.checkpoint.state import capture, flatten
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
@@ -325,6 +325,16 @@ class CheckpointManager:
         self._peers.close()
         self._pipeline.close()
 
+    def give_up(self) -> None:
+        """Fail whatever waits for a save, as the call around it is left; :meth:`close` follows. Idempotent.
+
+        Blocks: never. Thread: any; repeat it while the training thread may still begin to wait.
+        """
+        for handle in self._pending:
+            handle.fail(CheckpointError(f"the save of iteration {handle.iteration} is given up"))
+        self._pipeline.arenas.give_up()
+        self._peers.cut()
+
     def _tell_durable(self, iteration: int) -> None:
         if self.on_commit is not None:
             self.on_commit(iteration)
@@ -364,12 +374,7 @@ class CheckpointManager:
         if suspect:
             return
         if not self._may_save:
-            # They would be taken for newer than what this training saves, and be loaded in its place.
-            newest = max(self._places.generations, default="unknown")
-            raise CheckpointError(
-                f"there are generations (newest: {newest}) that this training did not load; call load_latest() first, "
-                "or give an empty directory"
-            )
+            raise not_loaded(self._places)
         limit = self.config.max_consecutive_save_failures
         self._pipeline.outcomes.check(limit, rank=self._place.global_rank, iteration=iteration)
 

@@ -6,10 +6,10 @@ import operator
 from collections.abc import Collection
 
 from outlast.checkpoint.places import Places
-from outlast.errors import ConfigError
+from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.recovery_point import Tier
 
-__all__ = ["checked_iteration", "wanted_tiers"]
+__all__ = ["checked_iteration", "not_loaded", "wanted_tiers"]
 
 
 def checked_iteration(iteration: int) -> int:
@@ -21,6 +21,18 @@ def checked_iteration(iteration: int) -> int:
     if number < 0:
         raise ConfigError(f"iteration={iteration!r} must be the number of optimizer steps done, 0 or more")
     return number
+
+
+def not_loaded(places: Places) -> CheckpointError:
+    """Return why nothing may be saved beside generations that were not loaded.
+
+    They would be taken for newer than what this training saves, and be loaded in its place.
+    """
+    newest = max(places.generations, default="unknown")
+    return CheckpointError(
+        f"there are generations (newest: {newest}) that this training did not load; call load_latest() first, "
+        "or give an empty directory"
+    )
 
 
 def wanted_tiers(places: Places, tiers: Collection[str] | None) -> frozenset[Tier]:

@@ -266,6 +266,11 @@ class Keeping:
         if self._manager is not None:
             self._manager.wait()
 
+    def give_up(self) -> None:
+        """Have the working thread wait for no save any more; :meth:`close` follows. Blocks: never. Thread: any."""
+        if (manager := self._manager) is not None:
+            manager.give_up()
+
     def close(self) -> None:
         """End the incarnation; what is not committed yet is given up. Idempotent.
 

@@ -48,6 +48,8 @@ _NUM_CONTROL_THREADS = 4
 _LOOK_S = 0.01
 _BOTH_WAYS_S = 0.2
 """Seconds after which connections are shut down both ways, for what does not notice the end of its reading."""
+_SAVES_S = 0.1
+"""Seconds after which saves are given up that the working thread waits for."""
 _STORE_TIMEOUT_S = 60.0
 
 
@@ -222,6 +224,8 @@ class Shell:
             self._seat.membership.cut(both_ways=passed_s > _BOTH_WAYS_S)
             if interruption.wait_outside(_LOOK_S):
                 break
+            if passed_s > _SAVES_S:
+                self._seat.keeping.give_up()
             connections.end_lost_waits()
             interruption.poke()
         return ""
