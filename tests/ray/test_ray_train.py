@@ -67,6 +67,8 @@ def train_function():
 
 def undisturbed(total):
     """Return the weights after so many steps of an undisturbed run, computed in this process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the workers: sums are made in the same order
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -81,6 +83,7 @@ def undisturbed(total):
         for parameter, one, other in zip(model.parameters(), *gradients, strict=True):
             parameter.grad = one + other
         optimizer.step()
+    torch.set_num_threads(threads)
     return model.state_dict()
 
 

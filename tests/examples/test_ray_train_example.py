@@ -1,0 +1,75 @@
+"""The example of Ray Train ends with the weights of an undisturbed run, though a worker hung on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("ray.train.torch")
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ray_train.py"
+ITERATIONS, WORKERS, WIDTH = 30, 2, 32
+
+
+def undisturbed() -> str:
+    """Return the digest of the weights, computed by one process for both workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the workers: sums are made in the same order
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for iteration in range(ITERATIONS):
+        gradients = []
+        for rank in range(WORKERS):
+            torch.manual_seed(WORKERS * iteration + rank)
+            inputs = torch.randn(64, WIDTH)
+            loss = nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True).sin())
+            optimizer.zero_grad()
+            loss.backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        for parameter, one, other in zip(model.parameters(), *gradients, strict=True):
+            parameter.grad = one + other
+        optimizer.step()
+    torch.set_num_threads(threads)
+    return hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()[:16]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_hung_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """As the page says: the worker that sleeps is found and ended, and the last line is the same as without a fault."""
+    # Ray's sockets lie in there, and their paths may have 107 bytes only.
+    with (
+        tempfile.TemporaryDirectory(prefix="rt-", dir="/tmp") as ray_folder,
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(tmp_path / "run"), "--fault=sleep"],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RAY_TMPDIR": ray_folder,
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_AUTH_MODE": "disabled",
+            },
+            start_new_session=True,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        try:
+            output, _ = process.communicate(timeout=200)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    assert (tmp_path / "run" / "struck").exists()
+    assert (tmp_path / "run" / "run" / "stacks" / "cycle-0" / "rank-1.txt").exists()
+    assert output.splitlines()[-1] == f"weights {undisturbed()}", output
