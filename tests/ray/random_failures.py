@@ -216,6 +216,7 @@ def strike(group: ActorGroup, stage: Stage, event: Event) -> None:
 def main() -> None:
     """Play the sequences of the seeds that are given; exit code 1 if one ended as none may."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster is to be ended, too
     logging.basicConfig(level=os.environ.get("LEVEL", "ERROR"))
     is_well = True
     with run_ray() as cluster, TemporaryDirectory(prefix="outlast-failures-") as name:

@@ -137,3 +137,32 @@ class Trainer(TrainActor):
 def plan_fault(folder: Path, where: str, iteration: int, rank: int, kind: str) -> None:
     """Have a rank fail once: see :meth:`Trainer.strike`."""
     (folder / f"{where}-{iteration}-{rank}-{kind}.fault").touch()
+
+
+class Counter:
+    """Count calls, without state that is kept; a class that knows nothing of outlast."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def count_all(self) -> int:
+        """Return the calls of all ranks together."""
+        self.count += 1
+        total = torch.tensor(self.count)
+        dist.all_reduce(total)
+        return int(total)
+
+    def die(self) -> None:
+        """End the first rank while the others wait for it."""
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.zeros(1))
+
+
+class Unable:
+    """Fail in the constructor."""
+
+    def __init__(self) -> None:
+        raise FileNotFoundError("no data here")
+
+    def work(self) -> None: ...

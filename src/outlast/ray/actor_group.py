@@ -112,11 +112,11 @@ class ActorGroup:
         if runtime_env:
             options["runtime_env"] = dict(runtime_env)
 
-        def make_pool() -> Pool:
+        def make_pool(idle: Callable[[], None]) -> Pool:
             bundles = Placement(
                 num_actors, num_cpus=num_cpus, num_gpus=num_gpus, resources=resources or {}, strategy=placement
             )
-            bundles.wait(config.start_timeout)
+            bundles.wait(config.start_timeout, idle)
             stored = ray.put(tuple(args)), ray.put(dict(kwargs or {}))
             return Pool(
                 bundles,

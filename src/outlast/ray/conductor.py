@@ -57,7 +57,7 @@ class Conductor:
     Args:
         mesh: What is to be filled.
         config: Limits.
-        make_pool: Makes the pool; called once, in the thread.
+        make_pool: Makes the pool; called once, in the thread, with what to call while it waits.
         keepers: Has a checkpoint writer on each node; ``None``: there is no place where generations are saved.
         chronicle: Writes down what happened.
 
@@ -70,7 +70,7 @@ class Conductor:
         self,
         mesh: Mesh,
         config: RecoveryConfig,
-        make_pool: Callable[[], Pool],
+        make_pool: Callable[[Callable[[], None]], Pool],
         *,
         keepers: NodeKeepers | None,
         chronicle: Chronicle,
@@ -146,7 +146,7 @@ class Conductor:
     def _form(self) -> bool:
         """Make the first crew; return whether that went well."""
         try:
-            self._pool = self._make_pool()
+            self._pool = self._make_pool(self._check_open)
             self._recovery = Recovery(self._config, self._pool, self._watch, self._idle, keepers=self._keepers)
             self._pool.require(self._mesh.size, self._config.start_timeout, self._idle)
             self._take_over(self._recovery.form(self._mesh))
@@ -254,10 +254,13 @@ class Conductor:
 
     def _idle(self) -> None:
         """Do what is due while something else is waited for."""
-        if self._closing.is_set():
-            raise _ClosingError
+        self._check_open()
         if clock.now_s() - self._polled_s >= _POLL_S:
             self._poll()
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise _ClosingError
 
     def _poll(self) -> None:
         self._polled_s = clock.now_s()

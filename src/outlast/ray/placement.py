@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from outlast import clock
 from outlast.config.base import nearest
 from outlast.errors import ConfigError, SparesExhausted
-from outlast.ray.answers import Fault, await_answers
 
 __all__ = ["STRATEGIES", "Placement"]
 
+_LOOK_S = 0.5
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -65,8 +66,12 @@ class Placement:
             if self._bundle:  # actors that need nothing can be placed anywhere, and Ray has no empty bundles
                 self._group = placement_group([dict(self._bundle)] * num_actors, strategy=strategy)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, idle: Callable[[], None]) -> None:
         """Wait until everything is reserved.
+
+        Args:
+            timeout_s: Longest wait in seconds.
+            idle: Called while it waits; may raise to end the wait, and everything is released.
 
         Raises:
             SparesExhausted: The cluster has not enough resources; what was reserved is released.
@@ -75,15 +80,20 @@ class Placement:
         """
         if self._group is None:
             return
-        answer = await_answers({0: self._group.ready()}, timeout_s)[0]
-        if answer.fault is None:
-            return
-        self.close()
-        why = f"not within {timeout_s} s" if answer.fault == Fault.LATE else str(answer.error)
-        raise SparesExhausted(
-            f"the cluster has no room for {self._num_actors} actors with {self._bundle} each ({why}); "
-            f"it has {ray.cluster_resources()}: use fewer actors or spares, or smaller ones"
-        )
+        deadline_s = clock.now_s() + timeout_s
+        is_reserved = False
+        try:
+            while not is_reserved and (left_s := deadline_s - clock.now_s()) > 0:
+                idle()
+                is_reserved = self._group.wait(min(_LOOK_S, left_s))
+        finally:
+            if not is_reserved:
+                self.close()
+        if not is_reserved:
+            raise SparesExhausted(
+                f"the cluster has no room for {self._num_actors} actors with {self._bundle} each, not within "
+                f"{timeout_s:g} s; it has {ray.cluster_resources()}: use fewer actors or spares, or smaller ones"
+            )
 
     def options(self, bundle: int) -> dict[str, Any]:
         """Return the options with which an actor is created in a bundle."""

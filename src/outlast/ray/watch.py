@@ -214,8 +214,9 @@ class Watch:
         culprit = find_culprit(positions.values())
         rank = culprit.position.global_rank
         text, open_s = exceeded.get(rank) or next(iter(exceeded.values()))
+        reason = culprit.reason.partition(": ")[2]  # what comes before says which rank it is
         kind = LossKind.HUNG if culprit.position.responsive else LossKind.SILENT
-        gathered.lost[rank] = lose(rank, members[rank], kind, f"{text}; {culprit.reason}", open_s)
+        gathered.lost[rank] = lose(rank, members[rank], kind, f"{text}; {reason}", open_s)
 
 
 def _longest_open(pulse: Pulse) -> float:

@@ -1,0 +1,181 @@
+"""What a group of actors does when it cannot go on as before: it shrinks, or gives up with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from ray_machines import leaked
+from ray_trainer import Counter, Trainer, Unable, batch_of, plan_fault, weights_after
+
+from outlast import CheckpointConfig, clock
+from outlast.errors import ActorFailed, ConfigError, OutlastError, RolledBack, SparesExhausted
+from outlast.ray import ActorGroup, RecoveryConfig
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(150)]
+PATIENT = {"examine_timeout": 3.0, "ping_timeout": 15.0, "abort_timeout": 20.0}
+DRIVER = """
+import json, sys, ray
+from ray_trainer import Counter
+from outlast.ray import ActorGroup
+ray.init(address=sys.argv[1], log_to_driver=False)
+group = ActorGroup(Counter, {"dp": 1}, num_spares=1)
+while not group.spares:
+    group.run("count_all")
+print(json.dumps([*group.pids.values(), *group.spares]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_without_spares_a_group_may_shrink(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """With nobody in a lost one's place the data axis gets shorter, and what comes back later is a spare."""
+    recovery = RecoveryConfig(spare_wait=0.0, allow_shrink=True, **PATIENT)
+    checkpoint = CheckpointConfig(directory=str(tmp_path / "global"), save_interval=1, async_save=False)
+    with ActorGroup(Trainer, {"dp": 2}, args=(str(tmp_path),), checkpoint=checkpoint, recovery=recovery) as group:
+        for iteration in (1, 2):
+            group.run("train_step", batch_of(iteration), iteration)
+        plan_fault(tmp_path, "begin", 3, 0, "kill")
+        kept = group.pids[1]
+        assert group.run("train_step", batch_of(3), 3) == [float(batch_of(3).sum())]
+        assert group.mesh.dp == 1
+        assert group.pids == {0: kept}
+        report = group.recoveries[-1]
+        assert (report.mesh_before["dp"], report.mesh_after["dp"]) == (2, 1)
+        assert (report.loaded, report.generation, report.iteration) == ((0,), 2, 2)
+        weights = group.run("weights", dispatch="pass_through")
+        torch.testing.assert_close(weights, weights_after(3, dp=1, tp=1), rtol=0, atol=1e-12)
+        deadline = clock.now_s() + 60
+        while not group.spares:
+            assert clock.now_s() < deadline, "the lost actor's resources did not become a spare"
+            group.run("calls")
+        plan_fault(tmp_path, "begin", 4, 0, "kill")
+        group.run("train_step", batch_of(4), 4)
+        assert kept not in group.pids.values()
+        pending = group.submit("linger", 600.0)
+    with pytest.raises(OutlastError, match="closed during 'linger'"):
+        pending.result()
+    assert not leaked()
+    with pytest.raises(OutlastError, match="closed"):
+        group.run("calls")
+    group.close()
+
+
+def test_without_room_for_another_the_group_gives_up(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """When a whole node is lost and nobody can be started elsewhere, the caller is told so, and nothing is left."""
+    node = ray_cluster.add_node(num_cpus=2, num_gpus=0, resources={"extra": 2}, object_store_memory=100 << 20)
+    recovery = RecoveryConfig(spare_wait=1.0, ping_timeout=15.0, abort_timeout=20.0)
+    with ActorGroup(Counter, {"dp": 2}, resources={"extra": 1}, recovery=recovery) as group:
+        assert group.run("count_all") == [2, 2]
+        assert set(group.nodes.values()) == {node.node_id}
+        ray_cluster.remove_node(node, allow_graceful=False)
+        with pytest.raises(SparesExhausted, match=r"ranks \[0, 1\].*num_spares"):
+            group.run("count_all")
+        with pytest.raises(SparesExhausted):
+            group.run("count_all")
+    assert not leaked()
+    with pytest.raises(SparesExhausted, match="no room for 2 actors"):
+        ActorGroup(Counter, {"dp": 2}, resources={"extra": 1}, recovery=RecoveryConfig(start_timeout=1.0))
+    assert not leaked()
+
+
+def test_a_lost_node_is_made_up_for_elsewhere(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """When a node dies with half the actors and a spare, others start where there is room; those elsewhere are kept."""
+    node = ray_cluster.add_node(num_cpus=3, num_gpus=0, object_store_memory=100 << 20)
+    checkpoint = CheckpointConfig(directory=str(tmp_path / "global"), save_interval=1, async_save=False)
+    with ActorGroup(
+        Trainer,
+        {"dp": 2, "tp": 2},
+        args=(str(tmp_path),),
+        num_spares=1,
+        placement="SPREAD",
+        checkpoint=checkpoint,
+        recovery=RecoveryConfig(**PATIENT),
+    ) as group:
+        for iteration in (1, 2, 3):
+            group.run("train_step", batch_of(iteration), iteration)
+        before, there = group.pids, {rank for rank, name in group.nodes.items() if name == node.node_id}
+        assert there
+        assert there != set(before)
+        assert group.nodes[0] == group.nodes[1]  # ordered by node, so that slices of a layer are neighbours
+        ray_cluster.remove_node(node, allow_graceful=False)
+        group.run("train_step", batch_of(4), 4)
+        report = group.recoveries[-1]
+        assert {rank for rank, pid in before.items() if group.pids[rank] == pid} == set(before) - there
+        assert {one.rank for one in report.lost} == there
+        assert report.iteration == 3
+        expected = weights_after(4)
+        for rank, weights in enumerate(group.run("weights", dispatch="pass_through")):
+            assert torch.equal(weights, expected[rank % 2])
+    assert not leaked()
+
+
+def test_a_plain_class_begins_anew(ray_cluster: Cluster) -> None:
+    """A class of one's own, without state, uses the default group; after a loss all begin at 0, and that is said."""
+    recovery = RecoveryConfig(max_recoveries=2, **PATIENT)
+    with ActorGroup(Counter, {"dp": 2}, num_spares=1, recovery=recovery) as group:
+        assert group.run("count_all") == [2, 2]
+        assert group.run("count_all") == [4, 4]
+        kept = group.pids[1]
+        os.kill(group.pids[0], signal.SIGKILL)
+        first, second = group.submit("count_all"), group.submit("count_all")
+        with pytest.raises(RolledBack) as raised:
+            first.result()
+        with pytest.raises(RolledBack):  # it was made in the belief that the first would end
+            second.result()
+        assert raised.value.iteration == group.iteration == 0
+        assert group.run("count_all") == [2, 2]
+        assert group.pids[1] == kept
+        with pytest.raises(RolledBack):
+            group.run("die")
+        with pytest.raises(ActorFailed, match="no progress"):
+            group.run("die")
+        with pytest.raises(ActorFailed, match="no progress"):
+            group.run("count_all")
+    assert not leaked()
+
+
+def test_a_constructor_that_raises_is_the_callers(ray_cluster: Cluster) -> None:
+    """A class whose constructor raises makes no group; its exception is the cause, and nothing is left."""
+    with pytest.raises(ActorFailed, match="no data here"):
+        ActorGroup(Unable, {"dp": 2})
+    assert not leaked()
+
+
+def test_wrong_settings_start_nothing(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """What cannot be a group is refused before anything is started."""
+    for settings, message in (
+        ({"mesh": {"dq": 2}}, "unknown axis"),
+        ({"mesh": {"dp": 2}, "num_spares": -1}, "num_spares"),
+        ({"mesh": {"dp": 2}, "placement": "PACKED"}, "PACK"),
+        ({"mesh": {"dp": 2}, "checkpoint": CheckpointConfig(directory=str(tmp_path))}, "TrainActor"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ActorGroup(Counter, **settings)
+    with pytest.raises(ConfigError, match="plain class"):
+        ActorGroup(ray.remote(Counter), {"dp": 2})
+    assert not leaked()
+
+
+def test_actors_end_with_their_driver(ray_cluster: Cluster) -> None:
+    """When the driver is killed no actor, spares included, outlives it."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, ray_cluster.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert driver.stdout is not None
+        pids = json.loads(driver.stdout.readline())
+        assert len(pids) == 2
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    finally:
+        driver.kill()
+        driver.communicate()
+    assert not leaked(pids)
