@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 _MAX_FAILED_STARTS = 3
 """In a row in one bundle; then the bundle stays empty."""
 _LOOK_S = 0.2
+_CHOICE_S = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,17 +143,29 @@ class Pool:
         """Let actors that have no seat any more wait as spares."""
         self.spares = (*self.spares, *actors)
 
-    def answering(self, timeout_s: float) -> list[Actor]:
-        """Return the spares that answer now, oldest first.
+    def answering(self, num: int, timeout_s: float) -> list[Actor]:
+        """Return spares that answer now, oldest first.
 
-        Blocks: until all have, at most ``timeout_s``.
+        Args:
+            num: How many are needed; once so many have answered the others are not waited for.
+            timeout_s: Longest wait in seconds.
+
+        Blocks: until so many have answered, at most ``timeout_s``.
         """
         self._welcome()
-        answers = await_answers({one.number: one.handle.pulse.remote() for one in self.spares}, timeout_s)
-        for spare in self.spares:
-            if answers[spare.number].fault == Fault.DIED:
-                self._lose(spare, answers[spare.number])
-        return [spare for spare in self.spares if answers[spare.number].fault is None]
+        deadline_s = clock.now_s() + timeout_s
+        refs = {one.number: one.handle.pulse.remote() for one in self.spares}
+        alive: set[int] = set()
+        while refs and len(alive) < num and clock.now_s() < deadline_s:
+            # All of them usually answer within this, so that there is a choice.
+            ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_CHOICE_S, fetch_local=False)
+            for spare in [one for one in self.spares if refs.get(one.number) in ready]:
+                answer = read_answer(refs.pop(spare.number))
+                if answer.fault is None:
+                    alive.add(spare.number)
+                elif answer.fault == Fault.DIED:
+                    self._lose(spare, answer)
+        return [spare for spare in self.spares if spare.number in alive]
 
     def discard(self, actor: Actor) -> None:
         """End an actor, whatever it does, and start another one in its place. Blocks: never."""

@@ -224,7 +224,7 @@ class Recovery:
     def _fill(self, crew: Crew, survivors: Mapping[int, ActorFacts]) -> tuple[Mesh, Formation]:
         before = {rank: actor.node for rank, actor in crew.members.items()}
         num_missing = len(before) - len(survivors)
-        spares = self._spares() if num_missing else []
+        spares = self._spares(num_missing)
         formation = fill_seats(before, survivors, spares)
         if isinstance(formation, Formation):
             return crew.mesh, formation
@@ -237,12 +237,14 @@ class Recovery:
         wait_s = self._config.spare_wait
         log.warning("no spare is left; waiting up to %g s for %d actors to start", wait_s, self._pool.num_starting)
         deadline_s = clock.now_s() + wait_s
-        while clock.now_s() < deadline_s and self._pool.num_starting:
+        while clock.now_s() < deadline_s and (self._pool.num_starting or self._pool.spares):
             self._idle()
             if self._pool.wait_for_spares(num_missing, min(_AGAIN_S * 5, deadline_s - clock.now_s())):
-                formation = fill_seats(before, survivors, self._spares())
+                formation = fill_seats(before, survivors, self._spares(num_missing))
                 if isinstance(formation, Formation):
                     return crew.mesh, formation
+            elif not self._pool.num_starting:
+                time.sleep(_AGAIN_S)  # until a spare that does not answer is given up, and another one started
         ranks = _missing(before, survivors, list(map(_facts, self._pool.spares)))
         raise SparesExhausted(
             f"no actor is left for ranks {ranks}, and none started within {wait_s:g} s; give the group more spares "
@@ -250,8 +252,8 @@ class Recovery:
             rank=ranks[0] if ranks else None,
         )
 
-    def _spares(self) -> list[ActorFacts]:
-        return [_facts(one) for one in self._pool.answering(self._config.examine_timeout)]
+    def _spares(self, num: int) -> list[ActorFacts]:
+        return [_facts(one) for one in self._pool.answering(num, self._config.ping_timeout)] if num else []
 
     def _seat(self, crew: Crew, formation: Formation) -> tuple[dict[int, Actor], dict[int, int | None]]:
         present = {actor.number: actor for actor in crew.members.values()}

@@ -78,7 +78,9 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
         kept = ", ".join(map(str, sorted(self.kept))) or "none"
         replaced = ", ".join(f"{rank} (pid {pid})" for rank, pid in sorted(self.replaced.items())) or "none"
-        loaded = "nothing was loaded" if not self.loaded else f"ranks {', '.join(map(str, self.loaded))} loaded"
+        loaded = "nothing was loaded"
+        if self.loaded:
+            loaded = f"rank{'s' * (len(self.loaded) > 1)} {', '.join(map(str, self.loaded))} loaded"
         return (
             f"{who or 'nobody was lost'} -> ranks kept: {kept}; replaced: {replaced}; {loaded}; "
             f"iteration {self.iteration}; {self.total_s:.3f} s ({phases})"

@@ -1,0 +1,93 @@
+"""A submitted call's result can be waited for in a thread or an event loop, and to stop waiting does not stop it."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from outlast.errors import DeadlineExceeded
+from outlast.ray.answers import describe_error
+from outlast.ray.pending import Pending
+from outlast.ray.report import LossKind, Lost, RecoveryReport
+
+
+def pending() -> tuple[Pending, Future[Any]]:
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return Pending("train_step", future), future
+
+
+def test_a_wait_may_end_before_the_call() -> None:
+    """A timeout names the method and leaves the call alone; its result is there later."""
+    one, future = pending()
+    with pytest.raises(DeadlineExceeded, match="'train_step' has not ended"):
+        one.result(0.0)
+    assert not one.is_done
+    future.set_result([1, 2])
+    assert one.result(0.0) == [1, 2]
+    assert one.is_done
+
+
+def test_a_timeout_of_the_call_itself_is_told_apart() -> None:
+    """A TimeoutError that the call raised is not taken for the end of the wait."""
+    one, future = pending()
+    future.set_exception(TimeoutError("of the user's own"))
+    with pytest.raises(TimeoutError, match="own") as raised:
+        one.result(0.0)
+    assert not isinstance(raised.value, DeadlineExceeded)
+
+
+def test_a_cancelled_await_leaves_the_call_alone() -> None:
+    """An event loop may give up waiting, and wait again."""
+    one, future = pending()
+
+    async def wait_twice() -> Any:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(one, 0.01)
+        assert not future.cancelled()
+        future.set_result("there")
+        return await one
+
+    assert asyncio.run(wait_twice()) == "there"
+
+
+def test_a_death_is_told_in_few_words() -> None:
+    """Of what Ray says about a dead actor the reason is kept, not its advice."""
+    error = RayActorError(
+        error_msg="The actor died unexpectedly before finishing this task.\n\tclass_name: A\n"
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+        "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: much."
+    )
+    assert describe_error(error) == "its worker process has died (SYSTEM_ERROR)"
+    assert describe_error(ValueError("one\ntwo")) == "ValueError: one two"
+    assert describe_error(None) == "no answer"
+
+
+def test_a_report_says_who_why_and_what_was_kept() -> None:
+    """The line for people names the lost with their evidence, the kept, the replaced, who loaded, and the times."""
+    lost = Lost(rank=3, node="abcdefghijkl", pid=12, kind=LossKind.DIED, evidence="its process ended")
+    report = RecoveryReport(
+        incarnation=1,
+        method="train_step",
+        lost=(lost,),
+        kept={0: 10, 1: 11},
+        replaced={3: 13},
+        loaded=(3,),
+        generation=6,
+        begun_at=6,
+        iteration=6,
+        mesh_before={"dp": 4},
+        mesh_after={"dp": 4},
+        rounds=1,
+        phases_s={"abort": 0.01},
+        total_s=0.2,
+        repeated=True,
+    )
+    assert report.describe() == (
+        "rank 3 (pid 12, node abcdefgh) died: its process ended -> ranks kept: 0, 1; replaced: 3 (pid 13); "
+        "rank 3 loaded; iteration 6; 0.200 s (abort 0.010 s)"
+    )
