@@ -34,9 +34,7 @@ class Trainer(TrainActor):
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "seen": self.seen}
 
-    def train(
-        self, iteration: int, *, save: bool = True, tear: bool = False, linger: bool = False
-    ) -> tuple[float, int]:
+    def train(self, iteration: int, *, save: bool = True, tear: bool = False) -> tuple[float, int]:
         """Do one step; random numbers are part of it."""
         with self.section("step"):
             inputs = torch.randn(4, 8) + self.place.dp
@@ -54,9 +52,16 @@ class Trainer(TrainActor):
             handle = self.save(iteration)
             if handle is not None:
                 handle.wait(LIMIT_S)
-        if linger:
-            time.sleep(1000)
         return float(sum(parameter.detach().sum() for parameter in self.model.parameters())), self.seen
+
+    def save_without(self, culprit: int, iteration: int) -> None:
+        """Have all ranks but the culprit wait for the commit of a save."""
+        with self.section("step"):
+            if self.place.rank == culprit:
+                time.sleep(1000)
+            handle = self.save(iteration, now=True)
+            assert handle is not None
+            handle.wait(1000)
 
     def look(self) -> tuple[float, int, int]:
         """Return a sum over the weights, the plain value, and the iteration."""
@@ -116,6 +121,30 @@ class Trainer(TrainActor):
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages * 4
 
 
+class Wrapped(Trainer):
+    """The same, by ``DistributedDataParallel``."""
+
+    def regroup(self) -> None:
+        self.wrapped = torch.nn.parallel.DistributedDataParallel(self.model, process_group=self.group("dp"))
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.wrapped if hasattr(self, "wrapped") else self.model, "optimizer": self.optimizer}
+
+    def train_wrapped(self, iteration: int, culprit: int) -> None:
+        """Do one step; the culprit sleeps instead of taking part in the gradients' all-reduce."""
+        with self.section("step"):
+            self.optimizer.zero_grad()
+            loss = (self.wrapped(torch.randn(4, 8) + self.place.dp) ** 2).mean()
+            if self.place.rank == culprit:
+                time.sleep(1000)
+            loss.backward()
+            with self.update(iteration):
+                self.optimizer.step()
+        handle = self.save(iteration)
+        assert handle is not None
+        handle.wait(LIMIT_S)
+
+
 class Plain:
     """No :class:`TrainActor`: of its state nothing is known."""
 
@@ -166,14 +195,15 @@ class Crew:
         return shell_class().options(**options).remote(self._actor, (), {}, self._settings)
 
     def hello(self, shells: Sequence[Any] | None = None) -> list[Hello]:
+        """Return who the actors are, those with seats by default."""
         shells = self.seats if shells is None else shells
-        return ray.get([shell.hello.remote() for shell in shells], timeout=LIMIT_S)
+        return list(ray.get([shell.hello.remote() for shell in shells], timeout=LIMIT_S))
 
     def pids(self) -> list[int]:
         return [one.pid for one in self.hello()]
 
     def pulses(self) -> list[Pulse]:
-        return ray.get([shell.pulse.remote() for shell in self.seats], timeout=LIMIT_S)
+        return list(ray.get([shell.pulse.remote() for shell in self.seats], timeout=LIMIT_S))
 
     def begin_join(
         self, has: Sequence[int | None] | None = None, writers: Sequence[str | None] | None = None
@@ -204,7 +234,7 @@ class Crew:
     ) -> list[Joined]:
         joined = ray.get(self.begin_join(has, writers), timeout=LIMIT_S)
         assert all(isinstance(one, Joined) for one in joined), joined
-        return joined
+        return list(joined)
 
     def begin_call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         call = Call(id=1, incarnation=self.incarnation, method=method)
@@ -214,20 +244,33 @@ class Crew:
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks; return their values."""
         answers = self.outcomes(self.begin_call(method, *args, **kwargs))
-        assert all(isinstance(one, Returned) for one in answers), answers
-        return [one.value for one in answers]
+        returned = [one for one in answers if isinstance(one, Returned)]
+        assert len(returned) == len(answers), answers
+        return [one.value for one in returned]
 
     def outcomes(self, calls: list[Any]) -> list[Returned | Failed]:
-        return ray.get(calls, timeout=LIMIT_S)
+        return list(ray.get(calls, timeout=LIMIT_S))
+
+    def wait_in_sections(self) -> None:
+        """Wait until every rank is in a section."""
+        wait_until(lambda: all(one.sections for one in self.pulses()), "every rank's section")
 
     def abort(self, ranks: Sequence[int], timeout_s: float = 20.0) -> list[Aborted]:
         aborting = [self.seats[rank].abort.remote(self.incarnation, timeout_s) for rank in ranks]
-        return ray.get(aborting, timeout=LIMIT_S)
+        return list(ray.get(aborting, timeout=LIMIT_S))
 
     def replace(self, rank: int) -> None:
         """End the actor of a rank, whatever it does, and give its seat to a spare."""
         ray.kill(self.seats[rank])
-        self.seats[rank] = self.spares.pop(0)
+        self.seats[rank] = self.spares.pop(0) if self.spares else self.make()
+
+    def restore(self) -> None:
+        """Have everybody out of the incarnation, who does not come replaced, and a spare."""
+        for rank, aborted in enumerate(self.abort(range(self.mesh.size), 2.0)):
+            if not aborted.call_ended:
+                self.replace(rank)
+        if not self.spares:
+            self.spares.append(self.make())
 
     def close(self) -> None:
         for shell in [*self.seats, *self.spares]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,9 +93,9 @@ def test_nothing_of_a_given_up_incarnation_begins(worker: ThreadPoolExecutor) ->
     """Once ordered, functions of that incarnation and older ones are not called; newer ones are."""
     interruption = Interruption()
     interruption.order(3)
-    called = []
+    called: list[int] = []
     for number in range(6):
-        worker.submit(interruption.run, number, lambda number=number: called.append(number)).result(LIMIT_S)
+        worker.submit(interruption.run, number, partial(called.append, number)).result(LIMIT_S)
     assert called == [4, 5]
 
 
@@ -138,8 +139,12 @@ def test_many_orders_at_any_moment_never_reach_beyond_the_call(worker: ThreadPoo
     def step() -> int:
         return sum(range(200))
 
+    def run(number: int) -> int:
+        interruption.run(number, step)
+        return sum(range(1000))
+
     for number in range(400):
-        running = worker.submit(lambda number=number: (interruption.run(number, step), sum(range(1000)))[1])
+        running = worker.submit(run, number)
         interruption.order(number)
         for _ in range(number % 7):
             interruption.poke()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from outlast.ray.mesh import MeshRank
 from outlast.ray.train_actor import TrainActor
 from outlast.ray.words import Assignment, Joined, ShellSettings
 from outlast.runtime import device
-from outlast.runtime.board import Board
+from outlast.runtime.board import Board, RankState
 from outlast.runtime.journal import Journal
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Seat:
         self._is_set_up = False
         self._board: Board | None = None
         self._monitor: RankMonitor | None = None
+        self._looking = threading.Lock()
         self._journal: Journal | None = None
 
     @property
@@ -74,10 +76,10 @@ class Seat:
         assert self._monitor is not None
         return self._monitor
 
-    @property
-    def watched(self) -> RankMonitor | None:
-        """The monitor, while there is one. Thread: any."""
-        return self._monitor
+    def look(self) -> RankState | None:
+        """Return what the board shows of this rank; ``None`` = it is in no incarnation. Thread: any."""
+        with self._looking:
+            return self._monitor.board_state if self._monitor is not None else None
 
     @property
     def device(self) -> torch.device:
@@ -121,6 +123,11 @@ class Seat:
             phases=phases,
         )
 
+    def end_sections(self) -> None:
+        """Leave what an exception left open."""
+        if self._monitor is not None:
+            self._monitor.end_all_sections()
+
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of the user's; return what it returns."""
         function = getattr(self.actor, method)
@@ -151,7 +158,8 @@ class Seat:
         Thread: any, once the working thread is out.
         """
         self.keeping.close()
-        monitor, self._monitor = self._monitor, None
+        with self._looking:
+            monitor, self._monitor = self._monitor, None
         if monitor is not None:
             monitor.close()
         if self._board is not None:

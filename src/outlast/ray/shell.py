@@ -19,7 +19,7 @@ import ray
 import ray.cloudpickle
 
 from outlast import clock, env
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, RendezvousError
 from outlast.inprocess.leaving import describe, drop, is_consequence
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import deadlines, expired
@@ -105,8 +105,8 @@ class Shell:
         sections: tuple[tuple[str, float], ...] = ()
         exceeded: tuple[str, ...] = ()
         due_in_s = None
-        if (monitor := self._seat.watched) is not None:
-            state, now_ns = monitor.board_state, clock.now_ns()
+        if (state := self._seat.look()) is not None:
+            now_ns = clock.now_ns()
             sections = tuple((one.name, max(0.0, (now_ns - one.start_ns) / 1e9)) for one in state.sections)
             exceeded = tuple(one.describe(self._node) for one in expired(state, self._seat.timeouts, now_ns))
             if ends := deadlines(state, self._seat.timeouts):
@@ -123,10 +123,10 @@ class Shell:
     @ray.method(concurrency_group="control")
     def examine(self) -> Position | None:
         """Say where the user's code is; ``None`` = this actor is in no group. Blocks: never."""
-        if (monitor := self._seat.watched) is None:
+        if (state := self._seat.look()) is None:
             return None
-        thread = self._interruption.thread
-        return position_of(monitor.board_state, self._seat.timeouts, thread, node=self._node_id, now_ns=clock.now_ns())
+        thread, now_ns = self._interruption.thread, clock.now_ns()
+        return position_of(state, self._seat.timeouts, thread, node=self._node_id, now_ns=now_ns)
 
     @ray.method(concurrency_group="control")
     def host_store(self) -> tuple[str, int]:
@@ -167,8 +167,11 @@ class Shell:
             return self._refused(f"incarnation {assignment.incarnation} is not newer than {self._incarnation}")
         if self._interruption.is_left(assignment.incarnation):
             return self._refused(f"incarnation {assignment.incarnation} was given up")
-        with self._leaving:
-            self._seat.leave()  # nothing, unless the driver did not abort the one before
+        try:
+            with self._leaving:
+                self._seat.leave()  # nothing, unless the driver did not abort the one before
+        except OutlastError as error:
+            return self._failed(Outcome(error=error))
         self._incarnation = assignment.incarnation
         outcome = self._interruption.run(assignment.incarnation, partial(self._seat.join, assignment))
         if outcome.error is not None:
@@ -238,12 +241,7 @@ class Shell:
     def _failed(self, outcome: Outcome) -> Failed:
         error = outcome.error
         assert error is not None
-        if isinstance(error, Abandoned):
-            kind = FailureKind.ABORTED
-        elif is_consequence(error):
-            kind = FailureKind.PEER
-        else:
-            kind = FailureKind.RAISED
+        kind = _kind_of(error)
         pickled = None
         if kind == FailureKind.RAISED:
             try:
@@ -257,8 +255,7 @@ class Shell:
             iteration=self._seat.keeping.iteration,
             error=pickled,
         )
-        if (monitor := self._seat.watched) is not None:
-            monitor.end_all_sections()
+        self._seat.end_sections()
         outcome.error = None
         drop(error)  # its frames hold groups and tensors
         return failed
@@ -270,6 +267,15 @@ class Shell:
 def shell_class() -> Any:
     """Return :class:`Shell` as Ray makes actors of it."""
     return ray.remote(concurrency_groups={"control": _NUM_CONTROL_THREADS})(Shell)
+
+
+def _kind_of(error: BaseException) -> FailureKind:
+    if isinstance(error, Abandoned):
+        return FailureKind.ABORTED
+    is_timeout = isinstance(error, RuntimeError) and "gloo" in str(error) and "Timed out" in str(error)
+    if is_timeout or isinstance(error, RendezvousError) or is_consequence(error):
+        return FailureKind.PEER
+    return FailureKind.RAISED
 
 
 def _import_ahead(settings: ShellSettings) -> None:
