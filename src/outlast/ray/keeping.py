@@ -172,7 +172,9 @@ class Keeping:
 
         Collective: all ranks.
         """
-        held = (self.count, self._attempt) if self._attempt is not None and has == self.iteration else None
+        held = None
+        if self._attempt is not None and self.iteration is not None and has == self.iteration:
+            held = (self.count, self._attempt)
         all_hold, are_new = self._compare(held)
         if all_hold:
             if self._manager is not None:

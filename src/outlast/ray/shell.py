@@ -205,9 +205,10 @@ class Shell:
         Blocks: up to ``CheckpointConfig.save_timeout``.
         """
         problem = ""
-        outcome = self._interruption.run(self._incarnation, self._seat.keeping.wait)
-        if outcome.error is not None:
-            problem = describe(outcome.error)
+        if not self._interruption.is_left(self._incarnation):
+            outcome = self._interruption.run(self._incarnation, self._seat.keeping.wait)
+            if outcome.error is not None:
+                problem = describe(outcome.error)
         with self._leaving:
             self._seat.leave()
         return problem
