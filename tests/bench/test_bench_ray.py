@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
+from outlast.bench import ray as bench
+from outlast.bench.ray import Comeback
 from outlast.bench.ray_marks import STRUCK, VICTIM, Marker, read_marks, when_all, when_victim
 from outlast.bench.result import Bar, BenchResult
 
@@ -55,3 +62,22 @@ def test_details_are_part_of_the_json_form_where_there_are_some() -> None:
         "details"
     ] == {"phases_s": {"load": 0.5}}
     assert "details" not in json.loads(BenchResult(bench="ray", bars=bars).to_json())
+
+
+def test_bars_are_made_of_medians_and_the_worse_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours is told in seconds and as a ratio to Ray Train's; a hang's figure is that of the kind found later."""
+    monkeypatch.setattr(bench, "_cluster", nullcontext)
+    ours = {"kill": Comeback(2.0, {"join": 1.0}), "sleep": Comeback(4.0, {}, 0.2), "stop": Comeback(4.5, {}, 0.7)}
+    monkeypatch.setattr(bench, "_run_group", lambda fault: ours[fault])
+    monkeypatch.setattr(bench, "_run_ray_train", lambda: Comeback(10.0, {"began": 8.0, "stepped": 10.0}))
+    told: list[str] = []
+    result = bench.measure(repeats=2, say=told.append)
+    assert {bar.name: bar.value for bar in result.bars} == {
+        "ray_recover_s": 2.0,
+        "ray_recover_vs_train": 0.2,
+        "hang_found_beyond_timeout_s": 0.7,
+    }
+    assert result.ok
+    assert json.loads(result.to_json())["details"]["phases_s"]["Ray Train, kill"] == {"began": 8.0, "stepped": 10.0}
+    assert len(told) == 3 * 4
+    Console(file=io.StringIO()).print(result.render())
