@@ -58,7 +58,7 @@ class Seat:
         )
         self.timeouts = Timeouts.from_config(self._fault_tolerance)
         self._place: MeshRank | None = None
-        self._is_set_up = False
+        self._is_set_up = self._is_half_set_up = False
         self._board: Board | None = None
         self._monitor: RankMonitor | None = None
         self._looking = threading.Lock()
@@ -104,7 +104,7 @@ class Seat:
             self._watch(env)
             self.membership.form(assignment, self._interruption.check)
         with self._timed(phases, "setup"), self.monitor.section("setup"):
-            if self._is_set_up and place != self._place:
+            if self._is_half_set_up or (self._is_set_up and place != self._place):
                 self._begin_anew()
             self._place = place
             if not self._is_set_up:
@@ -205,8 +205,9 @@ class Seat:
         is_ours = isinstance(self.actor, TrainActor)
         if is_ours:
             self.actor._seat = self
+        self._is_half_set_up = True
         self._call_if_there("setup")
-        self._is_set_up = True
+        self._is_set_up, self._is_half_set_up = True, False
         self.keeping.begin_anew(has_state=not is_ours or bool(self.actor.state()))
 
     def _call_if_there(self, name: str) -> None:
@@ -219,7 +220,7 @@ class Seat:
     def _begin_anew(self) -> None:
         """Make a new object in place of the one that has trained, which is of no use any more."""
         self.actor = self._make()
-        self._is_set_up = False
+        self._is_set_up = self._is_half_set_up = False
 
     def _take_state(self, env: WorkerEnv, has: int | None) -> Begin:
         """Have the state that all ranks go on from."""

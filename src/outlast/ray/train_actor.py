@@ -25,7 +25,7 @@ class TrainActor:
     """Train as one rank of an :class:`~outlast.ray.ActorGroup`.
 
     ``__init__`` runs in spares, too: imports and data belong there, there are no groups and no rank yet. Everything
-    else runs in one thread of the actor, which is not the main one.
+    else, and ``__init__`` where all begin anew, runs in one thread of the actor, which is not the main one.
 
     An exception leaves a call with the state as it was, unless it went through :meth:`update`. What is part of
     :meth:`state` must therefore change within ``update`` alone.
@@ -105,7 +105,8 @@ class TrainActor:
     def section(self, name: str) -> SectionTimer:
         """Return the marker of a section, for ``with self.section("step"):``; its timeout is watched.
 
-        Sections that are longer than ``FaultToleranceConfig.rank_section_timeouts`` says are hangs.
+        Sections that are longer than ``FaultToleranceConfig.rank_section_timeouts`` says are hangs. A marker serves
+        its incarnation only: ask for it in each call.
         """
         return self._seated.monitor.section(name)
 
