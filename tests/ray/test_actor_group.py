@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +13,16 @@ import pytest
 import torch
 from ray_trainer import Trainer, batch_of, plan_fault, weights_after
 
-from outlast import CheckpointConfig, FaultToleranceConfig
+from outlast import CheckpointConfig, FaultToleranceConfig, clock
+from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded
+from outlast.incidents import EventKind
 from outlast.ray import ActorGroup, RecoveryConfig
 from outlast.ray.report import LossKind, RecoveryReport
+from outlast.runtime.journal import read_journal
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
-RECOVERY = RecoveryConfig(examine_timeout=3.0, ping_timeout=15.0, abort_timeout=20.0, max_recoveries=8)
+SECTION_S = 6.0
+RECOVERY = RecoveryConfig(examine_timeout=3.0, ping_timeout=15.0, abort_timeout=20.0, max_recoveries=3)
 """Patient enough for a busy machine; nobody who only has to wait is to be taken for lost."""
 
 
@@ -34,7 +42,7 @@ def group(ray_cluster: object, folder: Path) -> Iterator[ActorGroup]:
         checkpoint=CheckpointConfig(
             local_directory=str(folder / "local"), non_persistent_save_interval=1, async_save=False
         ),
-        fault_tolerance=FaultToleranceConfig(rank_section_timeouts={"step": 10.0}, num_warmup_iterations=0),
+        fault_tolerance=FaultToleranceConfig(rank_section_timeouts={"step": SECTION_S}, num_warmup_iterations=0),
         recovery=RECOVERY,
         run_dir=str(folder / "run"),
     ) as group:
@@ -93,3 +101,150 @@ def test_only_the_killed_actor_is_replaced(group: ActorGroup, folder: Path) -> N
     assert [one.kind for one in report.lost] == [LossKind.DIED]
     assert report.loaded == (2,)
     assert report.generation == report.iteration
+
+
+def test_an_actor_that_sleeps_in_a_section_is_found(group: ActorGroup, folder: Path) -> None:
+    """One sleeps within its step while its peers wait for it: it is named, not they, and it alone is replaced."""
+    report = recover_from(group, folder, {1: "sleep"}, "begin")
+    lost = report.lost[0]
+    assert lost.kind == LossKind.HUNG
+    assert "step" in lost.evidence
+    assert "strike" in lost.evidence  # where its code stands
+    assert lost.detected_after_s is not None
+    assert lost.detected_after_s >= SECTION_S
+    assert report.loaded == (1,)
+
+
+def test_a_stopped_actor_is_found(group: ActorGroup, folder: Path) -> None:
+    """One is stopped within its step: it does not answer while its peers do, and it alone is replaced."""
+    report = recover_from(group, folder, {3: "stop"}, "begin")
+    assert report.lost[0].kind == LossKind.SILENT
+    assert report.loaded == (3,)
+
+
+def test_several_at_once_need_not_be_neighbours(group: ActorGroup, folder: Path) -> None:
+    """Ranks 0 and 3 die together: 1 and 2 go on in their processes and seats, with another first rank."""
+    report = recover_from(group, folder, {0: "kill", 3: "kill"}, "begin")
+    assert report.loaded == (0, 3)
+
+
+def test_an_exception_costs_no_process(group: ActorGroup, folder: Path) -> None:
+    """One raises while its peers wait for it: all processes are kept, it loads, and the call is repeated."""
+    report = recover_from(group, folder, {2: "exception"}, "begin")
+    assert [one.kind for one in report.lost] == [LossKind.RAISED]
+    assert "a fault on purpose in rank 2" in report.lost[0].evidence
+    assert report.loaded == (2,)
+
+
+def test_a_state_torn_in_the_update_is_loaded_again(group: ActorGroup, folder: Path) -> None:
+    """Who dies in its update leaves peers with newer state than the generation: all come back to the same."""
+    report = recover_from(group, folder, {1: "kill"}, "update")
+    assert 1 in report.loaded
+
+
+def test_a_survivor_may_die_within_the_recovery(group: ActorGroup, folder: Path) -> None:
+    """A survivor that dies while the group is formed again is replaced in the same recovery."""
+    plan_fault(folder, "regroup", -1, 0, "kill")
+    before = group.pids
+    with_spare = recover_from_two(group, folder, 2)
+    assert with_spare.rounds == 2
+    assert set(with_spare.kept) == {1, 3}
+    assert {rank for rank, pid in group.pids.items() if pid != before[rank]} == {0, 2}
+
+
+def recover_from_two(group: ActorGroup, folder: Path, rank: int) -> RecoveryReport:
+    """Have a rank die in the next step, another failure being planned already."""
+    num_recoveries, iteration = len(group.recoveries), (group.iteration or 0) + 1
+    plan_fault(folder, "begin", iteration, rank, "kill")
+    train(group, 2)
+    assert_undisturbed(group)
+    assert len(group.recoveries) == num_recoveries + 1
+    return group.recoveries[-1]
+
+
+def test_a_spare_may_die_when_it_takes_its_seat(group: ActorGroup, folder: Path) -> None:
+    """A spare that dies in its set-up is replaced by another one in the same recovery."""
+    plan_fault(folder, "setup", -1, 1, "kill")
+    report = recover_from_two(group, folder, 1)
+    assert report.rounds == 2
+    assert set(report.kept) == {0, 2, 3}
+    assert [one.rank for one in report.lost] == [1, 1]
+
+
+def test_what_is_lost_comes_back_as_spares(group: ActorGroup) -> None:
+    """After all these losses there are two spares again, and no more actors than seats and spares."""
+    wait_for_spares(group, 2)
+    assert len(set(group.pids.values()) | set(group.spares)) == 6
+
+
+def wait_for_spares(group: ActorGroup, num: int) -> None:
+    deadline = clock.now_s() + 90
+    while len(group.spares) < num:
+        assert clock.now_s() < deadline, "the pool was not filled again"
+        group.run("calls")
+
+
+def test_the_journal_has_each_loss(group: ActorGroup, folder: Path) -> None:
+    """Every loss is an incident of the journal, with rank, process and evidence, and each recovery an event."""
+    events = list(read_journal(folder / "run"))
+    incidents = [event.data["incident"] for event in events if event.kind == EventKind.INCIDENT]
+    assert [(one["rank"], one["pid"]) for one in incidents] == [
+        (lost.rank, lost.pid) for report in group.recoveries for lost in report.lost
+    ]
+    assert sum(event.kind == EventKind.ACTORS_RECOVERED for event in events) == len(group.recoveries)
+
+
+def test_an_exception_that_comes_again_is_the_callers(group: ActorGroup) -> None:
+    """What raises twice is raised to the caller, with its cause; the group stays as it was and can be used."""
+    before, iteration = group.pids, group.iteration
+    with pytest.raises(ActorFailed, match="'fail' failed again") as raised:
+        group.run("fail", dispatch="pass_through")
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert raised.value.iteration == iteration
+    assert group.pids == before
+    train(group, 1)
+    assert_undisturbed(group)
+
+
+def test_wrong_calls_reach_no_actor(group: ActorGroup) -> None:
+    """An unknown method or dispatch, and arguments that cannot be divided, are the caller's mistakes."""
+    num_recoveries = len(group.recoveries)
+    with pytest.raises(ConfigError, match="no method 'train_stop'"):
+        group.run("train_stop")
+    with pytest.raises(ConfigError, match="dispatch"):
+        group.run("weights", dispatch="mash")
+    with pytest.raises(ConfigError, match="weights"):
+        group.run("train_step", batch_of(1)[:3], 1)
+    assert len(group.recoveries) == num_recoveries
+
+
+def test_ctrl_c_ends_the_wait_only(group: ActorGroup) -> None:
+    """Whoever interrupts a wait finds the group as it was: the call goes on, and the next one begins after it."""
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    num_recoveries = len(group.recoveries)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        group.run("linger", 3.0)
+    timer.join()
+    train(group, 1)
+    assert_undisturbed(group)
+    assert len(group.recoveries) == num_recoveries
+
+
+def test_calls_can_be_awaited(group: ActorGroup) -> None:
+    """Submitted calls are carried out in their order; an event loop may await them, a thread may wait for a while."""
+
+    async def train_two() -> list[object]:
+        first = (group.iteration or 0) + 1
+        steps = [group.submit("train_step", batch_of(one), one) for one in (first, first + 1)]
+        return [await step for step in steps]
+
+    before = group.iteration or 0
+    assert len(asyncio.run(train_two())) == 2
+    assert group.iteration == before + 2
+    pending = group.submit("linger", 1.0)
+    with pytest.raises(DeadlineExceeded, match="goes on"):
+        pending.result(0.05)
+    assert pending.result() == ["lingered", "lingered"]
+    assert pending.is_done
+    assert_undisturbed(group)
