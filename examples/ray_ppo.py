@@ -290,7 +290,7 @@ def main() -> int:
     room = {"num_cpus": 8, "object_store_memory": 200_000_000}  # as if: the actors are small
     ray.init(**room, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     runs = {}
-    with tempfile.TemporaryDirectory(prefix="ray-ppo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ray-ppo-", ignore_cleanup_errors=True) as folder:
         if options.compare:
             print("undisturbed:")
             runs["undisturbed"] = play_through(options.iterations, {}, Path(folder, "undisturbed"))
