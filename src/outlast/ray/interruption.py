@@ -137,7 +137,7 @@ class Interruption:
         with self._lock:
             if not self.is_wanted:
                 return
-            # From here to the end no other thread runs Python, so the thread is where it was seen.
+            # The thread may move on meanwhile, but not out of run(), which needs the lock.
             frame = sys._current_frames().get(self._thread)
             if frame is None or frame.f_code in self._boundary or self._is_unsafe(frame):
                 return
