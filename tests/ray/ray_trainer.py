@@ -118,12 +118,19 @@ class Trainer(TrainActor):
         for number in {iteration, -1}:
             for path in self.folder.glob(f"{where}-{number}-{self.place.rank}-*.fault"):
                 try:
+                    path.with_suffix(".pid").write_text(str(os.getpid()))
                     path.rename(path.with_suffix(".done"))
                 except FileNotFoundError:
                     continue  # somebody else was faster
                 kind = path.stem.rpartition("-")[2]
                 if kind == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                elif kind == "killtogether":
+                    while list(self.folder.glob(f"{where}-{number}-*-{kind}.fault")):
+                        time.sleep(0.001)  # others have not come to it; who comes last ends all
+                    pids = {int(one.read_text()) for one in self.folder.glob(f"{where}-{number}-*-{kind}.pid")}
+                    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+                        os.kill(pid, signal.SIGKILL)
                 elif kind == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 elif kind == "sleep":

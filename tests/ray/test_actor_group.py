@@ -124,7 +124,7 @@ def test_a_stopped_actor_is_found(group: ActorGroup, folder: Path) -> None:
 
 def test_several_at_once_need_not_be_neighbours(group: ActorGroup, folder: Path) -> None:
     """Ranks 0 and 3 die together: 1 and 2 go on in their processes and seats, with another first rank."""
-    report = recover_from(group, folder, {0: "kill", 3: "kill"}, "begin")
+    report = recover_from(group, folder, {0: "killtogether", 3: "killtogether"}, "begin")
     assert report.loaded == (0, 3)
 
 
@@ -220,11 +220,11 @@ def test_wrong_calls_reach_no_actor(group: ActorGroup) -> None:
 
 def test_ctrl_c_ends_the_wait_only(group: ActorGroup) -> None:
     """Whoever interrupts a wait finds the group as it was: the call goes on, and the next one begins after it."""
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     num_recoveries = len(group.recoveries)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        group.run("linger", 3.0)
+        group.run("linger", 4.0)
     timer.join()
     train(group, 1)
     assert_undisturbed(group)
