@@ -272,13 +272,9 @@ class Conductor:
         """Have a writer start where a spare waits, so that nobody waits for it once the spare takes a seat."""
         if self._keepers is None:
             return
-        spares = {spare.node for spare in self._pool.spares}
-        used = spares | ({actor.node for actor in self.crew.members.values()} if self.crew is not None else set())
-        if new := spares - self._kept_nodes:
+        if new := {spare.node for spare in self._pool.spares} - self._kept_nodes:
             self._keepers.ensure(new, 0.0)
-        for node in self._kept_nodes - used:
-            self._keepers.forget(node)
-        self._kept_nodes = used
+            self._kept_nodes |= new  # for good: who is taken from the spares is in no crew before all have joined
 
     def _end(self) -> None:
         with self._lock:
