@@ -25,6 +25,7 @@ PUBLIC = [
     "outlast.integrations.slurm",
     "outlast.monitor",
     "outlast.numerics",
+    "outlast.ray",
     "outlast.straggler",
     "outlast.testing",
 ]
