@@ -70,6 +70,23 @@ def test_without_spares_a_group_may_shrink(ray_cluster: Cluster, tmp_path: Path)
     group.close()
 
 
+def test_without_spares_another_actor_is_started(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """Each save is committed without a spare that waits; a lost actor's successor is started, and goes on from it."""
+    checkpoint = CheckpointConfig(local_directory=str(tmp_path), save_interval=1, async_save=False)
+    recovery = RecoveryConfig(spare_wait=90.0, **PATIENT)
+    with ActorGroup(Trainer, {"dp": 2}, args=(str(tmp_path),), checkpoint=checkpoint, recovery=recovery) as group:
+        for iteration in (1, 2):
+            group.run("train_step", batch_of(iteration), iteration)
+        plan_fault(tmp_path, "begin", 3, 1, "kill")
+        kept = group.pids[0]
+        group.run("train_step", batch_of(3), 3)
+        report = group.recoveries[-1]
+        assert (report.kept, report.loaded, report.generation, report.repeated) == ({0: kept}, (1,), 2, True)
+        weights = group.run("weights", dispatch="pass_through")
+        assert all(torch.equal(one, weights_after(3, dp=2, tp=1)[0]) for one in weights)
+    assert not leaked()
+
+
 def test_without_room_for_another_the_group_gives_up(ray_cluster: Cluster, tmp_path: Path) -> None:
     """When a whole node is lost and nobody can be started elsewhere, the caller is told so, and nothing is left."""
     node = ray_cluster.add_node(num_cpus=2, num_gpus=0, resources={"extra": 2}, object_store_memory=100 << 20)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray._private.state import actors
 from ray.cluster_utils import Cluster
 from shells import LIMIT_S, Crew, Wrapped, wait_until
 
@@ -272,3 +275,23 @@ def test_memory_of_nodes_outlives_actors_and_replicas_outlive_nodes(
         for node in added:
             ray_cluster.remove_node(node)
     assert ray.is_initialized()
+
+
+def test_a_keeper_that_died_is_replaced(ray_cluster: Cluster) -> None:
+    """Who asks for the writer of a node gets one that runs, also after the keeper of the first one was killed."""
+    node, keepers = ray.get_runtime_context().get_node_id(), NodeKeepers()
+    try:
+        first = keepers.ensure([node], LIMIT_S)
+        assert keepers.ensure([node], LIMIT_S) == first
+        (keeper,) = (one for one in actors().values() if one["ActorClassName"] == "NodeKeeper" and is_alive(one))
+        os.kill(keeper["Pid"], signal.SIGKILL)
+        wait_until(lambda: not is_alive(actors(keeper["ActorID"])), "Ray notices the death")
+        second = keepers.ensure([node], LIMIT_S)
+        assert second.keys() == first.keys()
+        assert second != first
+    finally:
+        keepers.close()
+
+
+def is_alive(actor: dict[str, Any]) -> bool:
+    return bool(actor["State"] == "ALIVE")

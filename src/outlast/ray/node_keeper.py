@@ -56,44 +56,27 @@ class NodeKeepers:
 
     def __init__(self) -> None:
         self._keepers: dict[str, Any] = {}
-        self._addresses: dict[str, str] = {}
 
     def ensure(self, node_ids: Collection[str], timeout_s: float) -> dict[str, str]:
         """Return the writers' addresses by node; a node whose writer does not start in time is left out.
+
+        Who was asked before is asked again: a keeper that died meanwhile is replaced.
 
         Args:
             node_ids: Ray's ids of the nodes.
             timeout_s: Seconds to wait for all of them.
 
-        Blocks: up to ``timeout_s``, where one has to be started; else never.
+        Blocks: some milliseconds; up to ``timeout_s`` where one has to be started.
         """
-        asked = {}
-        for node_id in set(node_ids) - self._addresses.keys():
-            if node_id not in self._keepers:
-                pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-                self._keepers[node_id] = (
-                    ray.remote(NodeKeeper).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned).remote()
-                )
-            asked[node_id] = self._keepers[node_id].address.remote()
         end_s = clock.now_s() + timeout_s
-        for node_id, address in asked.items():
-            try:
-                self._addresses[node_id] = ray.get(address, timeout=max(0.0, end_s - clock.now_s()))
-            except GetTimeoutError:
-                log.log(
-                    logging.WARNING if timeout_s else logging.DEBUG,
-                    "node %s has no checkpoint writer yet: its actors keep nothing in memory",
-                    node_id[:8],
-                )
-            except RayError as error:
-                log.warning("node %s gets no checkpoint writer (%s)", node_id[:8], type(error).__name__)
-                self.forget(node_id)
-        return {node_id: self._addresses[node_id] for node_id in node_ids if node_id in self._addresses}
+        found, gone = self._ask(node_ids, end_s)
+        if gone:
+            found |= self._ask(gone, end_s)[0]
+        return found
 
     def forget(self, node_id: str) -> None:
         """Give up the writer of a node that is gone. Idempotent. Blocks: never."""
         keeper = self._keepers.pop(node_id, None)
-        self._addresses.pop(node_id, None)
         if keeper is not None:
             ray.kill(keeper)
 
@@ -104,3 +87,30 @@ class NodeKeepers:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for node_id in list(self._keepers):
             self.forget(node_id)
+
+    def _ask(self, node_ids: Collection[str], end_s: float) -> tuple[dict[str, str], list[str]]:
+        """Return the addresses that are told by ``end_s``, and the nodes whose keeper is gone."""
+        asked = {}
+        for node_id in node_ids:
+            if node_id not in self._keepers:
+                pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+                self._keepers[node_id] = (
+                    ray.remote(NodeKeeper).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned).remote()
+                )
+            asked[node_id] = self._keepers[node_id].address.remote()
+        found, gone = {}, []
+        for node_id, address in asked.items():
+            left_s = end_s - clock.now_s()
+            try:
+                found[node_id] = ray.get(address, timeout=max(0.0, left_s))
+            except GetTimeoutError:
+                log.log(
+                    logging.WARNING if left_s > 0 else logging.DEBUG,
+                    "node %s has no checkpoint writer yet: its actors keep nothing in memory",
+                    node_id[:8],
+                )
+            except RayError as error:
+                log.warning("node %s has no checkpoint writer (%s)", node_id[:8], type(error).__name__)
+                self.forget(node_id)
+                gone.append(node_id)
+        return found, gone
