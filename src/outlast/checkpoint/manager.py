@@ -22,7 +22,7 @@ from outlast.checkpoint.places import agree_places, is_initialised, place_here
 from outlast.checkpoint.replication import say_what_is_off
 from outlast.checkpoint.report import Reporter
 from outlast.checkpoint.save import Save
-from outlast.checkpoint.save_request import checked_iteration, not_loaded, wanted_tiers
+from outlast.checkpoint.save_request import check_may_save, checked_iteration, wanted_tiers
 from outlast.checkpoint.state import capture, flatten
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
@@ -90,7 +90,7 @@ class CheckpointManager:
                 self._reporter,
                 rank=place.global_rank,
                 limit_s=self._limit_s,
-                on_durable=self._tell_durable,
+                on_durable=lambda iteration: self.on_commit and self.on_commit(iteration),
                 at_stage=at_stage,
             )
         except BaseException:  # nothing that was opened stays, whatever failed
@@ -335,10 +335,6 @@ class CheckpointManager:
         self._pipeline.arenas.give_up()
         self._peers.cut()
 
-    def _tell_durable(self, iteration: int) -> None:
-        if self.on_commit is not None:
-            self.on_commit(iteration)
-
     def let_fail_when(self, is_left: Callable[[], bool]) -> None:
         """Take saves that fail while this says so, or begins to within 2 s, for abandoned ones.
 
@@ -369,14 +365,10 @@ class CheckpointManager:
         return 2 * (self.config.save_timeout + GRACE_S)
 
     def _check_may_save(self, iteration: int, *, suspect: bool) -> None:
-        if self._closed:
-            raise CheckpointError("the manager is closed")
-        if suspect:
-            return
-        if not self._may_save:
-            raise not_loaded(self._places)
-        limit = self.config.max_consecutive_save_failures
-        self._pipeline.outcomes.check(limit, rank=self._place.global_rank, iteration=iteration)
+        check_may_save(self._places, is_closed=self._closed, is_loaded=self._may_save or suspect)
+        if not suspect:
+            limit = self.config.max_consecutive_save_failures
+            self._pipeline.outcomes.check(limit, rank=self._place.global_rank, iteration=iteration)
 
     def _next_attempt(self) -> Attempt:
         """Name an attempt; failed ones count, so that the ranks' counts stay alike."""

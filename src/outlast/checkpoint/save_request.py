@@ -9,7 +9,31 @@ from outlast.checkpoint.places import Places
 from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.recovery_point import Tier
 
-__all__ = ["checked_iteration", "not_loaded", "wanted_tiers"]
+__all__ = ["check_may_save", "checked_iteration", "wanted_tiers"]
+
+
+def check_may_save(places: Places, *, is_closed: bool, is_loaded: bool) -> None:
+    """Refuse a save where it could not be told apart from what others saved.
+
+    Beside generations that were not loaded, those would be taken for newer than what this training saves, and be
+    loaded in its place.
+
+    Args:
+        places: What there is.
+        is_closed: The manager is closed.
+        is_loaded: What there is was loaded, or nothing is there.
+
+    Raises:
+        CheckpointError: So it is.
+    """
+    if is_closed:
+        raise CheckpointError("the manager is closed")
+    if not is_loaded:
+        newest = max(places.generations, default="unknown")
+        raise CheckpointError(
+            f"there are generations (newest: {newest}) that this training did not load; call load_latest() first, "
+            "or give an empty directory"
+        )
 
 
 def checked_iteration(iteration: int) -> int:
@@ -21,18 +45,6 @@ def checked_iteration(iteration: int) -> int:
     if number < 0:
         raise ConfigError(f"iteration={iteration!r} must be the number of optimizer steps done, 0 or more")
     return number
-
-
-def not_loaded(places: Places) -> CheckpointError:
-    """Return why nothing may be saved beside generations that were not loaded.
-
-    They would be taken for newer than what this training saves, and be loaded in its place.
-    """
-    newest = max(places.generations, default="unknown")
-    return CheckpointError(
-        f"there are generations (newest: {newest}) that this training did not load; call load_latest() first, "
-        "or give an empty directory"
-    )
 
 
 def wanted_tiers(places: Places, tiers: Collection[str] | None) -> frozenset[Tier]:
