@@ -15,7 +15,7 @@ from outlast.testing import Cluster
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
 SCRIPT = """
-import os, sys, threading
+import os, pathlib, sys, threading, time
 from outlast.monitor import RankMonitor
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.board import LoadedCopy
@@ -28,11 +28,18 @@ if "job-0-aa.1" not in untrusted:
     monitor.set_restored(loaded)
     monitor.set_iteration(iteration)
     monitor.set_durable_iteration(120)
+    judged, deadline = pathlib.Path(__file__).with_name("judged"), time.monotonic() + 30
     if os.environ["RANK"] == "1":
         monitor.set_leaving(17)
+        judged.touch()
         threading.Event().wait(30)  # its peer, which misses it, is gone first
         raise SystemExit(17)
-    raise SystemExit(17 if os.environ["WORLD_SIZE"] == "1" else 1)
+    if os.environ["WORLD_SIZE"] == "1":
+        raise SystemExit(17)
+    while not judged.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    raise SystemExit(1)
 monitor.finish()
 """
 

@@ -110,7 +110,9 @@ class Stage:
                     non_persistent_save_interval=1,
                 ),
                 fault_tolerance=FaultToleranceConfig(
-                    rank_section_timeouts={"step": SECTION_S}, num_warmup_iterations=0
+                    rank_section_timeouts={"step": SECTION_S},
+                    rank_out_of_section_timeout=SECTION_S,
+                    num_warmup_iterations=0,
                 ),
                 recovery=RECOVERY,
             )

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from ray_trainer import Trainer, batch_of, plan_fault, weights_after
 
 from outlast import CheckpointConfig, FaultToleranceConfig, clock
-from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded
+from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, RolledBack
 from outlast.incidents import EventKind
 from outlast.ray import ActorGroup, RecoveryConfig
 from outlast.ray.report import LossKind, RecoveryReport
@@ -42,7 +43,9 @@ def group(ray_cluster: object, folder: Path) -> Iterator[ActorGroup]:
         checkpoint=CheckpointConfig(
             local_directory=str(folder / "local"), non_persistent_save_interval=1, async_save=False
         ),
-        fault_tolerance=FaultToleranceConfig(rank_section_timeouts={"step": SECTION_S}, num_warmup_iterations=0),
+        fault_tolerance=FaultToleranceConfig(
+            rank_section_timeouts={"step": SECTION_S}, rank_out_of_section_timeout=SECTION_S, num_warmup_iterations=0
+        ),
         recovery=RECOVERY,
         run_dir=str(folder / "run"),
     ) as group:
@@ -216,6 +219,24 @@ def test_wrong_calls_reach_no_actor(group: ActorGroup) -> None:
     with pytest.raises(ConfigError, match="weights"):
         group.run("train_step", batch_of(1)[:3], 1)
     assert len(group.recoveries) == num_recoveries
+
+
+def test_an_actor_that_hangs_outside_of_sections_is_found(group: ActorGroup, folder: Path) -> None:
+    """The time outside of sections counts within a call, from its begin. Here the step was saved already, so nothing is
+    done twice: the caller is told where the group stands."""
+    time.sleep(SECTION_S + 0.5)  # an idle group has all the time in the world
+    train(group, 1)
+    before, iteration, num_recoveries = group.pids, (group.iteration or 0) + 1, len(group.recoveries)
+    plan_fault(folder, "end", iteration, 1, "sleep")
+    with pytest.raises(RolledBack) as raised:
+        group.run("train_step", batch_of(iteration), iteration)
+    assert (raised.value.iteration, group.iteration) == (iteration, iteration)
+    (report,) = group.recoveries[num_recoveries:]
+    assert [(one.rank, one.kind) for one in report.lost] == [(1, LossKind.HUNG)]
+    assert "time outside sections exceeded" in report.lost[0].evidence
+    assert report.kept == {rank: pid for rank, pid in before.items() if rank != 1}
+    train(group, 1)
+    assert_undisturbed(group)
 
 
 def test_ctrl_c_ends_the_wait_only(group: ActorGroup) -> None:

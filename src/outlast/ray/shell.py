@@ -105,7 +105,8 @@ class Shell:
         sections: tuple[tuple[str, float], ...] = ()
         exceeded: tuple[str, ...] = ()
         due_in_s = None
-        if (state := self._seat.look()) is not None:
+        is_idle = self._call is None and self._joined == self._incarnation  # then nothing has a timeout
+        if not is_idle and (state := self._seat.look()) is not None:
             now_ns = clock.now_ns()
             sections = tuple((one.name, max(0.0, (now_ns - one.start_ns) / 1e9)) for one in state.sections)
             exceeded = tuple(one.describe(self._node) for one in expired(state, self._seat.timeouts, now_ns))
@@ -189,10 +190,8 @@ class Shell:
         """
         if call.incarnation != self._joined or self._interruption.is_left(call.incarnation):
             return self._refused(f"call of incarnation {call.incarnation}, this actor is in {self._joined}")
-        args, kwargs = parcel
-        self._call = call.id
         try:
-            outcome = self._interruption.run(call.incarnation, partial(self._seat.call, call.method, args, kwargs))
+            outcome = self._interruption.run(call.incarnation, partial(self._play, call, *parcel))
         finally:
             self._call = None
         if outcome.error is not None:
@@ -214,6 +213,11 @@ class Shell:
         return problem
 
     # -- details -----------------------------------------------------------------------------------------------
+
+    def _play(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._seat.begin_call()
+        self._call = call.id
+        return self._seat.call(call.method, args, kwargs)
 
     def _get_out(self, begin_ns: int, timeout_s: float) -> str:
         """Have the working thread come out of what is given up; return what does not, or nothing."""
