@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = 80.0
 TOLD = "told: "
 
 
