@@ -262,7 +262,8 @@ def test_a_script_that_finds_nan_itself_rolls_back(tmp_path: Path, calm: str) ->
     assert played.result is not None, played.tails
     assert played.result["digest"] == calm
     assert played.cycles == 2
-    assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 1] == [6, 6]
+    begun_at = [begin["iteration"] for begin in played.begins if begin["cycle"] == 1]
+    assert begun_at in ([6, 6], [4, 4])  # the save of 6, just begun, is committed by then or not
 
 
 def test_half_the_ranks_go_on_from_what_all_had_saved(tmp_path: Path) -> None:
