@@ -14,6 +14,7 @@ import psutil
 import pytest
 import ray
 import torch
+from ray._private.state import available_resources_per_node
 from ray.cluster_utils import Cluster
 from ray_machines import leaked
 from ray_trainer import Counter, Trainer, Unable, batch_of, plan_fault, weights_after
@@ -117,6 +118,10 @@ def wait_for_death(node_id: str) -> None:
 def test_a_lost_node_is_made_up_for_elsewhere(ray_cluster: Cluster, tmp_path: Path) -> None:
     """When a node dies with half the actors and a spare, others start where there is room; those elsewhere are kept."""
     node = ray_cluster.add_node(num_cpus=3, num_gpus=0, object_store_memory=100 << 20)
+    deadline = clock.now_s() + 60
+    while available_resources_per_node().get(node.node_id, {}).get("CPU") != 3:  # until then nobody is spread to it
+        assert clock.now_s() < deadline, "Ray does not count on the node"
+        time.sleep(0.05)
     checkpoint = CheckpointConfig(directory=str(tmp_path / "global"), save_interval=1, async_save=False)
     with ActorGroup(
         Trainer,
