@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from ray_scripts import run_script
 from torch import nn
 
 pytest.importorskip("ray.train.torch")
@@ -46,30 +42,8 @@ def undisturbed() -> str:
 @pytest.mark.timeout(240)
 def test_hung_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     """As the page says: the worker that sleeps is found and ended, and the last line is the same as without a fault."""
-    # Ray's sockets lie in there, and their paths may have 107 bytes only.
-    with (
-        tempfile.TemporaryDirectory(prefix="rt-", dir="/tmp") as ray_folder,
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path / "run"), "--fault=sleep"],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "RAY_TMPDIR": ray_folder,
-                "RAY_USAGE_STATS_ENABLED": "0",
-                "RAY_AUTH_MODE": "disabled",
-            },
-            start_new_session=True,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        ) as process,
-    ):
-        try:
-            output, _ = process.communicate(timeout=200)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output
+    code, output = run_script(SCRIPT, str(tmp_path / "run"), "--fault=sleep", timeout_s=200)
+    assert code == 0, output
     assert (tmp_path / "run" / "struck").exists()
     assert (tmp_path / "run" / "run" / "stacks" / "cycle-0" / "rank-1.txt").exists()
     assert output.splitlines()[-1] == f"weights {undisturbed()}", output
