@@ -14,8 +14,8 @@ import psutil
 import pytest
 import ray
 import torch
-from ray._private.state import available_resources_per_node
 from ray.cluster_utils import Cluster
+from ray.util import placement_group, remove_placement_group
 from ray_machines import leaked
 from ray_trainer import Counter, Trainer, Unable, batch_of, plan_fault, weights_after
 
@@ -117,11 +117,9 @@ def wait_for_death(node_id: str) -> None:
 
 def test_a_lost_node_is_made_up_for_elsewhere(ray_cluster: Cluster, tmp_path: Path) -> None:
     """When a node dies with half the actors and a spare, others start where there is room; those elsewhere are kept."""
-    node = ray_cluster.add_node(num_cpus=3, num_gpus=0, object_store_memory=100 << 20)
-    deadline = clock.now_s() + 60
-    while available_resources_per_node().get(node.node_id, {}).get("CPU") != 3:  # until then nobody is spread to it
-        assert clock.now_s() < deadline, "Ray does not count on the node"
-        time.sleep(0.05)
+    taken = placement_group([{"CPU": 14}])  # only the first node has so many; what is left there holds two actors
+    assert taken.wait(60)
+    node = ray_cluster.add_node(num_cpus=3, num_gpus=0, object_store_memory=100 << 20)  # three of five must be here
     checkpoint = CheckpointConfig(directory=str(tmp_path / "global"), save_interval=1, async_save=False)
     with ActorGroup(
         Trainer,
@@ -135,10 +133,10 @@ def test_a_lost_node_is_made_up_for_elsewhere(ray_cluster: Cluster, tmp_path: Pa
         for iteration in (1, 2, 3):
             group.run("train_step", batch_of(iteration), iteration)
         before, there = group.pids, {rank for rank, name in group.nodes.items() if name == node.node_id}
-        assert there
-        assert there != set(before)
+        assert len(there) in (2, 3)  # the spare is on either node
         by_node = [name == node.node_id for _, name in sorted(group.nodes.items())]
         assert by_node in (sorted(by_node), sorted(by_node, reverse=True))  # ranks of a node are neighbours
+        remove_placement_group(taken)
         ray_cluster.remove_node(node, allow_graceful=False)
         group.run("train_step", batch_of(4), 4)
         report = group.recoveries[-1]
