@@ -46,6 +46,23 @@ def test_digests_are_in_the_order_of_the_chunks(tmp_path: Path, num_threads: int
     assert digest_image(image, num_threads=num_threads) == expected(image)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 12345])
+def test_every_byte_is_looked_at_once(tmp_path: Path, num_bytes: int) -> None:
+    """Who looks is shown the whole image, piece by piece, whether it is written or not; digests are the same."""
+    image, seen = image_of(num_bytes), dict[int, bytes]()
+
+    def look(piece: memoryview, start: int) -> None:
+        assert start not in seen
+        seen[start] = bytes(piece)
+
+    assert write_image(image, tmp_path / "f", look=look) == expected(image)
+    assert b"".join(piece for _, piece in sorted(seen.items())) == bytes(image)
+    assert [start + len(piece) for start, piece in sorted(seen.items())][:-1] == sorted(seen)[1:]
+    seen.clear()
+    assert digest_image(image, look=look) == expected(image)
+    assert b"".join(piece for _, piece in sorted(seen.items())) == bytes(image)
+
+
 def test_a_disk_that_refuses_direct_writes_gets_ordinary_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where opening for direct writes is refused (EINVAL), this file is written the ordinary way; others are not."""
     flags_seen = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from outlast.checkpoint.finite import MAY_BE_INFINITE, PIECE_BYTES, is_finite
+from outlast.checkpoint.finite import MAY_BE_INFINITE, PIECE_BYTES, Numbers, is_finite
 from outlast.checkpoint.shard import DTYPE_NAMES
 
 TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, short in DTYPE_NAMES.items()}
@@ -40,3 +42,27 @@ def test_the_largest_numbers_are_finite(dtype: str) -> None:
 def test_nothing_is_finite() -> None:
     """An empty tensor holds no bad number."""
     assert is_finite(memoryview(b""), "F32")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["F64", "F32", "BF16", "I64"]), st.integers(0, 12)), max_size=8),
+    st.integers(0, 96),
+    st.sampled_from([16, 24, 64, 1000]),
+)
+def test_numbers_are_found_wherever_pieces_end(tensors: list[tuple[str, int]], bad: int, piece_bytes: int) -> None:
+    """Looked at piece by piece, an image of tensors side by side is finite exactly if none of them has a bad number;
+    what only looks like one in a tensor of whole numbers does not count."""
+    tensors.sort(key=lambda tensor: -TYPES[tensor[0]].itemsize)  # as in a shard
+    image, spans, is_bad = bytearray(), [], False
+    for dtype, count in tensors:
+        start, numbers = len(image), torch.ones(count, dtype=TYPES[dtype])
+        if 0 <= (at := bad - start // 8) < count and dtype != "I64":
+            numbers[at], is_bad = float("nan"), True
+        elif dtype == "I64":
+            numbers[:] = -1  # the bits of a NaN
+        image += bytes_of(numbers) if count else b""
+        if dtype != "I64":
+            spans.append((dtype, start, len(image) - start))
+    where = Numbers(reversed(spans))
+    pieces = [(memoryview(image)[start : start + piece_bytes], start) for start in range(0, len(image), piece_bytes)]
+    assert all(where.are_finite(piece, start) for piece, start in pieces) == (not is_bad)

@@ -1,4 +1,4 @@
-"""An image made a durable file: aligned writes past the page cache, by several threads, digested on the way.
+"""An image made a durable file: aligned writes past the page cache, by several threads, digested beside.
 
 The page cache would cost a copy and the memory that training needs; a disk that refuses such writes (``EINVAL``) gets
 ordinary ones. Nothing here imports torch.
@@ -8,41 +8,46 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from outlast.checkpoint.shard import CHUNK_BYTES, digest, num_chunks
+from outlast.checkpoint.shard import CHUNK_BYTES, digest, digest_pieces, num_chunks
 
 __all__ = ["digest_image", "write_image"]
 
 ALIGNMENT = 4096
-NUM_THREADS = 3
+NUM_DISK_THREADS = 2
+"""Beside the one that digests, which costs the disk less time than threads that do both in turns."""
+NUM_DIGEST_THREADS = 3
+PIECE_BYTES = 1 << 20
+"""Small enough to be in the cache still when it is looked at."""
+Look = Callable[[memoryview, int], None]
 
 
-def digest_image(image: memoryview, *, num_threads: int = NUM_THREADS) -> tuple[str, ...]:
+def digest_image(
+    image: memoryview, *, look: Look | None = None, num_threads: int = NUM_DIGEST_THREADS
+) -> tuple[str, ...]:
     """Return the digest of every chunk.
 
     Args:
         image: The bytes.
+        look: Called with each piece of the image, and where it begins, while it is in the cache; by several threads.
         num_threads: How many digest at a time.
     """
-    count = num_chunks(len(image))
-
-    def digest_chunk(index: int) -> str:
-        with image[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES] as chunk:
-            return digest(chunk)
-
+    digest_chunk, count = partial(_digest, image, look), num_chunks(len(image))
     if count < 2:
-        return tuple(digest_chunk(index) for index in range(count))
+        return tuple(map(digest_chunk, range(count)))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="outlast-digest") as pool:
         return tuple(pool.map(digest_chunk, range(count)))
 
 
-def write_image(image: memoryview, path: Path, *, num_threads: int = NUM_THREADS) -> tuple[str, ...]:
+def write_image(
+    image: memoryview, path: Path, *, look: Look | None = None, num_threads: int = NUM_DISK_THREADS
+) -> tuple[str, ...]:
     """Write an image into a new file and make it durable; return the digest of every chunk.
 
     A file that cannot be finished is deleted: on a full disk its room is what the next save needs.
@@ -50,7 +55,9 @@ def write_image(image: memoryview, path: Path, *, num_threads: int = NUM_THREADS
     Args:
         image: The bytes, beginning at a multiple of 4 KiB.
         path: The file; its folder exists.
-        num_threads: How many digest and write at a time.
+        look: Called with each piece of the image, and where it begins, while it is in the cache, by one thread; and
+            again from the beginning where the disk takes no direct writes.
+        num_threads: How many write at a time; one more digests.
 
     Raises:
         OSError: The disk is full, the file exists, or whatever else the disk says.
@@ -59,12 +66,12 @@ def write_image(image: memoryview, path: Path, *, num_threads: int = NUM_THREADS
     """
     try:
         with _new_file(path, direct=True) as fd:
-            return _write(fd, image, num_threads, path)
+            return _write(fd, image, look, num_threads, path)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     with _new_file(path, direct=False) as fd:
-        return _write(fd, image, num_threads, path)
+        return _write(fd, image, look, num_threads, path)
 
 
 @contextlib.contextmanager
@@ -86,7 +93,7 @@ def _new_file(path: Path, *, direct: bool) -> Iterator[int]:
         os.close(fd)
 
 
-def _write(fd: int, image: memoryview, num_threads: int, path: Path) -> tuple[str, ...]:
+def _write(fd: int, image: memoryview, look: Look | None, num_threads: int, path: Path) -> tuple[str, ...]:
     size = len(image)
     try:
         if size:
@@ -94,28 +101,40 @@ def _write(fd: int, image: memoryview, num_threads: int, path: Path) -> tuple[st
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-    count = num_chunks(size)
-    chunks = [""] * count
-    turns = itertools.count()
 
-    def write_chunks() -> None:
-        while (index := next(turns)) < count:
-            start = index * CHUNK_BYTES
-            with image[start : start + CHUNK_BYTES] as chunk:
-                chunks[index] = digest(chunk)
-                _write_at(fd, chunk, start)
+    def write_chunk(index: int) -> None:
+        start = index * CHUNK_BYTES
+        with image[start : start + CHUNK_BYTES] as chunk:
+            _write_at(fd, chunk, start)
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="outlast-disk") as pool:
-        writers = [pool.submit(write_chunks) for _ in range(min(num_threads, count))]
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="outlast-digest") as digesting,
+        ThreadPoolExecutor(num_threads, thread_name_prefix="outlast-disk") as writing,
+    ):
+        digests = digesting.map(partial(_digest, image, look), range(num_chunks(size)))
         try:
-            for writer in writers:
-                writer.result()
+            for _ in writing.map(write_chunk, range(num_chunks(size))):
+                pass
         except OSError as error:
-            turns = itertools.count(count)  # the others need not go on
+            digesting.shutdown(wait=False, cancel_futures=True)  # nobody needs the rest
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-    os.ftruncate(fd, size)
-    os.fsync(fd)
-    return tuple(chunks)
+        os.ftruncate(fd, size)
+        os.fsync(fd)
+        return tuple(digests)
+
+
+def _digest(image: memoryview, look: Look | None, index: int) -> str:
+    """Return the digest of a chunk, looking at it on the way."""
+    start = index * CHUNK_BYTES
+    with image[start : start + CHUNK_BYTES] as chunk:
+        return digest(chunk) if look is None else digest_pieces(_looked_at(chunk, start, look))
+
+
+def _looked_at(chunk: memoryview, start: int, look: Look) -> Iterator[memoryview]:
+    for offset in range(0, len(chunk), PIECE_BYTES):
+        with chunk[offset : offset + PIECE_BYTES] as piece:
+            yield piece
+            look(piece, start + offset)
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

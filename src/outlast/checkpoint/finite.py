@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable
+
 import numpy as np
 
-__all__ = ["MAY_BE_INFINITE", "is_finite"]
+__all__ = ["MAY_BE_INFINITE", "Numbers", "is_finite"]
 
 PIECE_BYTES = 1 << 20
 """Small enough to stay in the cache."""
@@ -43,3 +46,36 @@ def _is_piece_finite(data: memoryview, dtype: str) -> bool:
     with np.errstate(all="ignore"):
         # A sum of finite numbers may overflow: then each one is looked at.
         return bool(np.isfinite(numbers.sum())) or bool(np.isfinite(numbers).all())
+
+
+class Numbers:
+    """Where in an image the numbers lie that may be infinite or NaN.
+
+    Args:
+        spans: Element type (one of :data:`MAY_BE_INFINITE`), offset and bytes of each tensor; none overlap.
+    """
+
+    def __init__(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        self._spans: list[tuple[str, int, int]] = []
+        for dtype, start, num_bytes in sorted(spans, key=lambda span: span[1]):
+            first, end = start, start + num_bytes
+            if self._spans and (self._spans[-1][0], self._spans[-1][2]) == (dtype, start):
+                first = self._spans.pop()[1]  # many small tensors side by side are looked at as one
+            self._spans.append((dtype, first, end))
+        self._ends = [end for _, _, end in self._spans]
+
+    def are_finite(self, piece: memoryview, start: int) -> bool:
+        """Return whether no number in a piece of the image is infinite or NaN.
+
+        Args:
+            piece: Bytes of the image.
+            start: Where they begin; neither this nor their end is inside of a number.
+        """
+        end = start + len(piece)
+        for dtype, first, last in self._spans[bisect_right(self._ends, start) :]:
+            if first >= end:
+                return True
+            with piece[max(first, start) - start : min(last, end) - start] as numbers:
+                if not is_finite(numbers, dtype):
+                    return False
+        return True

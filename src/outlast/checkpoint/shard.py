@@ -25,6 +25,7 @@ __all__ = [
     "Layout",
     "Span",
     "digest",
+    "digest_pieces",
     "num_chunks",
     "read_head",
     "read_header",
@@ -95,6 +96,14 @@ def num_chunks(num_bytes: int) -> int:
 def digest(chunk: bytes | memoryview) -> str:
     """Return a chunk's digest."""
     return xxhash.xxh3_64_hexdigest(chunk)
+
+
+def digest_pieces(pieces: Iterable[memoryview]) -> str:
+    """Return the digest of a chunk that is given piece by piece."""
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return state.hexdigest()
 
 
 class Layout:

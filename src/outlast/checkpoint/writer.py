@@ -22,7 +22,7 @@ from pathlib import Path
 from outlast.checkpoint import frames as f
 from outlast.checkpoint.dcp.assemble import Assemble, assemble
 from outlast.checkpoint.durable import digest_image, write_image
-from outlast.checkpoint.finite import is_finite
+from outlast.checkpoint.finite import Numbers
 from outlast.checkpoint.holdings import HoldingsError
 from outlast.checkpoint.replica.client import ReplicaError, fetch, read_small
 from outlast.checkpoint.replica.parity import blocks_of
@@ -127,14 +127,13 @@ class Writer:
             with (
                 memoryview(image.map()) as whole,
                 whole[: request.num_bytes] as data,
-                ThreadPoolExecutor(2, thread_name_prefix="outlast-write") as pool,
+                ThreadPoolExecutor(1, thread_name_prefix="outlast-write") as pool,
             ):
                 copying = pool.submit(self._replicate, request, image)
-                looking = pool.submit(_are_finite, data, request.numbers)
                 try:
-                    chunks = self._digest_and_write(request, data)
+                    chunks, finite = self._digest_and_write(request, data)
                 finally:
-                    outcomes, finite = copying.result(), looking.result()
+                    outcomes = copying.result()
         finally:
             self._vault.using(image, -1)
         failures = []
@@ -149,15 +148,22 @@ class Writer:
             num_copies = 0 if failures else 1
         return f.Written(chunks=chunks, finite=finite, num_copies=num_copies, failures=tuple(failures))
 
-    def _digest_and_write(self, request: f.Write, data: memoryview) -> tuple[str, ...]:
+    def _digest_and_write(self, request: f.Write, data: memoryview) -> tuple[tuple[str, ...], bool]:
+        """Return the digests, and whether all numbers are finite."""
+        numbers, infinite = Numbers(request.numbers), threading.Event()
+
+        def look(piece: memoryview, start: int) -> None:
+            if not (infinite.is_set() or numbers.are_finite(piece, start)):
+                infinite.set()
+
         if request.path is None:
-            return digest_image(data)
+            return digest_image(data, look=look), not infinite.is_set()
         path = Path(request.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if self._die_halfway:
             path.write_bytes(data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
-        return write_image(data, path)
+        return write_image(data, path, look=look), not infinite.is_set()
 
     def _replicate(self, request: f.Write, image: Image) -> tuple[Outcome, ...]:
         with self._lock:
@@ -238,10 +244,6 @@ def _sent(request: f.Write, chunks: tuple[str, ...]) -> list[tuple[str, ...]]:
     if not request.holders:
         return [chunks for _ in request.targets]
     return [chunks[block.start : block.stop] for block in blocks_of(request.num_bytes, len(request.holders))]
-
-
-def _are_finite(data: memoryview, numbers: tuple[tuple[str, int, int], ...]) -> bool:
-    return all(is_finite(data[offset : offset + size], dtype) for dtype, offset, size in numbers)
 
 
 def _say_refused(source: str, reason: str) -> None:
