@@ -47,6 +47,8 @@ __all__ = ["TrainCallback", "session"]
 log = logging.getLogger(__name__)
 
 _UNLIMITED = 1 << 30
+_START_S = 60.0
+"""Seconds for a worker to import this package and take in its place."""
 _config: Config | None = None
 """The settings that this worker was given."""
 
@@ -196,7 +198,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
             worker.execute_async(_take_place, self.config, variables[worker.distributed_context.world_rank])
             for worker in workers
         ]
-        ray.get(asked)  # a worker that died meanwhile is Ray Train's to report
+        ray.get(asked, timeout=_START_S)  # a worker that died or is stuck meanwhile is Ray Train's to replace
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
         """Look away, as the workers are ended now."""
