@@ -43,5 +43,5 @@ def test_abandoned_check_ends_with_what_it_started(tmp_path: Path) -> None:
 def _is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter when it goes between the two calls of the reading
         return False

@@ -27,7 +27,9 @@ input()
 with monitor.section("step"):
     if sys.argv[3] == "waits":
         threading.Event().wait(120)
-    ctypes.PyDLL(None).sleep(120)  # it keeps the interpreter's lock
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)  # keeps the interpreter's lock, and no signal that asks for stacks ends it
 """
 
 
