@@ -72,6 +72,29 @@ def test_worker_sees_what_a_fresh_interpreter_would(zygote: Zygote, tmp_path: Pa
     assert len(numbers) == 2
 
 
+def test_lines_of_workers_that_share_an_output_are_whole(tmp_path: Path) -> None:
+    """What two workers print at the same time stays line by line, also where Python is told not to buffer."""
+    zygote = Zygote(preload=(), env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    script, out = tmp_path / "script.py", str(tmp_path / "out")
+    script.write_text(
+        "import os, sys\n"
+        "for number in range(3000):\n"
+        "    print('rank', os.environ['RANK'], 'at', number, file=(sys.stdout, sys.stderr)[number % 2])\n"
+    )
+    try:
+        receive(zygote, Ready)
+        for key in range(2):
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RANK": str(key)}
+            zygote.send(Spawn(key=key, argv=(str(script),), env=environment, stdout=out, stderr=out))
+        codes = [reply.exit_code for _ in range(4) if isinstance(reply := receive(zygote, (Started, Exited)), Exited)]
+        assert codes == [0, 0]
+    finally:
+        zygote.close()
+    lines = Path(out).read_text().splitlines()
+    expected = [f"rank {rank} at {number}" for rank in range(2) for number in range(3000)]
+    assert sorted(lines) == sorted(expected)
+
+
 @pytest.mark.parametrize(
     ("code", "exit_code", "text"),
     [

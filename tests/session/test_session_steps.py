@@ -35,7 +35,8 @@ for iteration in run.steps(state, total=total):
         model.weight += 1
     state["seen"].append(iteration)
     done.append(iteration)
-print(json.dumps({"done": done, "seen": state["seen"], "weight": model.weight[0, 0].item(), "at": run.iteration}))
+found = {"done": done, "seen": state["seen"], "weight": model.weight[0, 0].item(), "at": run.iteration}
+sys.stdout.write(json.dumps(found) + "\\n")  # at once: a save's line may come meanwhile
 if what == "close":
     run.close()
     run.close()

@@ -127,8 +127,9 @@ class TrainWatch:
         with self._lock:
             self._attempt, self._incident = attempt, None
             self._journal.cycle = attempt
-            folder = tempfile.mkdtemp(prefix="outlast-stacks-") if self._run_dir is None else self._run_dir
-            self._stacks_dir = os.path.join(folder, "stacks", f"cycle-{attempt}")
+            self._stacks_dir = (
+                "" if self._run_dir is None else os.path.join(self._run_dir, "stacks", f"cycle-{attempt}")
+            )
             self._board = board = Board.create_anonymous(num_ranks=num_ranks)
             for worker in workers:
                 board.assign(worker.local_rank, pid=worker.pid, global_rank=worker.global_rank, cycle=attempt)
@@ -155,6 +156,7 @@ class TrainWatch:
             board = self._board
             if board is None or attempt != self._attempt:
                 return []
+            self._stacks_dir = self._stacks_dir or tempfile.mkdtemp(prefix="outlast-stacks-")
             now_ns = clock.now_ns()
             late = [one for state in board.read_all() for one in expired(state, self._timeouts, now_ns)]
             return examine(board, node=self.node, stacks_dir=self._stacks_dir, expired=late)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import io
 import os
 import runpy
 import select
@@ -209,8 +210,8 @@ def _become_worker(request: Spawn) -> NoReturn:
     """Run the script as ``__main__`` of this process, as a fresh interpreter would."""
     env.replace_environ(request.env)
     time.tzset()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+    sys.stdout = sys.__stdout__ = _by_lines(sys.stdout)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _by_lines(sys.stderr)  # type: ignore[misc]
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()  # python's own generator reseeds itself after a fork; numpy's would be a copy
@@ -218,6 +219,18 @@ def _become_worker(request: Spawn) -> NoReturn:
         module, _, function = request.on_start.partition(":")
         getattr(importlib.import_module(module), function)()
     _leave(_run_main(list(request.argv), is_module=request.kind == "module"))
+
+
+def _by_lines(stream: Any) -> Any:
+    """Return a stream that writes line by line: ranks share one output, and print() hands over a line in parts.
+
+    With ``PYTHONUNBUFFERED``, as in many container images, each part would go out by itself.
+    """
+    if isinstance(stream.buffer, io.RawIOBase):
+        buffer = io.BufferedWriter(io.FileIO(stream.fileno(), "w", closefd=False))
+        stream = io.TextIOWrapper(buffer, encoding=stream.encoding, errors=stream.errors)
+    stream.reconfigure(line_buffering=True, write_through=True)
+    return stream
 
 
 def _leave(code: int | str | None) -> NoReturn:
