@@ -65,7 +65,9 @@ def run_ray(num_cpus: int = 16) -> Iterator[Cluster]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
-            shutil.rmtree(temp_dir, ignore_errors=True)
+            deadline = clock.now_s() + 10
+            while os.path.exists(temp_dir) and clock.now_s() < deadline:  # Ray's own processes write until they end
+                shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 def leaked(pids: Collection[int] = ()) -> list[str]:
