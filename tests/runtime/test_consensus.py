@@ -152,7 +152,7 @@ try:
         consensus.begin({})
         consensus.finish()
 except PeerLost as error:
-    print("lost:", error)
+    print("lost:", error, flush=True)
     os._exit(5)
 """
     ranks = _start(body, 2, tmp_path)
