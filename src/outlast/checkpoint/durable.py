@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from outlast.checkpoint.finite import PIECE_BYTES
 from outlast.checkpoint.shard import CHUNK_BYTES, digest, digest_pieces, num_chunks
 
 __all__ = ["digest_image", "write_image"]
@@ -23,8 +24,6 @@ ALIGNMENT = 4096
 NUM_DISK_THREADS = 2
 """Beside the one that digests, which costs the disk less time than threads that do both in turns."""
 NUM_DIGEST_THREADS = 3
-PIECE_BYTES = 1 << 20
-"""Small enough to be in the cache still when it is looked at."""
 Look = Callable[[memoryview, int], None]
 
 
