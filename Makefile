@@ -8,12 +8,14 @@ CODE := src tests examples docs
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml nvidia-ml-py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup slurm test lint types unit docs demo demo-ray bench bench-peers format clean
+.PHONY: help setup slurm test test-faults test-gpu lint types unit docs demo demo-ray bench bench-peers format clean
 
 help:
 	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
 	@echo "make demo-ray    train actors on Ray through killed, stopped and raising ones, and prove the result"
-	@echo "make test    lint, types, docs, tests"
+	@echo "make test    lint, types, docs, tests: some ten minutes on two cores"
+	@echo "make test-faults    the long campaigns of faults that make test runs samples of: before a release"
+	@echo "make test-gpu    what needs a GPU"
 	@echo "make setup   only make $(VENV), with pinned packages"
 	@echo "make slurm   install Slurm and munge, on which some tests start a cluster of their own"
 	@echo "make lint | types | unit | docs    one part of make test"
@@ -55,8 +57,19 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# Two processes run tests beside each other: most of the time a test waits.
 unit: setup slurm
-	$(BIN)/python -m pytest
+	@$(BIN)/python -m compileall -q src
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=10
+
+test-faults: setup slurm
+	@$(BIN)/python -m compileall -q src
+	$(BIN)/python -m pytest -m campaign -n 2 --dist loadscope --no-loadscope-reorder --durations=10
+
+test-gpu: setup
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(BIN)/python -m pytest -m gpu --durations=10; \
+	else echo "make test-gpu: no GPU that torch can use is here; nothing was run"; fi
 
 docs: setup
 	$(BIN)/python docs/generate.py --check

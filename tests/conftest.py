@@ -1,15 +1,80 @@
-"""What all tests share: hypothesis without surprises, and no process of ours left behind."""
+"""What all tests share: processes that start fast, hypothesis without surprises, and no process of ours left behind."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
+
+import fork_server
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: threads that spin help nobody here
+SLOW_S = 5.0
+_TOGETHER = ("ray", "slurm")
+"""Folders whose tests share one cluster: one process of pytest-xdist runs them all."""
 
 settings.register_profile("outlast", deadline=None, derandomize=True, database=None)
 settings.load_profile("outlast")
+
+_too_long: dict[str, float] = {}
+_num_slow = 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server from which the tests' Python processes are forked, in each process that runs tests."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        fork_server.install()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes long, so that at the end two processes have something to do."""
+    items.sort(key=lambda item: (item.path.parent.name not in _TOGETHER, item.get_closest_marker("process") is None))
+
+
+class _ByModule(LoadScopeScheduling):
+    """Keep a module's tests in one process, for the sake of its fixtures, and those that share a cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        folder = Path(module).parent.name
+        return folder if folder in _TOGETHER else module
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByModule:
+    """Say which process runs what."""
+    return _ByModule(config, log)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count the tests that are marked as slow, and note those that are not and were."""
+    global _num_slow
+    if report.when == "call":
+        is_marked = "slow" in report.keywords or "campaign" in report.keywords
+        _num_slow += is_marked
+        if report.duration > SLOW_S and not is_marked:
+            _too_long[report.nodeid] = report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests are marked as slow, and which took long without the mark; on a busy machine more do."""
+    terminalreporter.write_line(f"{_num_slow} tests are marked slow")
+    for name, duration in sorted(_too_long.items(), key=lambda entry: -entry[1]):
+        terminalreporter.write_line(f"took {duration:.1f} s without being marked slow: {name}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Start all processes of a test that is marked ``cold``, and of its fixtures, in the ordinary way."""
+    with fork_server.cold() if item.get_closest_marker("cold") else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +87,17 @@ def no_process_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = set(me.children(recursive=True))
     yield
     left = [child for child in me.children(recursive=True) if child not in before and child.is_running()]
-    _, alive = psutil.wait_procs(left, timeout=2)
-    alive = [child for child in alive if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-    described = [f"{child.pid} {' '.join(child.cmdline())[:200]}" for child in alive]
+    _, alive = psutil.wait_procs(left, timeout=30)
+    described = [text for child in alive if (text := _describe_if_alive(child))]
     for child in alive:
-        child.kill()
-    psutil.wait_procs(alive, timeout=5)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(alive, timeout=60)
     assert not described, f"processes left behind: {described}"
+
+
+def _describe_if_alive(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    return ""

@@ -48,7 +48,7 @@ def strike(fault: str) -> None:
 
 
 @inprocess.Wrapper(
-    outlast.InProcessRestartConfig(active_world_size=RANKS, granularity="rank", soft_timeout=2, hard_timeout=4)
+    outlast.InProcessRestartConfig(active_world_size=RANKS, granularity="rank", soft_timeout=10, hard_timeout=20)
 )
 def train(folder: Path, fault: str, call: inprocess.Handle) -> None:
     """Train on this rank; called again on all ranks when one of them fails."""

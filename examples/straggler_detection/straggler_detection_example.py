@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=600)
     parser.add_argument("--report-interval", type=float, default=1.0, help="seconds from one report to the next")
     parser.add_argument("--forward-ms", type=float, default=8.0, help="how long a sound rank's forward takes at least")
-    parser.add_argument("--slow-rank", type=int, default=2, help="the rank that becomes slow; -1: none does")
+    parser.add_argument("--slow-rank", type=int, help="the rank that becomes slow, 2 or the last; -1: none does")
     parser.add_argument("--slow-from", type=int, default=300, help="iteration from which on it is slow")
     parser.add_argument("--factor", type=float, default=1.6, help="times as long as a sound rank's its forward takes")
     parser.add_argument("--stop", action="store_true", help="stop when a rank below the threshold is named")
@@ -82,6 +82,11 @@ def main() -> None:
     if read_worker().launcher == "python":
         outlast = str(Path(sys.executable).with_name("outlast"))
         os.execv(outlast, [outlast, "run", "--standalone", "--nproc-per-node=4", __file__, *sys.argv[1:]])
+    last = read_worker().world_size - 1
+    if args.slow_rank is None:
+        args.slow_rank = min(2, last)
+    if not -1 <= args.slow_rank <= last:
+        parser.error(f"--slow-rank {args.slow_rank}: the ranks are 0 to {last}; name one of them, or -1 for none")
     logging.basicConfig(level=logging.INFO if read_worker().global_rank == 0 else logging.WARNING, format="%(message)s")
     train(args)
 

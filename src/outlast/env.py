@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outlast.errors import ConfigError
 from outlast.slurm_notation import expand_counts
@@ -18,6 +20,7 @@ from outlast.slurm_notation import expand_counts
 __all__ = [
     "BOARD",
     "CONFIG",
+    "CONFIG_FILE",
     "CYCLE",
     "DEVICE",
     "JOB",
@@ -32,6 +35,7 @@ __all__ = [
     "environ",
     "hostname",
     "node_name",
+    "noting_reads",
     "read_worker",
     "replace_environ",
     "set_default",
@@ -53,7 +57,9 @@ DEVICE = "OUTLAST_DEVICE"
 BOARD = "OUTLAST_BOARD"
 """Path of the node's heartbeat board; set by an agent only."""
 CONFIG = "OUTLAST_FAULT_TOLERANCE"
-"""The agent's ``FaultToleranceConfig`` as JSON, so that worker and agent use the same timeouts."""
+"""What the agent's ``FaultToleranceConfig`` was given, as JSON, so that worker and agent use the same timeouts."""
+CONFIG_FILE = "OUTLAST_CONFIG_FILE"
+"""The config file of ``outlast run``, empty where there is none; set by its agents only."""
 WRITER = "OUTLAST_WRITER"
 """Address of the node's checkpoint writer (an abstract Unix socket, without its leading zero); set by an agent only."""
 UNTRUSTED = "OUTLAST_UNTRUSTED"
@@ -108,7 +114,9 @@ class WorkerEnv:
     launcher: str = "python"
     """``outlast``, ``torchrun``, ``srun`` or ``python``."""
     fault_tolerance: str | None = None
-    """The agent's fault tolerance settings as JSON."""
+    """What the agent's fault tolerance settings were given, as JSON."""
+    config_file: str | None = None
+    """The config file of ``outlast run``, empty where there is none; ``None`` = it did not start this worker."""
     writer: str | None = None
     """Address of the agent's checkpoint writer; ``None`` without an agent of ours."""
     master_addr: str | None = None
@@ -176,6 +184,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         board=env.get(BOARD) or None,
         launcher=launcher,
         fault_tolerance=env.get(CONFIG) or None,
+        config_file=env.get(CONFIG_FILE),
         writer=env.get(WRITER) or None,
         master_addr=env.get("MASTER_ADDR") or None,
         untrusted=env.get(UNTRUSTED) or None,
@@ -207,6 +216,28 @@ def replace_environ(values: Mapping[str, str]) -> None:
     """Replace the whole environment of this process; for a forked worker before its script runs."""
     os.environ.clear()
     os.environ.update(values)
+
+
+class _Noting(os._Environ[str]):
+    reads: ClassVar[set[str]] = set()
+
+    def __getitem__(self, key: str) -> str:
+        self.reads.add(key)
+        return super().__getitem__(key)
+
+
+@contextmanager
+def noting_reads() -> Iterator[set[str]]:
+    """Yield a set that takes the names of the variables that Python code looks up meanwhile.
+
+    Thread: one at a time in the process.
+    """
+    own, _Noting.reads = type(os.environ), set()
+    os.environ.__class__ = _Noting
+    try:
+        yield _Noting.reads
+    finally:
+        os.environ.__class__ = own
 
 
 def set_default(name: str, value: str) -> None:

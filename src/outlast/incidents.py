@@ -55,6 +55,8 @@ class IncidentKind(StrEnum):
     """A stored copy failed its verification and was passed over."""
     REPLICATION_FAILED = "replication_failed"
     """A partner took no copy, or not the right one; generations count without it until it does again."""
+    WRITER_LOST = "writer_lost"
+    """The process that kept a node's checkpoint writer died; another one takes its place, with empty memory."""
     COPY_UNTRUSTED = "copy_untrusted"
     """A copy led to invalid results soon after it was loaded; it and what descends from it is not loaded again."""
     INVALID_RESULT = "invalid_result"
@@ -71,7 +73,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cycle: int = 0
     node: str = ""
     rank: int | None = None
-    """Global rank; ``None`` when a whole node is concerned."""
+    """Global rank; ``None`` when a whole node is concerned, or, without a node, no rank can be named."""
     pid: int | None = None
     section: str | None = None
     """Path of the open sections, outermost first, joined by ``/``."""
@@ -86,6 +88,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def describe(self) -> str:
         """Return one line for people."""
         who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
+        if self.rank is None and not self.node:
+            who = "the group of ranks" if self.kind == IncidentKind.WORKER_HUNG else "the job"
         if self.pid is not None:
             who += f" (pid {self.pid})"
         what = {
@@ -101,6 +105,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             IncidentKind.SAVE_FAILED: "could not save",
             IncidentKind.COPY_REJECTED: "rejected a stored copy",
             IncidentKind.REPLICATION_FAILED: "could not copy its shard to another node",
+            IncidentKind.WRITER_LOST: "lost its checkpoint writer",
             IncidentKind.COPY_UNTRUSTED: "loaded a copy that proved bad",
             IncidentKind.INVALID_RESULT: "computed an invalid result",
             IncidentKind.STRAGGLER: "is slow",

@@ -15,7 +15,7 @@ COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main;
 def test_timed_steps_and_reports_are_measured_in_real_ranks() -> None:
     """The command measures in two ranks and tells both figures; the exit code says whether the bars are kept."""
     done = subprocess.run(
-        [*COMMAND, "straggler", "--json", "--repeats=1"], capture_output=True, text=True, timeout=50, check=False
+        [*COMMAND, "straggler", "--json", "--repeats=1"], capture_output=True, text=True, timeout=200, check=False
     )
     bars = {bar["name"]: bar for bar in json.loads(done.stdout)["bars"]}
     assert list(bars) == ["straggler_us_per_step", "report_ms"]

@@ -23,6 +23,7 @@ SAVE_BARS = {
     "stall_vs_memcpy": 1.25,
     "stall_overlapped_ms": 8.0,
     "stall_overlapped_vs_dcp_staging": 0.6,
+    "many_tensors_stall_ms": 150.0,
     "slowdown_vs_dcp_thread": 0.5,
     "durable_vs_dcp_save": 0.7,
     "durable_vs_bare_write": 1.3,
@@ -35,7 +36,7 @@ REPLICA_BARS = {"replica_vs_gloo": 1.11}
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "bars"),
-    [("save", SAVE_BARS), ("load", LOAD_BARS), ("replica", REPLICA_BARS)],
+    [pytest.param("save", SAVE_BARS, marks=pytest.mark.campaign), ("load", LOAD_BARS), ("replica", REPLICA_BARS)],
     ids=["save", "load", "replica"],
 )
 def test_every_bar_is_measured_and_nothing_stays(tmp_path: Path, name: str, bars: dict[str, float]) -> None:
@@ -44,7 +45,7 @@ def test_every_bar_is_measured_and_nothing_stays(tmp_path: Path, name: str, bars
         [*COMMAND, name, "--json", "--repeats=1", "--tensors=1"],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=250,
         check=False,
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
-from outlast.checkpoint.shard import CHUNK_BYTES, Identity, Layout, digest, shard_name
+from outlast.checkpoint.shard import CHUNK_BYTES, Identity, Layout, Span, digest, shard_name
 
 RUN = "run-0a1b2c3d"
 TOPOLOGY = "feed"
@@ -19,17 +19,20 @@ def attempt_name(ordinal: int) -> str:
 
 
 def shard_bytes(
-    rank: int, world_size: int, iteration: int, attempt: str, *, num_elements: int = 1000
+    rank: int, world_size: int, iteration: int, attempt: str, *, num_elements: int = 1000, run: str = RUN
 ) -> tuple[bytes, tuple[TensorEntry, ...]]:
     """Return a shard of two tensors, and their entries."""
     identity = Identity(
-        run=RUN, topology=TOPOLOGY, rank=rank, world_size=world_size, iteration=iteration, attempt=attempt
+        run=run, topology=TOPOLOGY, rank=rank, world_size=world_size, iteration=iteration, attempt=attempt
     )
-    layout = Layout(
-        [("model.weight", "F32", (num_elements,), 4 * num_elements, 4), ("model.bias", "F32", (10,), 40, 4)]
-    )
-    head, spans, size = layout.place(identity, 16)
+    tensors = [("model.weight", "F32", (num_elements,), 4 * num_elements, 4), ("model.bias", "F32", (10,), 40, 4)]
+    layout = Layout(tensors)
+    head, tree, size = layout.place(identity, 16)
     data = head + random.Random(f"{rank}/{iteration}/{attempt}").randbytes(size - len(head))
+    spans = []
+    for index, offset in zip(layout.order, layout.offsets, strict=True):
+        name, dtype, shape, num_bytes, _ = tensors[index]
+        spans.append(Span(name, dtype, shape, len(head) + offset, num_bytes))
     entries = tuple(
         TensorEntry(
             name=span.name,
@@ -40,7 +43,7 @@ def shard_bytes(
             offset=span.offset,
             num_bytes=span.num_bytes,
         )
-        for span in spans
+        for span in [*spans, tree]
     )
     return data, entries
 
@@ -58,6 +61,7 @@ def lay_generation(
     finite: bool = True,
     suspect: bool = False,
     name: str | None = None,
+    run: str = RUN,
 ) -> Manifest:
     """Commit a generation into nodes' folders.
 
@@ -73,12 +77,15 @@ def lay_generation(
         finite: As in the manifest.
         suspect: Saved for diagnosis.
         name: Of its folder, when it is another than the committed one.
+        run: That saved it.
     """
     attempt = attempt or attempt_name(iteration)
-    shards = [shard_bytes(r, len(nodes), iteration, attempt, num_elements=num_elements) for r in range(len(nodes))]
+    shards = [
+        shard_bytes(r, len(nodes), iteration, attempt, num_elements=num_elements, run=run) for r in range(len(nodes))
+    ]
     manifest = Manifest(
         schema=SCHEMA,
-        run=RUN,
+        run=run,
         topology=TOPOLOGY,
         world_size=len(nodes),
         iteration=iteration,
@@ -109,7 +116,7 @@ def lay_generation(
             if parity and nodes[rank] == node:
                 (path / f"parity-{rank:05d}.bin").write_bytes(b"xor")
         (path / MANIFEST).write_bytes(encode_manifest(manifest))
-        directory.claim(RUN)
+        Directory(folder).create_hint(run)
         if not suspect and name is None:
             directory.point_to(iteration)
     return manifest

@@ -33,6 +33,7 @@ def lay_in_store(
     num_bytes: int = 10_000,
     attempt: str | None = None,
     restored_from: int | None = None,
+    metadata: bytes | None = b"a pickle that nobody here reads",
 ) -> GlobalManifest:
     """Commit a generation into a global directory.
 
@@ -45,6 +46,7 @@ def lay_in_store(
         num_bytes: Of each file.
         attempt: That wrote it; one of its own when left out.
         restored_from: As in the manifest.
+        metadata: Content of ``.metadata``; ``None`` = as earlier versions left it, without a digest.
     """
     folder = folder or f"step-{iteration}"
     files, pieces, ranks = [], [], []
@@ -65,6 +67,9 @@ def lay_in_store(
         attempt=attempt or f"job-0-cafe.{iteration}",
         restored_from=restored_from,
         finite=True,
+        metadata=None
+        if metadata is None
+        else FileEntry(name=METADATA, num_bytes=len(metadata), chunks=(digest(metadata),)),
         files=tuple(files),
         items=(
             Item(
@@ -77,7 +82,7 @@ def lay_in_store(
         ),
         ranks=tuple(ranks),
     )
-    write(f"{folder}/{METADATA}", b"a pickle that nobody here reads")
+    write(f"{folder}/{METADATA}", metadata or b"of an earlier version")
     if committed:
         write(f"{folder}/{MANIFEST}", encode_global_manifest(manifest))
         if folder == f"step-{iteration}":

@@ -175,12 +175,31 @@ def test_a_bad_manifest_on_one_node_is_that_nodes_problem(tmp_path: Path) -> Non
 
 
 def test_another_runs_generation_is_told(tmp_path: Path) -> None:
-    """A generation of another run in the folder is not valid here."""
+    """A generation of another run in the folder is not valid here; which run the folder belongs to, the manifests say,
+    and `run.json` where they name several."""
     lay_generation({"node0": tmp_path}, 3)
-    (tmp_path / "run.json").write_text('{"run":"run-of-others"}')
-    entry = only(tmp_path)
-    assert not entry.valid
-    assert entry.problems[0].kind == "Untrusted"
+    lay_generation({"node0": tmp_path}, 5, run="run-of-others")
+    place = look_into(str(tmp_path)).entry
+    assert (place.run, place.problems) == (RUN, ())
+    other, ours = place.generations
+    assert (other.valid, ours.valid) == (False, True)
+    assert [problem.kind for problem in other.problems] == ["Untrusted"]
+    (tmp_path / "run.json").write_text('{"run":"run-nobody"}')
+    place = look_into(str(tmp_path)).entry
+    assert place.run == "run-of-others"  # the newest generation's
+    assert [problem.kind for problem in place.problems] == ["Corrupt"]
+
+
+def test_a_folder_that_the_run_of_the_others_took_over_is_no_problem(tmp_path: Path) -> None:
+    """A spare's folder holds another run's generation, and names the run of the nodes beside it, which has committed
+    nothing there yet; alone, nothing proves that name, and it is told."""
+    folders = {node: tmp_path / node for node in ("node0", "node1")}
+    lay_generation({"node0": folders["node0"]}, 5)
+    lay_generation({"node1": folders["node1"]}, 3, nodes=("node1",), run="run-of-others")
+    (folders["node1"] / "run.json").write_text(f'{{"run":"{RUN}"}}')
+    assert look_into(str(tmp_path)).entry.problems == ()
+    (problem,) = look_into(str(folders["node1"])).entry.problems
+    assert f"names run {RUN}" in problem.reason
 
 
 def test_a_moved_generation_is_told(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from outlast.chaos import ArmedFaults, Fault, FaultPlan, SimulatedError, verify_fired
+from outlast.chaos import armed as armed_module
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
@@ -200,6 +201,7 @@ def test_signals_come_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Between two steps at the planned iteration, whether a step came before it or the run begins there."""
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: sent.append(number))
     for cycle in range(3):
         armed = arm(tmp_path, Fault(kind=kind, rank=0, iteration=2), cycle=cycle)
         for iteration in range(1 if cycle else 2, 5):
@@ -233,10 +235,21 @@ def test_a_section_is_struck_once_it_is_entered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sleep", "hold_gil"])
-def test_a_held_gil_stops_other_threads_and_a_sleep_does_not(tmp_path: Path, kind: str) -> None:
+def test_a_held_gil_stops_other_threads_and_a_sleep_does_not(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the GIL is held no other thread gets its turn; during a sleep they all do."""
     armed = arm(tmp_path, Fault(kind=kind, rank=0, iteration=0, duration_s=0.3))
     turns, over = [0], threading.Event()
+    taken: list[int] = []
+    strike = armed_module.strike_process
+
+    def strike_and_count(*arguments: Any) -> None:
+        before = turns[0]
+        strike(*arguments)
+        taken.append(turns[0] - before)
+
+    monkeypatch.setattr(armed_module, "strike_process", strike_and_count)
 
     def take_turns() -> None:
         while not over.wait(0.001):
@@ -245,13 +258,11 @@ def test_a_held_gil_stops_other_threads_and_a_sleep_does_not(tmp_path: Path, kin
     thread = threading.Thread(target=take_turns)
     thread.start()
     try:
-        before = turns[0]
         armed.before_step(0, {})
-        taken = turns[0] - before
     finally:
         over.set()
-        thread.join(timeout=10)
-    assert (taken > 5) == (kind == "sleep"), taken
+        thread.join()
+    assert (taken[0] > 5) == (kind == "sleep"), taken
     assert len(armed.fired) == 1
 
 

@@ -23,6 +23,7 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Signals that this process would have got."""
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number) if pid == os.getpid() else None)
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: sent.append(number))
     return sent
 
 

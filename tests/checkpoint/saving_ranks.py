@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.writer_process import WriterProcess
+from outlast.testing import RankProcesses
 
 BODY = """
 import json, logging, os, random, signal, sys
@@ -43,13 +40,13 @@ def content():
     return [float(part.detach().double().sum()) for part in parts] + state["losses"]
 
 def tell(**what):
-    print(json.dumps(what), flush=True)
+    sys.stdout.write(json.dumps(what) + "\\n")  # at once: a log line may come meanwhile
 
 def manage(**arguments):
     # Unless the test names nodes, the node's name is the folder's: this node's local tier is then `folder` itself.
     os.environ.setdefault("OUTLAST_NODE", os.path.basename(folder))
     local = folder if "OUTLAST_NODES" in os.environ else os.path.dirname(folder)
-    options = {"local_directory": local, "save_timeout": 20.0, **arguments.pop("config", {})}
+    options = {"local_directory": local, "save_timeout": 120.0, **arguments.pop("config", {})}
     journal = Journal(folder + "-journal", run_id="r", job="job", node="n", proc=f"rank-{rank}")
     return CheckpointManager(CheckpointConfig(**options), env=read_worker(), journal=journal, **arguments)
 
@@ -72,7 +69,7 @@ def start(
     *,
     world: int = 1,
     cycle: int = 0,
-    timeout_s: float = 40,
+    timeout_s: float = 300,
     nodes: dict[str, WriterProcess] | None = None,
 ) -> list[tuple[int, Any]]:
     """Run ``script`` on each rank; return each one's exit code and the last JSON line (or all of its output).
@@ -81,39 +78,19 @@ def start(
         nodes: Names of as many nodes as divide the ranks evenly, with their writers, which outlive the ranks; ``None``
             = one node, each rank with a writer of its own.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= {"LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "OUTLAST_CYCLE": str(cycle)}
+    names: list[str] | None = None
     places: list[dict[str, str]] = [{}] * world
     if nodes is not None:
-        each = world // len(nodes)
-        names = [name for name in nodes for _ in range(each)]
-        places = [{"OUTLAST_NODE": name, "OUTLAST_WRITER": nodes[name].address, "OUTLAST_NODES": "1"} for name in names]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BODY + script, str(folder)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), **places[rank]},
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(world)
-    ]
+        names = [name for name in nodes for _ in range(world // len(nodes))]
+        places = [{"OUTLAST_WRITER": nodes[name].address, "OUTLAST_NODES": "1"} for name in names]
+    cycles = {"OUTLAST_CYCLE": str(cycle)}
+    with RankProcesses(
+        BODY + script, str(folder), world_size=world, code=True, nodes=names, environment=cycles, environments=places
+    ) as ranks:
+        codes = ranks.wait_until_gone(timeout_s)
+        outputs = [ranks.output(rank) for rank in range(world)]
     ended = []
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=timeout_s)
-            lines = [line for line in output.splitlines() if line.startswith("{")]
-            ended.append((process.returncode, json.loads(lines[-1]) if lines else output + errors))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(10)
-            assert process.stdout is not None
-            assert process.stderr is not None
-            process.stdout.close()
-            process.stderr.close()
+    for code, output in zip(codes, outputs, strict=True):
+        lines = [line for line in output.splitlines() if line.startswith("{")]
+        ended.append((code, json.loads(lines[-1]) if lines else output))
     return ended

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ manager = manage()
 saved = []
 for iteration in (1, 2):
     train()
-    manager.save(state, iteration).wait(20)
+    manager.save(state, iteration).wait(100)
     saved.append(content())
 tell(saved=saved)
 manager.close()
@@ -71,10 +70,6 @@ def _edited_manifest(folder: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"iteration":2', '"iteration":3'))
 
 
-def _other_run(folder: Path) -> None:
-    (folder / "run.json").write_text(json.dumps({"run": "another"}))
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[list[float]]]]:
     """Two generations of two ranks, and what each rank saved; beside them another run's."""
@@ -123,15 +118,19 @@ def test_all_ranks_pass_over_a_bad_copy_together(
 def test_generations_of_another_run_are_an_error_not_a_start_from_scratch(
     tmp_path: Path, saved: tuple[Path, list[list[list[float]]]]
 ) -> None:
-    """With nothing but foreign generations the load fails on all ranks and names them."""
+    """Where the directory is one run's and what could be loaded is another's, the load fails on all ranks alike."""
     folder = tmp_path / "ckpt"
     shutil.copytree(saved[0], folder)
-    _other_run(folder)
+    foreign = saved[0].with_name("foreign")
+    shutil.copy(foreign / "run.json", folder / "run.json")
+    shutil.copy(foreign / "step-2" / "manifest.json", folder / "step-2" / "manifest.json")
     for code, told in start(folder, LOAD, world=2):
         assert code == 0, told
         assert told["kind"] == "Untrusted"
         assert "generation 2" in told["error"]
+        assert "is the shard of run" in told["error"]
         assert "generation 1" in told["error"]
+        assert "belongs to run" in told["error"]
 
 
 @pytest.mark.process

@@ -19,16 +19,16 @@ def at_stage(name):
     reached += name == STAGE
     if reached == 2 and rank == (VICTIM if name == "data" else 0):
         os.kill(pids[VICTIM], signal.SIGKILL)
-manager = manage(at_stage=at_stage, config={{"save_timeout": 3.0}})
+manager = manage(at_stage=at_stage, config={{"save_timeout": 20.0}})
 train()
-manager.save(state, 1).wait(20)
+manager.save(state, 1).wait(100)
 dist.barrier()
 saved = [content()]
 train()
 saved.append(content())
 tell(saved=saved)
 try:
-    manager.save(state, 2).wait(20)
+    manager.save(state, 2).wait(100)
 except CheckpointError as error:
     pass
 os._exit(0)
@@ -39,21 +39,22 @@ manager = manage()
 restored = manager.load_latest(state)
 tell(iteration=restored.iteration, loaded=content(), rejected=[str(one) for one in restored.rejected])
 train()
-manager.save(state, restored.iteration + 1).wait(20)
+manager.save(state, restored.iteration + 1).wait(100)
 manager.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("victim", "stage", "expected"),
     [
         (0, "data", 1),
-        (0, "manifest", 1),
-        (0, "rename", 1),
-        (0, "tracker", 2),
-        (1, "data", 1),
         (1, "manifest", 2),
+        *(
+            pytest.param(*other, marks=pytest.mark.campaign)
+            for other in ((0, "manifest", 1), (0, "rename", 1), (0, "tracker", 2), (1, "data", 1))
+        ),
     ],
 )
 def test_a_rank_killed_at_any_stage_loses_no_committed_generation(
@@ -78,16 +79,17 @@ manager = manage(writer_arguments=("--die-at=data",) if rank == 0 else ())
 train()
 failed = manager.save(state, 1)
 try:
-    failed.wait(20)
+    failed.wait(100)
 except CheckpointError as error:
     text = str(error)
 train()
-manager.save(state, 2).wait(20)
+manager.save(state, 2).wait(100)
 tell(error=text, generations=sorted(os.listdir(folder)), saved=content())
 manager.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_killed_writer_fails_one_save_on_all_ranks(tmp_path: Path) -> None:
     """The save of the dead writer fails everywhere and names it; a new writer makes the next one durable."""
@@ -109,7 +111,7 @@ from outlast.checkpoint import arena
 
 manager = manage()
 state["big"] = torch.arange(24 << 20, dtype=torch.float32)
-manager.save(state, 1).wait(20)
+manager.save(state, 1).wait(100)
 tell(saved=content())
 train()
 copy, copied = arena.np.copyto, 0

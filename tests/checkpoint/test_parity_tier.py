@@ -18,7 +18,7 @@ SAVE = """
 manager = manage(config=CONFIG)
 for iteration in (1, 2):
     train()
-    manager.save(state, iteration).wait(20)
+    manager.save(state, iteration).wait(100)
 tell(saved=content())
 kill_all()
 """
@@ -60,8 +60,9 @@ def _lose(folder: Path, nodes: dict[str, WriterProcess], name: str) -> None:
     nodes[name] = WriterProcess()
 
 
+@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(("lost", "on_disk"), [(0, False), (2, True)])
+@pytest.mark.parametrize(("lost", "on_disk"), [pytest.param(0, False, marks=pytest.mark.campaign), (2, True)])
 def test_a_lost_node_is_rebuilt(tmp_path: Path, nodes: dict[str, WriterProcess], lost: int, on_disk: bool) -> None:
     """Whichever node is lost with all it held, its shard is rebuilt bit by bit from what the others hold, and
     nothing is read from the global tier."""
@@ -85,6 +86,7 @@ def test_a_lost_node_is_rebuilt(tmp_path: Path, nodes: dict[str, WriterProcess],
         nodes[NAMES[lost]].close()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_flipped_parity_is_not_trusted(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
     """A shard rebuilt from a flipped parity differs from the digests of its source; the global tier is used instead."""
@@ -107,6 +109,7 @@ def test_a_flipped_parity_is_not_trusted(tmp_path: Path, nodes: dict[str, Writer
         nodes[lost].close()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_two_lost_nodes_are_too_many_for_a_parity(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
     """A parity outlives one node; when two are lost all ranks go to the global tier, and say what they lack."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from saving_ranks import start
 
+from outlast.checkpoint.exchange import Exchange, Outcome, deadline
+from outlast.checkpoint.own_store import OwnStore
+
 OUTCOMES = """
 def outcome(save):
     try:
-        return save().wait(25).generation
+        return save().wait(100).generation
     except CheckpointError as error:
         return str(error)
 """
@@ -64,6 +69,40 @@ manager.close()
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(("saved_by", "kind"), [(2, "KeyError"), (2, "RuntimeError"), (1, "KeyError")])
+def test_a_rank_whose_state_cannot_be_told_is_not_waited_for_at_a_load(
+    tmp_path: Path, saved_by: int, kind: str
+) -> None:
+    """Both ranks hear which rank it is and why, long before the timeout, and the generation is not blamed for it."""
+    begin = """
+manager = manage(config={"local_directory": None, "directory": os.path.dirname(folder), "save_timeout": 1000.0})
+"""
+    save = OUTCOMES + begin + 'tell(saved=outcome(lambda: manager.save({"n": 1, "x": {"y": 2}}, 1)))\nmanager.close()\n'
+    load = f"""
+class Untold:
+    def state_dict(self):
+        raise {kind}("no such part")
+    def load_state_dict(self, found):
+        pass
+{begin}
+try:
+    manager.load_latest({{"n": 0, "x": Untold() if rank else {{"y": 0}}}})
+    told = None
+except CheckpointError as error:
+    told = str(error)
+tell(told=told)
+manager.close()
+"""
+    for code, told in start(tmp_path / "ckpt", save, world=saved_by):
+        assert (code, told) == (0, {"saved": 1})
+    for code, told in start(tmp_path / "ckpt", load, world=2):
+        assert code == 0, told
+        assert f"generation 1 does not fit rank 1: {kind}: " in told["told"]
+        assert "no such part" in told["told"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_save_is_waited_for_only_so_long_when_the_store_is_stopped(tmp_path: Path) -> None:
     """With the rank that hosts the store stopped, waiting ends at the save's deadline, and so does the process."""
     script = """
@@ -91,6 +130,34 @@ os._exit(0)
 
 
 @pytest.mark.process
+def test_the_death_of_rank_0_is_told_as_that(tmp_path: Path) -> None:
+    """The saves of the others fail because their store is gone: nobody is told to look at the directory."""
+    script = """
+manager = manage(config={"max_consecutive_save_failures": 1, "async_save": False})
+assert manager.save(state, 1).error is None
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+if rank == 0:
+    signal.pause()
+os.kill(pids[0], signal.SIGKILL)
+first = manager.save(state, 2).error
+try:
+    manager.save(state, 3)
+except CheckpointError as error:
+    tell(first=str(first), last=str(error))
+manager.close()
+os._exit(0)
+"""
+    (code, _), (other_code, told) = start(tmp_path / "ckpt", script, world=2)
+    assert (code, other_code) == (-9, 0), told
+    assert "rank 0, which hosts the ranks' store, is gone" in told["first"]
+    assert "1 saves in a row failed" in told["last"]
+    assert "start all ranks again" in told["last"]
+    assert "repair the directory" not in told["last"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
 def test_nodes_with_folders_of_their_own_commit_and_load_together(tmp_path: Path) -> None:
     """Without replicas each folder holds its ranks' shards and the same manifest; what one node lacks, none loads."""
     base = tmp_path / "ckpt"
@@ -102,7 +169,7 @@ manager = manage(config={"replication": False})
 saved = []
 for iteration in (1, 2):
     train()
-    manager.save(state, iteration).wait(25)
+    manager.save(state, iteration).wait(100)
     saved.append(content())
 tell(saved=saved)
 manager.close()
@@ -132,3 +199,40 @@ manager.close()
         assert told["iteration"] == 1
         assert told["loaded"] == saved["saved"][0]
         assert "rank 1" in told["rejected"][0]
+
+
+class _GoneStore(OwnStore):
+    """A store whose host leaves when it is told to."""
+
+    is_gone = False
+
+    def _reach(self) -> None:
+        if self.is_gone:
+            raise RuntimeError("Broken pipe\nException raised from sendBytes")
+
+    def set(self, key: str, value: str) -> None:
+        self._reach()
+        super().set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._reach()
+        return super().check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        self._reach()
+        return super().delete_key(key)
+
+
+@pytest.mark.parametrize("last", ["forget", "part"])
+def test_a_store_that_goes_after_the_outcome_changes_nothing(last: str) -> None:
+    """What ranks say once they know the outcome, and what they delete, may fail: the outcome stays what it was."""
+    store: Any = _GoneStore()
+    exchange = Exchange(store, "test", threading.Event(), rank=0)
+    exchange.post(0, "outcome", Outcome())
+    store.is_gone = True
+    if last == "forget":
+        exchange.forget(1)
+    else:
+        exchange.part(0, 2, deadline(60.0))
+    store.is_gone = False
+    assert exchange.await_word(0, "outcome", Outcome, deadline(60.0)) == Outcome()

@@ -49,7 +49,7 @@ def test_tensors_come_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> Non
     state = {"t": source.t(), "s": source[1:3, ::2], "0": source[0, 1], "e": source[:0], "n": np.arange(3, dtype="u4")}
     target = {name: torch.zeros_like(value) if name != "n" else None for name, value in state.items()}
     manager = _manager(tmp_path)
-    manager.save(state, 1).wait(20)
+    manager.save(state, 1).wait(100)
     manager.close()
     manager = _manager(tmp_path)
     manager.load_latest(target)
@@ -78,7 +78,7 @@ def test_a_modules_version_comes_back_with_its_state(tmp_path: Path) -> None:
     """A module that converts states of its older versions leaves the present one's alone."""
     module = _Versioned()
     manager = _manager(tmp_path)
-    manager.save({"model": module}, 1).wait(20)
+    manager.save({"model": module}, 1).wait(100)
     manager.close()
     manager = _manager(tmp_path)
     manager.load_latest({"model": module})
@@ -90,7 +90,7 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
     """Read by the format's public description: a padded JSON header, offsets without gaps, data on a page."""
     state = {"w": torch.arange(10.0), "h": torch.ones(3, dtype=torch.bfloat16), "n": {"step": 7}}
     manager = _manager(tmp_path)
-    manager.save(state, 3).wait(20)
+    manager.save(state, 3).wait(100)
     manager.close()
     data = (tmp_path / "step-3" / "rank-00000.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -114,7 +114,7 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
 def test_the_manifest_says_whether_all_numbers_are_finite(tmp_path: Path, number: float, expected: bool) -> None:
     """One NaN or infinity anywhere makes the generation's copy not finite; a sum that overflows does not."""
     manager = _manager(tmp_path)
-    manager.save({"w": torch.full((300,), 3e38), "h": torch.tensor([1.0, number], dtype=torch.bfloat16)}, 1).wait(20)
+    manager.save({"w": torch.full((300,), 3e38), "h": torch.tensor([1.0, number], dtype=torch.bfloat16)}, 1).wait(100)
     manager.close()
     manifest = json.loads((tmp_path / "step-1" / "manifest.json").read_text())["manifest"]
     assert [shard["finite"] for shard in manifest["shards"]] == [expected]
@@ -151,13 +151,13 @@ def test_what_cannot_be_loaded_safely_is_refused_at_the_save(tmp_path: Path) -> 
         manager.save({"x": [1, object()]}, 1)
     with pytest.raises(ConfigError, match="number of optimizer steps"):
         manager.save({"x": 1}, -1)
-    assert manager.save({"x": 1}, 2).wait(20).generation == 2
+    assert manager.save({"x": 1}, 2).wait(100).generation == 2
     manager.close()
     assert not (tmp_path / "step-1").exists()
 
 
 def _manager(folder: Path) -> CheckpointManager:
-    config = CheckpointConfig(local_directory=str(folder.parent), save_timeout=20)
+    config = CheckpointConfig(local_directory=str(folder.parent), save_timeout=100)
     return CheckpointManager(config, env=WorkerEnv(node=folder.name))
 
 
@@ -168,7 +168,7 @@ def test_what_was_loaded_is_nobody_elses_memory(tmp_path: Path) -> None:
     model(torch.ones(1, 1500)).sum().backward()
     optimizer.step()
     manager = _manager(tmp_path)
-    assert manager.save({"optim": optimizer}, 1).wait(20).num_bytes > 8 << 20
+    assert manager.save({"optim": optimizer}, 1).wait(100).num_bytes > 8 << 20
     manager.close()
     fresh = torch.optim.AdamW(model.parameters())
     manager = _manager(tmp_path)
@@ -196,7 +196,7 @@ class _Counter:
 def test_what_may_be_absent_is_loaded_where_it_was_saved(tmp_path: Path) -> None:
     """State that says so is left as it is by a generation saved without it; everything else must be there."""
     manager = _manager(tmp_path)
-    manager.save({"t": torch.ones(2)}, 1).wait(20)
+    manager.save({"t": torch.ones(2)}, 1).wait(100)
     manager.close()
     for live, fits in (({"t": torch.zeros(2), "c": _Counter(5)}, True), ({"t": torch.zeros(2), "d": 3}, False)):
         manager = _manager(tmp_path)
@@ -204,7 +204,7 @@ def test_what_may_be_absent_is_loaded_where_it_was_saved(tmp_path: Path) -> None
             manager.load_latest(live)
             assert live["t"].tolist() == [1.0, 1.0]
             assert live["c"].value == 5
-            manager.save(live, 2).wait(20)
+            manager.save(live, 2).wait(100)
         else:
             with pytest.raises(CheckpointError, match="without d"):
                 manager.load_latest(live)

@@ -19,7 +19,7 @@ manager = manage(config=CONFIG)
 saved = {}
 for iteration in (1, 2):
     train()
-    manager.save(state, iteration).wait(20)
+    manager.save(state, iteration).wait(100)
     saved[iteration] = content()
 tell(saved=saved)
 kill_all()
@@ -54,6 +54,7 @@ def _load(folder: Path, nodes: dict[str, WriterProcess], config: dict[str, Any],
     return [told for _, told in ended]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_killed_workers_come_back_from_memory(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
     """After SIGKILL of all workers the writers still hold the newest generation; not a byte is read from disk."""
@@ -66,6 +67,7 @@ def test_killed_workers_come_back_from_memory(tmp_path: Path, nodes: dict[str, W
         assert told["loaded"] == saved[rank]["2"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_lost_node_comes_back_from_its_replica(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
     """A node that lost memory and disk gets its shard from the other node; the other keeps to its own memory. What it
@@ -84,6 +86,7 @@ def test_a_lost_node_comes_back_from_its_replica(tmp_path: Path, nodes: dict[str
         nodes["two"].close()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_without_disks_replicas_are_held_in_memory(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
     """Without a local tier the partner's writer holds the copy in memory, and the newest generation survives a node."""
@@ -101,6 +104,7 @@ def test_without_disks_replicas_are_held_in_memory(tmp_path: Path, nodes: dict[s
         nodes["one"].close()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_bad_copies_lead_down_the_tiers(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
     """Memory gone and the local file flipped: the replica; that flipped too: the global tier, by this rank alone."""
@@ -127,6 +131,7 @@ def test_bad_copies_lead_down_the_tiers(tmp_path: Path, nodes: dict[str, WriterP
         nodes["two"].close()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_another_number_of_ranks_loads_the_global_tier(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
     """Two ranks saved; one loads what only the global tier can give it: the weights and moments of all."""
@@ -138,6 +143,7 @@ def test_another_number_of_ranks_loads_the_global_tier(tmp_path: Path, nodes: di
     assert told["loaded"][0] in (saved[0]["2"][0], saved[1]["2"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_tier_that_lacks_the_loaded_generation_gets_it(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
     """Killed between the commit to the near tiers and the one to the global tier, training that finished comes back and
@@ -149,7 +155,7 @@ def test_a_tier_that_lacks_the_loaded_generation_gets_it(tmp_path: Path, nodes: 
     manifest = (folder / "one" / "step-2" / "manifest.json").read_bytes()
     again = f"CONFIG = {config!r}\n" + LOAD.replace(
         "manager.close()",
-        "manager.save(state, restored.iteration).wait(20)\nmanager.save(state, restored.iteration).wait(20)\n"
+        "manager.save(state, restored.iteration).wait(100)\nmanager.save(state, restored.iteration).wait(100)\n"
         "manager.close()",
     )
     ended = start(folder, again, world=2, cycle=1, nodes=nodes)

@@ -19,7 +19,7 @@ from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
 from outlast.errors import CheckpointError
 
-LONG_S = 15.0
+LONG_S = 60.0
 
 
 @dataclass
@@ -74,6 +74,7 @@ class Lanes:
     writer: Callable[[int, Assemble, memoryview], Assembled] | None = None
     """In place of ``assemble``: rank, request, image."""
     ordinal: int = 0
+    run: str = "r"
     lanes: list[GlobalLane] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class Lanes:
                 rank=rank,
                 world_size=self.world,
                 token=self.token,
-                run="r",
+                run=self.run,
                 topology=topology_digest(self.world),
                 ask=lambda request, fd, timeout_s, rank=rank: self._assemble(rank, request),
                 timeout_s=self.timeout_s,

@@ -13,7 +13,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-READY_S = 30.0
+from outlast.testing.reaping import free_port
+
+READY_S = 120.0
 
 
 class S3Server:
@@ -26,9 +28,7 @@ class S3Server:
 
     def __init__(self, bucket: str, record: Path) -> None:
         self.bucket, self._record = bucket, record
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.port = listener.getsockname()[1]
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 

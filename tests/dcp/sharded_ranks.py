@@ -23,7 +23,8 @@ from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
 from outlast.checkpoint.dcp.load import load_resharded, read_rank
 from outlast.checkpoint.directory import Attempt
-from outlast.checkpoint.state import capture, decode, meshes_of
+from outlast.checkpoint.layouts import meshes_of
+from outlast.checkpoint.state import capture, decode
 
 
 def _model() -> torch.nn.Module:

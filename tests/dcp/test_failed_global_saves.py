@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from lanes import Lanes, flat_state
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.load import read_rank
+from outlast.checkpoint.dcp.store import Store
 from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.state import decode
-from outlast.errors import CheckpointError, Incomplete
+from outlast.errors import CheckpointError, Incomplete, Untrusted
 
 
 def _flat(value: float = 1.0):
@@ -164,21 +166,40 @@ def test_other_stores_take_the_same_way(tmp_path: Path) -> None:
         assert _value_of(lanes.directory, 20) == 2.0
 
 
-def test_a_place_of_another_run_is_told_by_its_name(tmp_path: Path) -> None:
-    """The first save names the run, and later ones leave the name alone."""
-    directory = GlobalDirectory(tmp_path / "new")
-    assert directory.run() is None
-    directory.claim("first")
-    directory.claim("second")
-    assert directory.run() == "first"
-    (tmp_path / "new" / "run.json").write_bytes(b"{")
-    with pytest.raises(CheckpointError, match=r"run\.json cannot be read"):
-        directory.run()
+def test_a_stores_word_that_something_exists_is_an_error_but_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that refuses an ordinary write with `FileExistsError` is told as any other error, with the object."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise FileExistsError("a")
+
+    store = Store("memory://outlast-exists")
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    assert not store.create("a", b"1")
+    with pytest.raises(CheckpointError, match="outlast-exists/a: FileExistsError"):
+        store.write("a", b"1")
 
 
+@pytest.mark.parametrize("scheme", ["", "memory://outlast-two-runs"])
+def test_the_second_run_in_a_place_is_refused_on_all_ranks(tmp_path: Path, scheme: str) -> None:
+    """Two runs began when it was empty: what the first saved stays, and of the second nothing is left there."""
+    url = f"{scheme}{tmp_path}"
+    with Lanes(url, 2, token="aa", run="first") as first, Lanes(url, 2, token="bb", run="second") as second:
+        assert first.save([_flat(1.0)] * 2, 10) == [None, None]
+        errors = second.save([_flat(2.0)] * 2, 10)
+        assert len({str(error) for error in errors}) == 1
+        assert all(isinstance(error, Untrusted) for error in errors)
+        assert str(errors[0]).startswith(f"{url} belongs to run first, which saves there; this training is run second")
+        assert first.save([_flat(3.0)] * 2, 20) == [None, None]
+        assert first.directory.run() == "first"
+        assert first.directory.generations() == [20, 10]
+        assert _value_of(first.directory, 10) == 1.0
+        assert {name.count(".") for name in first.directory.sizes("step-10")} == {1} or scheme
+
+
+@pytest.mark.cold
 @pytest.mark.process
 def test_the_writer_and_the_command_line_need_no_torch() -> None:
     """What the writer process and `outlast ckpt` import of the global tier brings torch nowhere near."""
     modules = "assemble, blob, directory, manifest, ownership, packing, store, verified_file"
     script = f"import sys; from outlast.checkpoint.dcp import {modules}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)

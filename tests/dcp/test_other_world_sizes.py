@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +12,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from outlast.checkpoint.dcp.reader import VerifiedReader
+from outlast.testing import RankProcesses
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).parent / "sharded_ranks.py"
+PATIENCE_S = 120.0
 
 
 def _run(folder: Path, world: int, to_load: int, to_save: int) -> list[dict[str, Any]]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder), str(to_load), str(to_save)],
-            env={**environment, "RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    told = []
-    try:
-        for rank in ranks:
-            output, errors = rank.communicate(timeout=60)
-            assert rank.returncode == 0, errors
-            told.append(json.loads(output.splitlines()[-1]))
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate(timeout=10)
-    return told
+    with RankProcesses(SCRIPT, str(folder), str(to_load), str(to_save), world_size=world) as ranks:
+        codes = ranks.wait(PATIENCE_S)
+        outputs = [ranks.output(rank) for rank in range(world)]
+    assert codes == [0] * world, "\n".join(outputs)
+    return [json.loads(next(line for line in output.splitlines() if line.startswith("{"))) for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +34,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict
     return folder, [_run(folder, 4, -1, 10), _run(folder, 2, 10, 20), _run(folder, 4, 20, -1)]
 
 
+@pytest.mark.slow
 def test_4_to_2_to_4_ranks_keep_every_bit(told: tuple[Path, list[list[dict[str, Any]]]]) -> None:
     """Sharded (`fully_shard`) and replicated (DDP) models and their Adam states are the same after both loads, on every
     rank, shards of unequal size and empty ones included."""
@@ -77,6 +54,7 @@ def test_ranks_that_loaded_train_on_alike(told: tuple[Path, list[list[dict[str, 
         assert {name: value for name, value in one["after"].items() if name.startswith("ddp.")} == expected
 
 
+@pytest.mark.slow
 def test_each_of_as_many_ranks_gets_its_own_state_back(told: tuple[Path, list[list[dict[str, Any]]]]) -> None:
     """Read by as many ranks as saved, the distributed tensors come back in their layout, its own numbers too."""
     _, (first, second, _) = told

@@ -13,6 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lanes import Lanes, flat_state
 
+from outlast.checkpoint.catalogue.listing import look_into
+from outlast.checkpoint.catalogue.verification import verify
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.load import load_resharded, read_rank
 from outlast.checkpoint.dcp.reader import VerifiedReader
@@ -186,6 +188,31 @@ def test_any_flipped_byte_of_any_file_is_caught(pristine: Path, tmp_path: Path) 
             _read_all(folder)
         _flip(path, position)
     _read_all(folder)
+
+
+def test_any_flipped_bit_of_the_formats_own_index_is_found(
+    pristine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other readers fail on it, or read what was not saved: verifying names it, and a load with our reader says so in
+    the log, and loads what was saved."""
+    choices = random.Random(5)
+    folder = tmp_path / "g"
+    shutil.copytree(pristine, folder)
+    path = folder / "step-20" / ".metadata"
+    for _ in range(20):
+        position = choices.randrange(path.stat().st_size)
+        _flip(path, position)
+        found = next(one for one in look_into(str(folder)).found if one.entry.iteration == 20)
+        entry = verify(found, num_threads=1).entry
+        assert [(problem.file, problem.kind) for problem in entry.problems] == [("step-20/.metadata", "Corrupt")]
+        assert entry.valid
+        _flip(path, position)
+    assert not caplog.records
+    _flip(path, position)
+    state = _state()
+    dcp.load(state, storage_reader=VerifiedReader(folder / "step-20"))
+    assert state["n"] == 20
+    assert "step-20/.metadata differs from its digest" in caplog.text
 
 
 def test_pickles_are_never_read(damaged: Path) -> None:

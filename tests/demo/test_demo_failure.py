@@ -14,6 +14,7 @@ from outlast.demo.view import SilentView
 SHAPE = Shape(num_nodes=1, nproc_per_node=1)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_training_that_fails_is_told_with_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit code, the end of the output and the folder are told; nothing is called identical."""

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from outlast.testing.reaping import free_port
+
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "checkpointing"
 AWS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -28,7 +30,7 @@ def _run(script: str, *arguments: str, environment: dict[str, str] | None = None
     ended = subprocess.run(
         [sys.executable, str(FOLDER / script), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-        timeout=55,
+        timeout=250,
         check=False,
         text=True,
         stdout=subprocess.PIPE,
@@ -43,6 +45,7 @@ def _index(lines: list[str], pattern: str) -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     """Iterations are done between the line that a save is scheduled, with its tiers, and the line that it is
@@ -57,6 +60,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     assert next(line for line in again if line.startswith("iteration")).startswith("iteration 210")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_lost_nodes_rank_goes_on_from_the_copy_on_another_node(tmp_path: Path) -> None:
     """One of two agents is killed and its disk deleted; the spare's rank gets its state from the other node, that one's
@@ -83,9 +87,7 @@ def test_a_lost_nodes_rank_goes_on_from_the_copy_on_another_node(tmp_path: Path)
 @pytest.fixture
 def store() -> Iterator[dict[str, str]]:
     """A server that speaks S3, with a bucket; the variables by which it is found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         env={**os.environ, **AWS},
@@ -94,7 +96,7 @@ def store() -> Iterator[dict[str, str]]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
@@ -111,6 +113,7 @@ def store() -> Iterator[dict[str, str]]:
         process.wait(10)
 
 
+@pytest.mark.campaign
 @pytest.mark.process
 def test_an_object_store_takes_the_place_of_a_folder(tmp_path: Path, store: dict[str, str]) -> None:
     """Generations are in the bucket, in the format of ``torch.distributed.checkpoint``; started again with the same

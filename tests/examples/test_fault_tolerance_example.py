@@ -19,7 +19,7 @@ def _run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(FOLDER / "run_fault_tolerance.sh"), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=55,
+        timeout=250,
         check=False,
         text=True,
         stdout=subprocess.PIPE,
@@ -27,6 +27,7 @@ def _run(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_simulated_fault_leads_to_a_restart_from_the_checkpoint(tmp_path: Path) -> None:
     """The timeouts in use are printed, one fault strikes, and training goes on from a generation to its end."""

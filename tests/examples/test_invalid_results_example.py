@@ -33,8 +33,8 @@ def _checksum(output: str) -> str:
     return found[1]
 
 
+@pytest.mark.campaign
 @pytest.mark.process
-@pytest.mark.timeout(120)
 def test_what_is_planted_is_found_and_the_weights_are_what_they_would_be(tmp_path: Path) -> None:
     """A NaN that passes costs one more run of a step, a broken device its node; both end with the weights of an
     undisturbed run. A bad batch ends the run with 17 and its fingerprint."""

@@ -12,8 +12,8 @@ pytest.importorskip("gymnasium")
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ray_ppo.py"
 
 
+@pytest.mark.campaign
 @pytest.mark.process
-@pytest.mark.timeout(300)
 def test_it_ends_alike_after_a_data_shard_was_killed(tmp_path: Path) -> None:
     """A data shard dies while its peers are in an all-reduce: they are kept, it is replaced, and results are equal."""
     told = tmp_path / "told.json"

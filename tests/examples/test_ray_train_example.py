@@ -38,8 +38,8 @@ def undisturbed() -> str:
     return hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()[:16]
 
 
+@pytest.mark.campaign
 @pytest.mark.process
-@pytest.mark.timeout(240)
 def test_hung_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     """As the page says: the worker that sleeps is found and ended, and the last line is the same as without a fault."""
     code, output = run_script(SCRIPT, str(tmp_path / "run"), "--fault=sleep", timeout_s=200)

@@ -2,114 +2,82 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import queue
-import subprocess
 import sys
-import threading
+import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from outlast.checkpoint.writer_process import WriterProcess
+from outlast.errors import DeadlineExceeded
+from outlast.testing import RankProcesses
 
 __all__ = ["Ranks"]
 
+ANSWER = "answer: "
 
-class Ranks:
+
+class Ranks(RankProcesses):
     """One rank on each node, in processes that stay until the ``with`` block ends.
 
     Args:
         nodes: Name of each rank's node, with the node's writer.
-        log: File for their output.
+        log: Folder for their output.
         width: Of the model; the state takes about 12 bytes times its square.
     """
 
     def __init__(self, nodes: dict[str, WriterProcess], log: Path, *, width: int = 160) -> None:
-        common = {**os.environ, "WORLD_SIZE": str(len(nodes)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        common |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        self._log = log
-        self._processes: list[subprocess.Popen[str]] = []
-        self._answers: list[queue.Queue[str]] = []
-        with log.open("ab") as output:
-            for rank, (node, writer) in enumerate(nodes.items()):
-                place = {"RANK": str(rank), "OUTLAST_NODE": node, "OUTLAST_WRITER": writer.address}
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, __file__, str(width), os.fspath(log.with_suffix(".store"))],
-                        env=common | place,
-                        text=True,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=output,
-                    )
-                )
-        for process in self._processes:
-            answers: queue.Queue[str] = queue.Queue()
-            self._answers.append(answers)
-            threading.Thread(target=_forward, args=(process, answers), daemon=True).start()
+        # A store in a file: each new connection to a TCP one looks names up, and hundreds are made here.
+        store = log.with_name(f"{log.name}-{uuid.uuid4().hex}.store")
+        super().__init__(
+            __file__,
+            str(width),
+            os.fspath(store),
+            world_size=len(nodes),
+            directory=log,
+            nodes=[*nodes],
+            stdin=True,
+            environments=[{"OUTLAST_WRITER": writer.address} for writer in nodes.values()],
+        )
 
-    def tell(self, *, timeout_s: float = 20.0, **command: Any) -> list[dict[str, Any]]:
+    def tell(self, *, timeout_s: float = 200.0, **command: Any) -> list[dict[str, Any]]:
         """Give all ranks one command and return their answers.
 
         Raises:
             AssertionError: A rank died, or does not answer.
         """
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(command) + "\n")
-            process.stdin.flush()
-        return [self._answer(rank, timeout_s) for rank in range(len(self._processes))]
-
-    def _answer(self, rank: int, timeout_s: float) -> dict[str, Any]:
         try:
-            line = self._answers[rank].get(timeout=timeout_s)
-        except queue.Empty:
-            line = ""
-        assert line, f"rank {rank} does not answer:\n" + self._log.read_text("utf-8", "replace")[-4000:]
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def __enter__(self) -> Ranks:
-        return self
+            for rank in range(self.world_size):
+                self.send(rank, json.dumps(command))
+            lines = [self.next_line(rank, timeout_s, containing=ANSWER) for rank in range(self.world_size)]
+        except (DeadlineExceeded, BrokenPipeError) as error:
+            raise AssertionError(f"a rank does not answer: {error}") from error
+        return [json.loads(line.partition(ANSWER)[2]) for line in lines]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()  # they end when nobody commands any more
-        for process in self._processes:
-            try:
-                process.wait(10 if error is None else 1)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(5)
-            assert process.stdout is not None
-            process.stdout.close()
-
-
-def _forward(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        answers.put(line)
-    answers.put("")
+        if error is None:
+            for rank in range(self.world_size):
+                self.end_input(rank)  # they end when nobody commands any more
+            with contextlib.suppress(DeadlineExceeded):
+                self.wait(10)
+        super().__exit__(kind, error, trace)
 
 
 # -- what follows runs in the ranks ----------------------------------------------------------------------------
 
 
 def _main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     import torch
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size > 1:
-        # A store in a file: each new connection to a TCP one looks names up, and hundreds are made here.
         store = dist.FileStore(sys.argv[2], world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.set_num_threads(1)
@@ -118,7 +86,7 @@ def _main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         do = getattr(training, command.pop("do"))
-        print(json.dumps(do(**command)), file=answers)
+        sys.stdout.write(f"\n{ANSWER}{json.dumps(do(**command))}\n")  # at once: a log line may come meanwhile
 
 
 class _Training:
@@ -140,7 +108,7 @@ class _Training:
             self._train()
             handle = manager.save(self._state, iteration)
             saved[iteration] = self._digest()
-            handle.wait(20)
+            handle.wait(100)
         manager.close()
         return {"saved": saved}
 
@@ -161,7 +129,7 @@ class _Training:
 
         error = None
         try:
-            self._handle.wait(20)
+            self._handle.wait(100)
         except CheckpointError as failure:
             error = str(failure)
         if leave:

@@ -11,6 +11,7 @@ from world_of_copies import NEWEST, make_world
 from outlast.checkpoint.holdings import SHARD_PART
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_byte_flipped_in_a_peers_memory_is_found_and_not_loaded(tmp_path: Path) -> None:
     """Node 0 is replaced, and in node 1's memory one bit of its shard is wrong: the digests taken where the shard came

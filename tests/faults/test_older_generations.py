@@ -13,6 +13,7 @@ from obedient_ranks import Ranks
 from outlast.checkpoint.writer_process import WriterProcess
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_save_after_a_load_keeps_the_newest_of_both(tmp_path: Path) -> None:
     """Three generations are kept: after a restart the first save makes room by one, in the local and the global tier,

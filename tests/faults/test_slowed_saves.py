@@ -43,7 +43,7 @@ def test_every_tier_holds_the_state_of_the_call(tmp_path: Path, overlap: bool) -
         "local_directory": os.fspath(tmp_path / "local"),
         "directory": os.fspath(tmp_path / "global"),
         "overlap_staging": overlap,
-        "save_timeout": 15.0,
+        "save_timeout": 60.0,
     }
     losses: list[tuple[Callable[[Path, GatedNodes], None], list[str]]] = [
         (_nothing, ["memory", "memory"]),

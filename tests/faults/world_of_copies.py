@@ -58,7 +58,7 @@ class Node:
 
     def open_part(self, key: CopyKey) -> tuple[int, int] | None:
         """Return a descriptor of the memory that holds a part, and the part's length; ``None``: it is not there."""
-        opened, fd = self.client.ask(f.Open(key=key), f.Opened, timeout_s=10)
+        opened, fd = self.client.ask(f.Open(key=key), f.Opened, timeout_s=60)
         return (fd, opened.num_bytes) if fd is not None else None
 
     def read_part(self, key: CopyKey) -> bytes:
@@ -95,14 +95,14 @@ class Node:
     def serve(self) -> int:
         """Return the port where the writer takes and gives copies."""
         folder = os.fspath(self.folder) if self.folder is not None else None
-        return self.client.ask(f.Serve(host="127.0.0.1", secret=KEY, folder=folder), f.Serving, timeout_s=10)[0].port
+        return self.client.ask(f.Serve(host="127.0.0.1", secret=KEY, folder=folder), f.Serving, timeout_s=60)[0].port
 
     def close(self) -> None:
         self.client.close()
         self.writer.close()
 
     def _list(self) -> tuple[f.InMemory, ...]:
-        return self.client.ask(f.List(), f.Listed, timeout_s=10)[0].generations
+        return self.client.ask(f.List(), f.Listed, timeout_s=60)[0].generations
 
     def _fill_memory(self, port: int) -> None:
         target = Target(node=self.name, host="127.0.0.1", port=port)
@@ -111,17 +111,17 @@ class Node:
                 if key.rank != self.rank:
                     fd = os.memfd_create("part")
                     os.pwrite(fd, data, 0)
-                    (outcome,) = replicator.replicate(key, fd, len(data), (target,), timeout_s=5)
+                    (outcome,) = replicator.replicate(key, fd, len(data), (target,), timeout_s=60)
                     os.close(fd)
                     assert outcome.error is None, outcome
         own = next(key for key in self.parts if key.rank == self.rank)
         data = self.parts[own]
-        _, memory = self.client.ask(f.Take(rank=self.rank, num_bytes=len(data), may_steal=True), f.Taken, timeout_s=10)
+        _, memory = self.client.ask(f.Take(rank=self.rank, num_bytes=len(data), may_steal=True), f.Taken, timeout_s=60)
         assert memory is not None
         os.pwrite(memory, data, 0)
-        self.client.ask(f.Write(key=own, num_bytes=len(data), path=None), f.Written, timeout_s=10, fd=memory)
+        self.client.ask(f.Write(key=own, num_bytes=len(data), path=None), f.Written, timeout_s=60, fd=memory)
         os.close(memory)
-        self.client.ask(f.Keep(key=own, manifest=self.manifest), f.Done, timeout_s=10)
+        self.client.ask(f.Keep(key=own, manifest=self.manifest), f.Done, timeout_s=60)
 
 
 class World:
@@ -219,8 +219,8 @@ def make_world(root: Path, *, num_nodes: int, has_disks: bool) -> Iterator[World
         "local_directory": os.fspath(root / "local") if has_disks else None,
         "most_recent_k": 3,
         "local_most_recent_k": 3,
-        "save_timeout": 15.0,
-        "replication_timeout": 5.0,
+        "save_timeout": 60.0,
+        "replication_timeout": 30.0,
         "replication_key_file": os.fspath(root / "key"),
     }
     (root / "key").write_bytes(KEY)

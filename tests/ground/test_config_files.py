@@ -84,13 +84,6 @@ BAD = [
     ("c.yaml", "seed: 1\nseed: 2\n", ":1", "key 'seed' is given twice"),
     ("c.toml", "seed = 1\nseed = 2\n", ":2", "not valid TOML"),
     ("c.toml", "[checkpoint]\ndirectory='x'\nsave_interval=1\nsave-interval=2\n", ":4", "given twice"),
-    (
-        "c.toml",
-        "[fault_tolerance]\nenable_ft_package=true\n",
-        "",
-        "no checkpoint.directory to come back from",
-    ),
-    ("c.toml", "[train]\nnccl_health_chek_interval = 5\n", ":2", "did you mean 'nccl_health_check_interval'?"),
     ("c.toml", "train = 5\n", ":1", "train: 5 is not a section"),
     (
         "c.toml",
@@ -163,6 +156,44 @@ def test_names_of_another_system_are_understood(tmp_path: Path) -> None:
     assert config.preemption.shutdown_timeout == 120.0
     assert config.health is not None
     assert (config.health.process_group_interval, config.health.check_timeout) == (50, 5.0)
+
+
+def test_a_whole_section_of_another_system_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A [train] table with all that KempnerForge keeps there loads as it is; one WARNING of rank 0 lists what is not
+    ours, so that a setting that is misspelt is not lost in silence."""
+    path = tmp_path / "c.toml"
+    path.write_text(
+        "seed = 1\n[train]\nbatch_size = 8\nmax_steps = 100\nshutdown_timeout_sec = 120.0\n"
+        "nccl_health_chek_interval = 50\n"
+    )
+    config = load_config(path)
+    assert (config.seed, config.preemption and config.preemption.shutdown_timeout, config.health) == (1, 120.0, None)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    said = record.getMessage()
+    assert said.startswith(f"{path}:2: [train] has keys")
+    assert "batch_size, max_steps, nccl_health_chek_interval (or nccl_health_check_interval?);" in said
+    assert "\n" not in said
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert load_config(path) == config
+    assert not caplog.records
+
+
+def test_megatrons_checkpoint_settings_load(tmp_path: Path) -> None:
+    """Megatron's names and values of a local and a global tier are taken as they are, and are ours."""
+    path = tmp_path / "c.toml"
+    path.write_text(
+        '[checkpoint]\nsave = "/shared/run"\nload = "/shared/run"\nasync_save = true\nckpt_format = "torch_dist"\n'
+        'non_persistent_ckpt_type = "local"\nnon_persistent_save_interval = 50\n'
+        'non_persistent_local_ckpt_dir = "/local/ckpt"\nnon_persistent_local_ckpt_algo = "fully_parallel"\n'
+    )
+    checkpoint = load_config(path).checkpoint
+    assert checkpoint is not None
+    assert (checkpoint.directory, checkpoint.local_directory) == ("/shared/run", "/local/ckpt")
 
 
 def test_other_systems_names_have_our_defaults() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -45,6 +48,25 @@ BAD = [
     (CheckpointConfig, {"directory": "x", "most_recent_k": 1}, "must be at least 2, or -1 to keep all"),
     (CheckpointConfig, {"directory": "x", "most_recent_k": 0}, "most_recent_k=0"),
     (CheckpointConfig, {"directory": "x", "save_timeout": 0.0}, "save_timeout=0.0"),
+    (CheckpointConfig, {"directory": "x", "ckpt_format": "zarr"}, "written in the format of torch.distributed.checkpo"),
+    (CheckpointConfig, {"directory": "x", "non_persistent_local_ckpt_algo": "x"}, "must be atomic or fully_parallel"),
+    (CheckpointConfig, {"directory": "x", "non_persistent_ckpt_type": "ram"}, "'ram' must be local or in_memory"),
+    (CheckpointConfig, {"directory": "x", "non_persistent_ckpt_type": "local"}, "needs local_directory"),
+    (
+        CheckpointConfig,
+        {"local_directory": "x", "non_persistent_ckpt_type": "in_memory"},
+        "contradicts local_directory='x'",
+    ),
+    (
+        CheckpointConfig,
+        {
+            "directory": "x",
+            "non_persistent_ckpt_type": "global",
+            "save_interval": 1000,
+            "non_persistent_save_interval": 100,
+        },
+        "write save_interval=100, and save_retain_interval=1000",
+    ),
     (CheckpointConfig, {"directory": "x", "max_consecutive_save_failures": -1}, "must not be negative"),
     (RerunStateMachineConfig, {"rerun_mode": "on"}, "disabled, validate_results or report_determinism_stats"),
     (RerunStateMachineConfig, {"error_injection_type": "nan"}, "persistent_error or correct_result"),
@@ -102,7 +124,6 @@ BAD = [
     (InProcessRestartConfig, {"max_rank_faults": -1}, "max_rank_faults=-1"),
     (InProcessRestartConfig, {"monitor_process_logdir": ""}, "monitor_process_logdir must not be empty"),
     (Config, {"seed": -1}, "seed=-1"),
-    (Config, {"fault_tolerance": FaultToleranceConfig(enable_ft_package=True)}, "no checkpoint.directory"),
 ]
 
 
@@ -131,6 +152,24 @@ def test_settings_survive_the_environment() -> None:
         rank_section_timeouts={"step": 1.5, "setup": None}, rank_heartbeat_timeout=3.0, simulate_fault=True
     )
     assert FaultToleranceConfig.from_json(config.to_json()) == config
+
+
+def test_a_config_knows_what_it_was_given() -> None:
+    """What a script gives is told from a default, also where it is the default's value, and after a copy; a config that
+    was made from another one keeps the other's defaults."""
+    config = FaultToleranceConfig(enable_ft_package=False, rank_heartbeat_timeout=None)
+    for same in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert same.given == {"enable_ft_package": False, "rank_heartbeat_timeout": None}
+    assert FaultToleranceConfig().given == {}
+    replaced = dataclasses.replace(FaultToleranceConfig(safety_factor=2.0), min_nodes=2)
+    assert replaced.given == {"safety_factor": 2.0, "min_nodes": 2}
+    changed = config.changed(min_nodes=None, safety_factor=2.0)
+    assert changed.given == {**config.given, "min_nodes": None, "safety_factor": 2.0}
+    assert config.changed() == config
+    whole = config.changed(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    assert len(pickle.loads(pickle.dumps(whole)).given) == len(dataclasses.fields(config))
+    with pytest.raises(ConfigError, match=r"safety_factor=0\.5"):
+        config.changed(safety_factor=0.5)
 
 
 def test_unknown_key_names_its_source_and_the_nearest() -> None:

@@ -26,7 +26,12 @@ def test_the_defaults_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize(
     ("given", "names"),
-    [("SIGTERM", ("SIGTERM",)), ("SIGTERM, SIGUSR1", ("SIGTERM", "SIGUSR1")), (signal.SIGUSR2, ("SIGUSR2",))],
+    [
+        ("SIGTERM", ("SIGTERM",)),
+        ("SIGTERM, SIGUSR1", ("SIGTERM", "SIGUSR1")),
+        ("SIGTERM,SIGTERM", ("SIGTERM",)),
+        (signal.SIGUSR2, ("SIGUSR2",)),
+    ],
 )
 def test_a_signal_may_be_named_in_several_ways(given: Any, names: tuple[str, ...]) -> None:
     """By name, several with commas, or as Python's own constant."""

@@ -12,7 +12,7 @@ from outlast.errors import ConfigError
 from outlast.health import check_process_group
 from outlast.testing import RankProcesses
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.process]
 RANKS = Path(__file__).with_name("checked_ranks.py")
 
 
@@ -50,9 +50,10 @@ def test_gone_rank(tmp_path: Path) -> None:
         assert third == second, "a group that failed is not asked again"
 
 
+@pytest.mark.slow
 def test_silent_rank(tmp_path: Path) -> None:
     """A stopped rank is silent, not gone: all say so, and none takes a peer that gave up for a dead one."""
-    with run(tmp_path, "stopped", 2) as ranks:
+    with run(tmp_path, "stopped", 10) as ranks:
         ranks.wait_for("ready", timeout_s=60, ranks=range(3))
         ranks.stop(2)
         (tmp_path / "go").touch()

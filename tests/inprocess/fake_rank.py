@@ -29,7 +29,8 @@ class FakeRank:
         self.input = ""
 
     def say(self, what: str, **facts: object) -> None:
-        print(json.dumps({"what": what, "at_ns": time.monotonic_ns(), **facts}), flush=True)
+        # At once: a log line may come meanwhile.
+        sys.stdout.write(json.dumps({"what": what, "at_ns": time.monotonic_ns(), **facts}) + "\n")
 
     def run(self) -> None:
         self.say("started", monitor=self.link.pid)
@@ -86,6 +87,7 @@ class FakeRank:
                 raise SystemExit
             case trait:
                 self.traits.add(trait)
+                self.say("trait")
 
     def get_ready(self, iteration: int) -> None:
         self.page.set_phase(RankPhase.OUT)
@@ -122,17 +124,18 @@ class FakeRank:
     def assign(self, question: m.Assign) -> m.Assigned:
         living = [member for member in question.members if member.is_alive]
         ranks = {member.initial_rank: member.active_rank for member in living}
-        if "shrink" in self.traits:
-            ranks = {member.initial_rank: at for at, member in enumerate(living)}
         free = sorted(set(range(self.active_world_size)) - set(ranks.values()))
         for rank in sorted(ranks):
             if ranks[rank] is None and free:
                 ranks[rank] = free.pop(0)
-        if free and "shrink" not in self.traits:
+        if free:
             return m.Assigned(ordinal=question.ordinal, error="no reserve is left")
         return m.Assigned(ordinal=question.ordinal, ranks=ranks)
 
 
 if __name__ == "__main__":
     told = msgspec.json.decode(sys.argv[1], type=MonitorTask)
-    FakeRank(msgspec.structs.replace(told, pid=os.getpid()), int(sys.argv[2])).run()
+    own = int(os.environ["RANK"])
+    log_path = os.path.join(sys.argv[3], f"monitor-{own}.log") if sys.argv[3] else ""
+    task = msgspec.structs.replace(told, pid=os.getpid(), initial_rank=own, log_path=log_path)
+    FakeRank(task, int(sys.argv[2])).run()

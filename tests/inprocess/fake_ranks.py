@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
-import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +17,43 @@ import msgspec
 import psutil
 
 from outlast import clock
+from outlast.errors import DeadlineExceeded
 from outlast.inprocess.monitor_task import MonitorTask
 from outlast.policy.restart_limits import RestartLimits
+from outlast.testing import RankProcesses
 
-TIMEOUT_S = 50.0
+TIMEOUT_S = 100.0
 TOKEN = "5e" * 16
+TRAITS = {"dumb", "hang", "stubborn", "unready"}
+SAID = '{"what": '
 _PIDFD_GETFD = 438
 
 
 class Child:
     """One fake rank."""
 
-    def __init__(self, task: MonitorTask, active_world_size: int) -> None:
-        self.rank = task.initial_rank
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                str(Path(__file__).with_name("fake_rank.py")),
-                msgspec.json.encode(task).decode(),
-                str(active_world_size),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "RANK": str(self.rank), "WORLD_SIZE": str(task.initial_world_size)},
-        )
-        self.pid = self.process.pid
+    def __init__(self, ranks: RankProcesses, rank: int) -> None:
+        self.rank = rank
+        self._ranks = ranks
         self.said: list[dict[str, Any]] = []
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
         self.monitors: list[int] = []
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._queue.put(json.loads(line))
-        self._queue.put(None)
+    @property
+    def pid(self) -> int:
+        return self._ranks.pid(self.rank)
 
     def tell(self, text: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(text + "\n")
-        self.process.stdin.flush()
+        """Give a command; return once it is in force where it is about how the rank behaves from now on."""
+        self._ranks.send(self.rank, text)
+        if text in TRAITS:
+            self.wait_for("trait")
+
+    def _hear(self, timeout_s: float) -> dict[str, Any]:
+        said: dict[str, Any] = json.loads(self._ranks.next_line(self.rank, timeout_s, containing=SAID))
+        self.said.append(said)
+        if "monitor" in said:
+            self.monitors.append(said["monitor"])
+        return said
 
     def wait_for(
         self,
@@ -71,20 +64,15 @@ class Child:
         """Return the next thing of this kind that the rank said."""
         end_s = clock.now_s() + timeout_s
         while True:
-            said = self._queue.get(timeout=max(0.01, end_s - clock.now_s()))
-            assert said is not None, f"rank {self.rank} ended without {what}; it said {self.said[-3:]}"
-            self.said.append(said)
-            if "monitor" in said:
-                self.monitors.append(said["monitor"])
+            said = self._hear(end_s - clock.now_s())
             if said["what"] == what and when(said):
                 return said
 
     def wait_end(self) -> int:
-        code = self.process.wait(timeout=TIMEOUT_S)
-        self._reader.join(TIMEOUT_S)
-        while (said := self._queue.get(timeout=TIMEOUT_S)) is not None:
-            self.said.append(said)
-        self._queue.put(None)
+        (code,) = self._ranks.wait(TIMEOUT_S, ranks=[self.rank])
+        with contextlib.suppress(DeadlineExceeded):  # it has ended: that was all
+            while True:
+                self._hear(0.0)
         return code
 
     def orders(self, what: str) -> list[dict[str, Any]]:
@@ -92,19 +80,6 @@ class Child:
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(timeout=TIMEOUT_S)
-        self._reader.join(TIMEOUT_S)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.close()
-        except BrokenPipeError:
-            pass
-        self.process.stdout.close()
 
 
 def is_monitor(pid: int) -> bool:
@@ -124,6 +99,7 @@ class FakeRanks:
         active: Of these; ``None``: all.
         log_dir: Of the monitor processes.
         short_lived: A rank that is killed as soon as it has started its monitor process.
+        environment: Variables of a launcher.
         changes: Settings.
     """
 
@@ -134,32 +110,40 @@ class FakeRanks:
         active: int | None = None,
         log_dir: Path | None = None,
         short_lived: int | None = None,
+        environment: Mapping[str, str] | None = None,
         **changes: Any,
     ) -> None:
         self._short_lived = short_lived
         limits = {name: changes.pop(name) for name in RestartLimits.__struct_fields__ if name in changes}
-        self.children = []
-        for rank in range(num):
-            values: dict[str, Any] = {
-                "pid": 0,
-                "initial_rank": rank,
-                "initial_world_size": num,
-                "node": "here",
-                "host": "127.0.0.1",
-                "limits": RestartLimits(**limits),
-                "soft_timeout_s": 60.0,
-                "hard_timeout_s": 90.0,
-                "thread_interval_s": 0.2,
-                "process_interval_s": 1.0,
-                "heartbeat_interval_s": 30.0,
-                "heartbeat_timeout_s": 60.0,
-                "termination_grace_s": 0.0,
-                "log_path": str(log_dir / f"monitor-{rank}.log") if log_dir else "",
-            } | changes
-            self.children.append(Child(MonitorTask(**values), num if active is None else active))
+        values: dict[str, Any] = {
+            "pid": 0,
+            "initial_rank": 0,
+            "initial_world_size": num,
+            "node": "here",
+            "host": "127.0.0.1",
+            "limits": RestartLimits(**limits),
+            "soft_timeout_s": 60.0,
+            "hard_timeout_s": 90.0,
+            "thread_interval_s": 0.2,
+            "process_interval_s": 1.0,
+            "heartbeat_interval_s": 30.0,
+            "heartbeat_timeout_s": 60.0,
+            "termination_grace_s": 0.0,
+        } | changes
+        self._ranks = RankProcesses(
+            Path(__file__).with_name("fake_rank.py"),
+            msgspec.json.encode(MonitorTask(**values)).decode(),
+            str(num if active is None else active),
+            str(log_dir or ""),
+            world_size=num,
+            stdin=True,
+            environments=[environment or {}] * num,
+        )
+        self.children = [Child(self._ranks, rank) for rank in range(num)]
         self.hub = ""
 
     def __enter__(self) -> FakeRanks:
+        self._ranks.__enter__()
         try:
             addresses = []
             for child in self.children:
@@ -208,14 +192,15 @@ class FakeRanks:
             threading.Event().wait(0.005)
 
     def close(self) -> None:
-        for pid in self.monitors():
-            if is_monitor(pid):
-                os.kill(pid, signal.SIGCONT)
-        for child in self.children:
-            child.process.kill()
-        for child in self.children:
-            child.close()
-        self.wait_monitors()
+        try:
+            for pid in self.monitors():
+                if is_monitor(pid):
+                    os.kill(pid, signal.SIGCONT)
+            for child in self.children:
+                self._ranks.kill(child.rank)
+            self.wait_monitors()
+        finally:
+            self._ranks.close()
 
 
 def shut_down_link(pid: int, port: int) -> None:

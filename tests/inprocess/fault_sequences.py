@@ -35,7 +35,7 @@ from outlast.testing.reaping import free_port
 ACTIVE, RESERVES = 4, 2
 WORLD_SIZE = ACTIVE + RESERVES
 NUM_STEPS = 30
-LIMIT_S = 45.0
+LIMIT_S = 65.0
 """Within this a sequence must have ended; undisturbed it takes one second, and with all its timeouts about fifteen."""
 CONFIG = InProcessRestartConfig(
     active_world_size=ACTIVE,

@@ -22,7 +22,9 @@ FAULT, VICTIM = sys.argv[1], int(sys.argv[2])
 ACTIVE = int(sys.argv[3]) if len(sys.argv) > 3 else None
 NUM_STEPS, FAULT_STEP = 12, 5
 INITIAL_RANK = int(os.environ["RANK"])
-CONFIG = InProcessRestartConfig(soft_timeout=6.0, hard_timeout=12.0, granularity="rank", active_world_size=ACTIVE)
+HANGS = FAULT in ("sleep", "swallow", "stop", "gil")
+SOFT_S, HARD_S = (6.0, 12.0) if HANGS else (60.0, 90.0)
+CONFIG = InProcessRestartConfig(soft_timeout=SOFT_S, hard_timeout=HARD_S, granularity="rank", active_world_size=ACTIVE)
 
 
 def say(*words: object) -> None:

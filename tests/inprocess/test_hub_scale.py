@@ -114,6 +114,7 @@ def test_many_members_restart_and_finish() -> None:
         members.close()
 
 
+@pytest.mark.slow
 def test_hub_that_loses_most_members_stops_the_rest() -> None:
     """Most may go on elsewhere, so those here must not; nobody restarts for it."""
     members = Members(5, 5)

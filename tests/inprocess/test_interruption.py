@@ -14,16 +14,19 @@ import pytest
 
 from outlast.errors import ConfigError
 from outlast.inprocess.interruption import Interruption, RestartRequested
+from outlast.runtime.async_exceptions import leave_for
 
 
 def boundary(interruption: Interruption, function: Callable[[], Any]) -> BaseException | None:
-    """Call the function as the wrapper does; return what it raised."""
+    """Call the function as the wrapper does; return what it raised. Who leaves this frame is interrupted no more."""
+    error = None
     assert interruption.enter(0)
     try:
         function()
-    except BaseException as error:  # noqa: BLE001
-        return error
-    return None
+    except BaseException as caught:  # noqa: BLE001
+        error = caught
+    interruption.leave()
+    return error
 
 
 @contextlib.contextmanager
@@ -61,9 +64,7 @@ def get_out_of(
     interruption: Interruption, function: Callable[[], Any], *, order_first: bool = True
 ) -> BaseException | None:
     with poked(interruption, order_first=order_first):
-        error = boundary(interruption, function)
-        interruption.leave()
-    return error
+        return boundary(interruption, function)
 
 
 def spin() -> None:
@@ -119,6 +120,22 @@ def test_it_gets_out(interruption: Interruption, function: Callable[[], None]) -
     assert isinstance(get_out_of(interruption, function), RestartRequested)
     assert sys.exc_info() == (None, None, None), "an exception is left behind, with all its frames"
     assert sys.gettrace() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_it_gets_out_though_an_exception_is_left_for_another_thread(interruption: Interruption) -> None:
+    """One that has not risen keeps the interpreter looking for it, which must not keep the main thread inside."""
+    lock, is_inside = threading.Lock(), threading.Event()
+    lock.acquire()
+    thread = threading.Thread(target=lambda: (is_inside.set(), lock.acquire()))
+    thread.start()
+    assert is_inside.wait(60)
+    leave_for(thread.ident or 0, RuntimeError)
+    try:
+        assert isinstance(get_out_of(interruption, swallow_twice), RestartRequested)
+    finally:
+        lock.release()
+        thread.join()
 
 
 def test_an_update_is_finished(interruption: Interruption, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,8 +92,9 @@ class Stuck(Dataset[torch.Tensor]):
 @pytest.mark.process
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_of_data_loaders_end_at_once(persistent: bool) -> None:
+def test_workers_of_data_loaders_end_at_once(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are stuck are gone, and letting go of their iterator waits for none of them."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 300.0)
     before = set(multiprocessing.active_children())
     loader: Any = DataLoader(Stuck(), batch_size=1, num_workers=2, persistent_workers=persistent)
     iterator = iter(loader)
@@ -104,5 +105,7 @@ def test_workers_of_data_loaders_end_at_once(persistent: bool) -> None:
     end_children(workers)
     del iterator, loader
     passed_s = time.monotonic() - begin
+    for worker in workers:
+        worker.join(60)
     assert not any(worker.is_alive() for worker in workers)
-    assert passed_s < 4.0, "it waited for a worker"  # torch waits five seconds for each
+    assert passed_s < 150, "it waited for a worker"  # torch waits this interval for each

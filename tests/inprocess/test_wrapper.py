@@ -54,7 +54,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("fault", ["exception", "sleep", "swallow"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["exception", pytest.param("sleep", marks=pytest.mark.campaign), "swallow"])
 def test_ranks_that_can_go_on_do(tmp_path: Path, expected: str, fault: str) -> None:
     """After an exception, a sleep for ever and code that swallows all exceptions, the same processes are called again
     with the same ranks; the reserve stays one, and the weights are those of an undisturbed run."""
@@ -68,8 +69,12 @@ def test_ranks_that_can_go_on_do(tmp_path: Path, expected: str, fault: str) -> N
     assert calls(outputs[2]) == []
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop", "gil"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "victim"),
+    [("kill", 0), ("kill", 1), ("gil", 0)]
+    + [pytest.param(*other, marks=pytest.mark.campaign) for other in (("stop", 0), ("stop", 1), ("gil", 1))],
+)
 def test_a_reserve_takes_a_lost_ranks_place(tmp_path: Path, expected: str, fault: str, victim: int) -> None:
     """A rank that is killed, or stopped or holds the interpreter's lock for ever, is replaced, rank 0 too; the others
     keep processes and ranks, and the weights are those of an undisturbed run."""
@@ -84,6 +89,7 @@ def test_a_reserve_takes_a_lost_ranks_place(tmp_path: Path, expected: str, fault
     assert [call[:3] for call in calls(outputs[2])] == [("1", str(victim), "2")]
 
 
+@pytest.mark.slow
 def test_an_unhealthy_rank_leaves_for_good(tmp_path: Path, expected: str) -> None:
     """A rank whose health check fails ends with exit code 0 and says why; a reserve goes on in its place."""
     codes, outputs = run(tmp_path, "unhealthy", 1, world_size=3, active=2)
@@ -92,6 +98,7 @@ def test_an_unhealthy_rank_leaves_for_good(tmp_path: Path, expected: str) -> Non
     assert "planned to be unhealthy" in outputs[1]
 
 
+@pytest.mark.slow
 def test_without_reserves_it_says_why_it_stops(tmp_path: Path) -> None:
     """Once a lost rank cannot be replaced, all others end with the reason and the counts."""
     codes, outputs = run(tmp_path, "kill", 1, world_size=2, active=2)
@@ -101,6 +108,7 @@ def test_without_reserves_it_says_why_it_stops(tmp_path: Path) -> None:
     assert "0 reserves" in outputs[0]
 
 
+@pytest.mark.slow
 def test_alone(tmp_path: Path) -> None:
     """A world of one rank needs no store, and its function is called again as well."""
     codes, outputs = run(tmp_path, "exception", 0, world_size=1, active=1)

@@ -12,6 +12,7 @@ from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import messages as m
 from outlast.launch.coordinator import Coordinator, Phase
 from outlast.launch.job import JobSettings
+from outlast.policy.culprit import Collective, Position
 from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.quarantine import Distrusted, Load
 
@@ -35,6 +36,8 @@ class Job:
         self.said: dict[str, list[m.ToNode]] = {}
         self.running: dict[str, m.Start] = {}
         self.beats: dict[str, int] = {}
+        self.positions: dict[str, tuple[Position, ...]] = {}
+        """What each node sees where it is asked to look at its ranks."""
         self.mute: set[str] = set()
         """Nodes that died: they answer nothing any more."""
 
@@ -85,7 +88,8 @@ class Job:
             elif isinstance(message, m.Start):
                 self.running[name] = message
             elif isinstance(message, m.CycleOver) and name in self.running:
-                self.join(name, ended=m.CycleFacts(cycle=message.cycle))
+                positions = self.positions.get(name, ()) if message.examine else ()
+                self.join(name, ended=m.CycleFacts(cycle=message.cycle, positions=positions))
 
 
 def ranks(job: Job) -> dict[str, int]:
@@ -102,6 +106,23 @@ def test_cycle_starts_once_every_slot_has_a_node() -> None:
     assert ranks(job) == {"a": 0, "b": 1, "c": 2}
     assert {start.base_rank for start in job.running.values()} == {0, 2, 4}
     assert {(s.master_addr, s.master_port, s.world_size) for s in job.running.values()} == {("a", 1000, 6)}
+
+
+def test_a_hang_that_is_nobodys_charges_no_node() -> None:
+    """Ranks wait in different collectives: the workers restart, who waits in what is said, and no node is at fault."""
+    job = Job()
+    for name in ("a", "b"):
+        job.join(name)
+    for rank, (node, op) in enumerate([("a", "ALLREDUCE"), ("a", "ALLREDUCE"), ("b", "BROADCAST"), ("b", "ALLREDUCE")]):
+        facts = {"waits_in_collective": True, "groups": {"0": 7}, "waiting_in": Collective(op=op, seq=7, group="0")}
+        job.positions[node] = (*job.positions.get(node, ()), Position(node=node, global_rank=rank, **facts))
+    first = Incident(kind=IncidentKind.WORKER_HUNG, node="a", rank=0, pid=5, section="step")
+    job.say(m.Hung(node="a", epoch="a-1", cycle=0, incident=first))
+    assert [start.cycle for start in job.running.values()] == [1, 1]
+    assert job.state.node_faults == {}
+    assert job.state.restarts_total == 1
+    where = "ranks wait in different collectives: 0, 1, 3 in ALLREDUCE seq 7, 2 in BROADCAST seq 7"
+    assert job.state.history[-1].reason.startswith(f"the group of ranks hangs: {where}; restarting the workers")
 
 
 def test_surplus_node_never_disturbs() -> None:

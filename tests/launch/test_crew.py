@@ -1,15 +1,21 @@
-"""The workers of a node: news of them that come late."""
+"""The workers of a node: news of them that come late, and those that the others go on without."""
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from outlast.incidents import Incident, IncidentKind
 from outlast.launch.crew import Crew
+from outlast.launch.cycle import Cycle
 from outlast.launch.worker_process import WorkerProcess
+from outlast.policy.culprit import find_culprit
+from outlast.runtime.board import Board
 from outlast.runtime.zygote import Started
 
 
@@ -47,3 +53,32 @@ def test_the_cycle_runs_once_all_of_its_workers_do(key: int) -> None:
     crew, cycle = crew_with(over=False, num_workers=2)
     assert crew.note_started(Started(key=0, pid=1)) is None
     assert crew.note_started(Started(key=key, pid=2)) is (cycle if key == 1 else None)
+
+
+@pytest.mark.process
+def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
+    """A worker that the others went on without has no part in a later hang: it did not finish before them, and a
+    reserve may have its rank."""
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
+    board = Board.create_anonymous(num_ranks=3)
+    try:
+        workers = {key: WorkerProcess(local_rank=key, global_rank=key, pid=processes[key].pid) for key in range(3)}
+        for worker in workers.values():
+            board.assign(worker.local_rank, pid=worker.pid, global_rank=worker.global_rank, cycle=0)
+        parts: Any = dict.fromkeys(("spec", "logs", "spawns", "in_process"))
+        start: Any = SimpleNamespace(cycle=0)
+        options: Any = SimpleNamespace(layers=None, run_dir=tmp_path)
+        cycle = Cycle(**parts, start=start, options=options, job="j", node="n", board=board, workers=workers)
+        assert [one.global_rank for one in cycle.examine(None)] == [0, 1, 2]
+        processes[1].kill()
+        processes[1].wait()
+        workers[1].lost = Incident(kind=IncidentKind.WORKER_DIED, rank=1)
+        board.retire(1)
+        positions = cycle.examine(None)
+        assert [one.global_rank for one in positions] == [0, 2]
+        assert "finished" not in find_culprit(positions).reason
+    finally:
+        board.close()
+        for process in processes:
+            process.kill()
+            process.wait()

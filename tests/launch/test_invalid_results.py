@@ -12,7 +12,7 @@ from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.ladder import LadderState
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process]
 
 SCRIPT = """
 import os, pathlib, sys, threading, time
@@ -48,7 +48,7 @@ def _run(tmp_path: Path, *, iteration: int, nproc: int = 1) -> tuple[list[int], 
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with Cluster(script, str(iteration), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=nproc) as cluster:
-        return cluster.wait(timeout_s=40), cluster
+        return cluster.wait(timeout_s=150), cluster
 
 
 def _untrusted(cluster: Cluster) -> list[Incident]:
@@ -60,6 +60,7 @@ def _untrusted(cluster: Cluster) -> list[Incident]:
     return [incident for incident in incidents if incident.kind == IncidentKind.COPY_UNTRUSTED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_within_the_window_the_next_cycle_is_told_what_not_to_load(nproc: int, tmp_path: Path) -> None:
     """The run goes on in a second cycle, whose workers know the copy; the journal and ladder.json name it, its tier and
@@ -89,6 +90,29 @@ def test_beyond_the_window_the_run_stops(tmp_path: Path) -> None:
     assert [load.generation for load in state.loads] == [120]
 
 
+@pytest.mark.slow
+def test_bad_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    """A loss that stays NaN costs no restart: the run ends with 17, and says which rank, where and how often."""
+    script = tmp_path / "train.py"
+    script.write_text("""
+import math, os
+import torch.distributed as dist
+from outlast.numerics import NonFiniteDetector
+dist.init_process_group("gloo")
+detector = NonFiniteDetector("skip", max_consecutive=3)
+for iteration in range(100, 200):
+    detector.check(math.nan if iteration > 104 and os.environ["RANK"] == "1" else 1.0, iteration=iteration)
+""")
+    with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
+        assert cluster.wait(timeout_s=150) == [17], cluster.tails()
+    assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
+    (verdict,) = (event.data["verdict"] for event in cluster.events() if event.kind == EventKind.VERDICT)
+    assert "NaN or infinity at iteration 107: loss of rank 1; 3 in a row" in verdict["reason"]
+    assert "people can look at the data" in verdict["reason"]
+    assert msgspec.json.decode((tmp_path / "run" / "ladder.json").read_bytes(), type=LadderState).node_faults == {}
+
+
+@pytest.mark.slow
 def test_the_next_job_of_the_run_is_told_too(tmp_path: Path) -> None:
     """What one job learned to distrust, the workers of the next job's first cycle are told."""
     script = tmp_path / "train.py"
@@ -97,4 +121,4 @@ def test_the_next_job_of_the_run_is_told_too(tmp_path: Path) -> None:
         with Cluster(
             script, "125", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options
         ) as cluster:
-            assert cluster.wait(timeout_s=40) == [code], cluster.tails()
+            assert cluster.wait(timeout_s=150) == [code], cluster.tails()

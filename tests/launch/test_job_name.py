@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from outlast.incidents import Rung
 from outlast.launch.job import name_job
+from outlast.launch.ladder_file import load_ladder, save_ladder
 from outlast.policy.ladder import LadderState, Step
 from outlast.policy.quarantine import Distrusted, Load
 
@@ -22,3 +25,15 @@ def test_an_allocation_that_comes_back_gets_another_name() -> None:
 def test_without_a_scheduler_names_are_drawn() -> None:
     """Two jobs that no scheduler numbers have different names."""
     assert name_job(None, LadderState()) != name_job(None, LadderState())
+
+
+def test_a_finished_run_without_a_name_is_followed_by_another(tmp_path: Path) -> None:
+    """It leaves no budgets behind, but its jobs' names stay taken; one with a name stays finished, and so does one
+    whose job is still in progress."""
+    step = Step(cycle=0, job="4711", rung=Rung.STOP, reason="finished")
+    save_ladder(tmp_path, LadderState(finished=True, stopped_with=0, restarts_total=5, best_durable=9, history=(step,)))
+    assert load_ladder(tmp_path, is_new_job=True).finished
+    assert load_ladder(tmp_path, is_new_job=False, is_named=False).finished
+    anew = load_ladder(tmp_path, is_new_job=True, is_named=False)
+    assert anew == LadderState(history=(step,))
+    assert name_job("4711", anew) == "4711.1"

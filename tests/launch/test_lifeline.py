@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outlast.launch.lifeline import PATIENCE_S, Lifeline, LifelineServer
+from outlast.launch.lifeline import Lifeline, LifelineServer
 
 Deaths = queue.SimpleQueue[tuple[str, str, str]]
 
@@ -24,8 +24,8 @@ def server() -> Iterator[tuple[LifelineServer, Deaths]]:
 
 
 def wait_until_held(server: LifelineServer, num: int) -> None:
-    deadline = time.monotonic() + 5
-    while sum(hello is not None for hello in server._held.values()) != num:
+    deadline = time.monotonic() + 60
+    while sum(hello is not None for hello in list(server._held.values())) != num:
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -36,20 +36,28 @@ def test_end_of_a_lifeline_is_a_death(server: tuple[LifelineServer, Deaths]) -> 
     line = Lifeline("127.0.0.1", lifelines.port, node="a", epoch="1")
     wait_until_held(lifelines, 1)
     line.close()
-    assert deaths.get(timeout=5)[:2] == ("a", "1")
+    assert deaths.get(timeout=60)[:2] == ("a", "1")
 
 
-def test_broken_connection_is_not_a_death(server: tuple[LifelineServer, Deaths]) -> None:
+def test_broken_connection_is_not_a_death(
+    server: tuple[LifelineServer, Deaths], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An agent whose connection the network broke connects again at once, and nobody is told."""
+    monkeypatch.setattr("outlast.launch.lifeline.PATIENCE_S", 60.0)
     lifelines, deaths = server
     line = Lifeline("127.0.0.1", lifelines.port, node="a", epoch="1")
     wait_until_held(lifelines, 1)
     broken = line._socket
     assert broken is not None
+    before = set(lifelines._held)
     broken.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(queue.Empty):
-        deaths.get(timeout=3 * PATIENCE_S)
-    wait_until_held(lifelines, 1)
+    deadline = time.monotonic() + 60
+    while lifelines._suspects or not any(
+        hello is not None and one not in before for one, hello in list(lifelines._held.items())
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert deaths.empty()
     line.close()
 
 
@@ -58,7 +66,7 @@ def test_strangers_words_have_no_effect(server: tuple[LifelineServer, Deaths]) -
     lifelines, deaths = server
     line = Lifeline("127.0.0.1", lifelines.port, node="a", epoch="1")
     wait_until_held(lifelines, 1)
-    with socket.create_connection(("127.0.0.1", lifelines.port), timeout=5) as stranger:
+    with socket.create_connection(("127.0.0.1", lifelines.port), timeout=60) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert stranger.recv(1) == b""
     wait_until_held(lifelines, 1)

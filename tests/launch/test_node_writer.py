@@ -11,14 +11,14 @@ import pytest
 from outlast.incidents import EventKind
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process]
 
 SCRIPT = """
 import os, pathlib, socket, sys, time
 cycle = os.environ["OUTLAST_CYCLE"]
 address = os.environ["OUTLAST_WRITER"]
 with socket.socket(socket.AF_UNIX) as connection:
-    connection.settimeout(20)
+    connection.settimeout(150)
     connection.connect("\\0" + address)
 print("cycle", cycle, "has the writer", address, flush=True)
 awaited = [pathlib.Path(sys.argv[1])]
@@ -47,19 +47,19 @@ def test_one_writer_serves_every_cycle_and_is_replaced_when_it_dies(tmp_path: Pa
     script.write_text(SCRIPT)
     go = tmp_path / "go"
     with Cluster(script, str(go), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        cluster.wait_for("cycle 0 has the writer", timeout_s=40)
+        cluster.wait_for("cycle 0 has the writer", timeout_s=150)
         first = _writer(cluster)
-        cluster.wait_for("cycle 1 has the writer", timeout_s=40)
+        cluster.wait_for("cycle 1 has the writer", timeout_s=150)
         assert _writer(cluster) == first
         first.send_signal(signal.SIGKILL)
-        event = cluster.wait_for(lambda event: event.kind == EventKind.WRITER_ENDED, timeout_s=20)
+        event = cluster.wait_for(lambda event: event.kind == EventKind.WRITER_ENDED, timeout_s=150)
         assert event is not None
         assert f"pid {first.pid}" in event.data["summary"]
         assert "SIGKILL" in event.data["summary"]
         assert _writer(cluster) != first
         go.touch()
-        assert cluster.wait(timeout_s=40) == [0]
-        cluster.assert_no_orphans(within_s=5)
+        assert cluster.wait(timeout_s=150) == [0]
+        cluster.assert_no_orphans(within_s=60)
         said = [line for line in cluster.agent(0).output().splitlines() if "has the writer" in line]
         assert len(said) == 4
         assert len({line.rpartition(" ")[2] for line in said}) == 1
@@ -70,7 +70,7 @@ def test_a_lost_agent_takes_its_writer_along(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with Cluster(script, str(tmp_path / "go"), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-        cluster.wait_for("cycle 1 has the writer", timeout_s=40)
+        cluster.wait_for("cycle 1 has the writer", timeout_s=150)
         assert _writer(cluster).is_running()
         cluster.agent(0).kill()
-        cluster.assert_no_orphans(within_s=5)
+        cluster.assert_no_orphans(within_s=60)

@@ -12,7 +12,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process]
 
 SCRIPT = """
 import json, os, sys
@@ -58,7 +58,8 @@ def _restored(cluster: Cluster) -> dict[int | None, Event]:
     return {event.cycle: event for event in cluster.events() if event.kind == EventKind.RESTORED}
 
 
-@pytest.mark.parametrize("has_global", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_global", [pytest.param(True, marks=pytest.mark.campaign), False])
 def test_training_goes_on_from_a_copy_that_does_not_descend_from_the_bad_one(has_global: bool, tmp_path: Path) -> None:
     """Cycle 1 loads iteration 15 from a near tier, saves 20 to all tiers, and judges a result invalid at 22. Cycle 2
     loads neither of the two, but an older one; the run ends with the state of a training that never saw cycle 1."""
@@ -79,7 +80,8 @@ def test_training_goes_on_from_a_copy_that_does_not_descend_from_the_bad_one(has
         assert one["tier"] == restored[1].data["tier"]
 
 
-@pytest.mark.parametrize("has_global", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_global", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_invalid_results_from_every_copy_end_with_the_diagnosis(has_global: bool, tmp_path: Path) -> None:
     """Where every copy leads to an invalid result, the run ends with 17 after a bounded number of cycles, none of which
     loads what an earlier one had loaded from the same kind of tier."""

@@ -13,7 +13,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.process]
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -58,6 +58,9 @@ def leave(code, finding, **facts):
 
 
 when_there(folder / "go")
+(folder / f"printed-{place.cycle}-{place.global_rank}").touch()
+for other in range(place.world_size):  # who leaves ends the others, who may not have printed yet
+    when_there(folder / f"printed-{place.cycle}-{other}")
 if what == "near copy":
     if not place.untrusted:
         monitor.set_restored(LoadedCopy(generation=5, attempt="job-0-aa.1", tier=Tier.REPLICA, suspect_window=20))
@@ -124,6 +127,7 @@ class Nodes(Cluster):
         return "\n".join(agent.output() for agent in self.agents)
 
 
+@pytest.mark.slow
 def test_persistent_fault_of_one_device_costs_its_node_the_slot(tmp_path: Path) -> None:
     """Reproduced on one node, then replayed on the spare with another result: the first node is held back for the
     replay, then quarantined, and the run completes on the spare without any replay left."""
@@ -148,6 +152,7 @@ def test_persistent_fault_of_one_device_costs_its_node_the_slot(tmp_path: Path) 
         assert nodes.output().count("replays nothing") == 4
 
 
+@pytest.mark.slow
 def test_a_correct_result_stops_the_run_with_its_diagnosis(tmp_path: Path) -> None:
     """Equal on the spare: every agent ends with 17 after the replay, no cycle follows, and the last line names what
     was found, the batch, rank, node, device and iteration."""
@@ -173,6 +178,7 @@ def test_without_another_device_two_tries_and_no_more(tmp_path: Path) -> None:
         assert nodes.verdicts()[-1]["verdict"]["exit_code"] == ExitReason.FAILED_VALIDATION
 
 
+@pytest.mark.slow
 def test_soon_after_a_near_load_the_copy_is_distrusted_first(tmp_path: Path) -> None:
     """Two iterations after a replica was loaded, with a spare waiting: no replay, the second cycle is told not to load
     that copy, on the same node, and finishes."""
@@ -186,6 +192,7 @@ def test_soon_after_a_near_load_the_copy_is_distrusted_first(tmp_path: Path) -> 
         assert json.loads((tmp_path / "run" / "ladder.json").read_text())["distrusted"][0]["attempt"] == "job-0-aa.1"
 
 
+@pytest.mark.slow
 def test_the_cause_is_the_rank_that_saw_it(tmp_path: Path) -> None:
     """Two nodes whose ranks all leave with 16 at once: the incident is rank 1's, of its node, whoever was seen to die
     first; that node alone is held back."""

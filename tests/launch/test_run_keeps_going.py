@@ -13,7 +13,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process]
 
 SESSION_LIKE = """
 import os, sys
@@ -60,7 +60,7 @@ monitor.finish()
 UNTIL_TOLD = """
 import os, pathlib, sys, time
 print("rank", os.environ["RANK"], "runs", flush=True)
-deadline = time.monotonic() + 90
+deadline = time.monotonic() + 250
 while not pathlib.Path(sys.argv[1]).exists():
     assert time.monotonic() < deadline
     time.sleep(0.02)
@@ -85,47 +85,51 @@ def test_crash_before_every_save_stops_with_93(tmp_path: Path) -> None:
     """A script that reports its saves and crashes before the next one gets 3 cycles, then exit code 93."""
     script = write(tmp_path, SESSION_LIKE)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-        assert cluster.wait(timeout_s=90) == [ExitReason.NO_PROGRESS]
+        assert cluster.wait(timeout_s=150) == [ExitReason.NO_PROGRESS]
         assert started_cycles(cluster) == {0, 1, 2}
         assert (tmp_path / "run" / "ladder.json").exists()
 
 
+@pytest.mark.slow
 def test_crash_after_every_save_goes_on_to_the_end(tmp_path: Path) -> None:
     """Five crashes with a new durable generation before each are no reason to stop, with --max-restarts=1."""
     script = write(tmp_path, SESSION_LIKE)
     options = ["--max-restarts=1"]
     with Cluster(script, "saves", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
-        assert cluster.wait(timeout_s=90) == [0]
+        assert cluster.wait(timeout_s=150) == [0]
         assert started_cycles(cluster) == set(range(6))
 
 
+@pytest.mark.slow
 def test_total_budget_bounds_even_progress(tmp_path: Path) -> None:
     """--max-restarts-total ends a run that does get further, with exit code 1: trying again can help."""
     script = write(tmp_path, SESSION_LIKE)
     options = ["--max-restarts-total=2"]
     with Cluster(script, "saves", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
-        assert cluster.wait(timeout_s=90) == [ExitReason.FAILED]
+        assert cluster.wait(timeout_s=150) == [ExitReason.FAILED]
         assert started_cycles(cluster) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_finished_run_is_not_started_again(tmp_path: Path) -> None:
     """A second job of a finished run ends at once with 0 and starts no worker."""
     script = write(tmp_path, "print('trained', flush=True)")
     for num_starts in (1, 1):
         with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-            assert cluster.wait(timeout_s=60) == [0]
+            assert cluster.wait(timeout_s=150) == [0]
             events = [event for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED]
             assert len(events) == num_starts
 
 
-@pytest.mark.parametrize("how", ["sleeps", "holds the GIL", "is stopped"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sleeps", "holds the GIL", pytest.param("is stopped", marks=pytest.mark.campaign)])
 def test_hang_names_the_one_culprit(how: str, tmp_path: Path) -> None:
     """Of 4 ranks that all exceed the timeout the one that the others wait for is named, with its section, its
     iteration and the line it hangs on; its stacks are kept; the next cycle runs to its end."""
     script = write(tmp_path, HANGING)
-    options = ["--ft-rank_section_timeouts=step:1.5"]
+    options = ["--ft-rank_section_timeouts=step:5"]
     with Cluster(script, how, run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2, options=options) as cluster:
-        assert cluster.wait(timeout_s=90) == [0, 0]
+        assert cluster.wait(timeout_s=150) == [0, 0]
         first = verdicts(cluster)[0]
         incident = first["incident"]
         assert isinstance(incident, dict)
@@ -135,11 +139,12 @@ def test_hang_names_the_one_culprit(how: str, tmp_path: Path) -> None:
         assert "next_batch" in (tmp_path / "run" / "stacks" / "cycle-0" / "rank-2.txt").read_text()
         assert started_cycles(cluster) == {0, 1}
         pattern = (
-            r"\[RankMonitor\] rank \d \(node node-\d, pid \d+\): section 'step' exceeded 1\.5 s \(.* iteration 12\)"
+            r"\[RankMonitor\] rank \d \(node node-\d, pid \d+\): section 'step' exceeded 5\.0 s \(.* iteration 12\)"
         )
         assert re.search(pattern, cluster.agent(0).output() + cluster.agent(1).output())
 
 
+@pytest.mark.slow
 def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
     """When the agent that hosts the control store is killed, another one takes over, the spare takes its ranks, the
     other node keeps its own, and the budget remembers what was used."""
@@ -147,18 +152,18 @@ def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(
         script, str(leave), run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1,
-        options=["--ft-node_heartbeat_timeout=2"],
+        options=["--ft-node_heartbeat_timeout=8"],
     ) as cluster:  # fmt: skip
-        cluster.wait_for("rank 0 runs", timeout_s=60)
-        cluster.wait_for("rank 1 runs", timeout_s=60)
+        cluster.wait_for("rank 0 runs", timeout_s=150)
+        cluster.wait_for("rank 1 runs", timeout_s=150)
         spare = cluster.add_node("spare")
-        cluster.wait_for("the node is a spare", timeout_s=60)
+        cluster.wait_for("the node is a spare", timeout_s=150)
         host = next(agent for agent in cluster.agents if "hosts the control store" in agent.output())
         host.kill()
-        cluster.assert_no_orphans(within_s=2)
-        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.node == "spare", timeout_s=60)
+        cluster.assert_no_orphans(within_s=60)
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.node == "spare", timeout_s=150)
         leave.touch()
-        codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(timeout_s=60), strict=True))
+        codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(timeout_s=150), strict=True))
         assert codes.pop(host.name) == -signal.SIGKILL
         assert set(codes.values()) == {0}
         ranks = {
@@ -172,31 +177,34 @@ def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
         assert '"restarts_total": 1' in (tmp_path / "run" / "ladder.json").read_text()
 
 
+@pytest.mark.slow
 def test_dead_zygote_is_replaced(tmp_path: Path) -> None:
     """When the process that starts workers is killed, its workers die with it and a new one starts the next cycle."""
     leave = tmp_path / "leave"
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(script, str(leave), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=60)
-        cluster.wait_for("rank 1 runs", timeout_s=60)
+        cluster.wait_for("rank 0 runs", timeout_s=150)
+        cluster.wait_for("rank 1 runs", timeout_s=150)
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=150)
         zygote = psutil.Process(cluster.worker_pid(0)).parent()
         assert zygote is not None
         zygote.kill()
-        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.cycle == 1, timeout_s=60)
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.cycle == 1, timeout_s=150)
         leave.touch()
-        assert cluster.wait(timeout_s=60) == [0]
+        assert cluster.wait(timeout_s=150) == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_a_plain_script_with_the_signals_code(number: signal.Signals, tmp_path: Path) -> None:
     """A script that saves nothing ends at the first signal; the exit code says which; nobody is left."""
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=60)
-        cluster.wait_for("rank 1 runs", timeout_s=60)
+        cluster.wait_for("rank 0 runs", timeout_s=150)
+        cluster.wait_for("rank 1 runs", timeout_s=150)
         cluster.agent(0).signal(number)
-        assert cluster.wait(timeout_s=60) == [128 + number, 128 + number]
-        assert not cluster.processes()
+        assert cluster.wait(timeout_s=150) == [128 + number, 128 + number]
+        cluster.assert_no_orphans(within_s=60)
 
 
 def test_second_signal_ends_workers_that_take_their_time(tmp_path: Path) -> None:
@@ -204,11 +212,11 @@ def test_second_signal_ends_workers_that_take_their_time(tmp_path: Path) -> None
     code = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('noticed', flush=True))\n" + UNTIL_TOLD
     script = write(tmp_path, code)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=60)
+        cluster.wait_for("rank 0 runs", timeout_s=150)
         cluster.agent(0).signal(signal.SIGTERM)
-        cluster.wait_for("noticed", timeout_s=30)
+        cluster.wait_for("noticed", timeout_s=150)
         cluster.agent(0).signal(signal.SIGTERM)
-        assert cluster.wait(timeout_s=30) == [128 + signal.SIGTERM]
+        assert cluster.wait(timeout_s=150) == [128 + signal.SIGTERM]
 
 
 def test_second_signal_leaves_what_was_saved_before(tmp_path: Path) -> None:
@@ -223,16 +231,16 @@ with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
     for iteration in run.steps({"model": model}, total=100):
         if iteration == 3:
             print("never comes back", flush=True)
-            time.sleep(90)
+            time.sleep(250)
 """
     script = write(tmp_path, code)
     with Cluster(script, str(tmp_path / "ckpt"), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-        cluster.wait_for("never comes back", timeout_s=60)
-        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 2, timeout_s=60)
+        cluster.wait_for("never comes back", timeout_s=150)
+        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 2, timeout_s=150)
         cluster.agent(0).signal(signal.SIGTERM)
-        cluster.wait_for("a second signal ends them", timeout_s=30)
+        cluster.wait_for("a second signal ends them", timeout_s=150)
         cluster.agent(0).signal(signal.SIGTERM)
-        assert cluster.wait(timeout_s=30) == [ExitReason.PREEMPTED]
+        assert cluster.wait(timeout_s=150) == [ExitReason.PREEMPTED]
         assert "told to leave; there is a generation to go on from" in cluster.agent(0).output()
 
 
@@ -241,12 +249,13 @@ def test_notice_before_the_workers_run_starts_none(tmp_path: Path) -> None:
     nobody would tell them any more."""
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        cluster.wait_for("watches 2 ranks", timeout_s=60)
+        cluster.wait_for("watches 2 ranks", timeout_s=150)
         cluster.agent(0).signal(signal.SIGTERM)
-        assert cluster.wait(timeout_s=45) == [128 + signal.SIGTERM]
-        assert not cluster.processes()
+        assert cluster.wait(timeout_s=150) == [128 + signal.SIGTERM]
+        cluster.assert_no_orphans(within_s=60)
 
 
+@pytest.mark.slow
 def test_who_is_left_alone_by_a_notice_is_ended(tmp_path: Path) -> None:
     """A rank that ended without having saved leaves the others nothing to wait for: they do not get the whole grace."""
     code = """
@@ -256,27 +265,29 @@ if os.environ["RANK"] == "0":
 """
     script = write(tmp_path, code + UNTIL_TOLD)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=60)
-        cluster.wait_for("rank 1 runs", timeout_s=60)
+        cluster.wait_for("rank 0 runs", timeout_s=150)
+        cluster.wait_for("rank 1 runs", timeout_s=150)
         cluster.agent(0).signal(signal.SIGTERM)
-        assert cluster.wait(timeout_s=45) == [128 + signal.SIGTERM]
+        assert cluster.wait(timeout_s=150) == [128 + signal.SIGTERM]
         assert "did not end in time" in cluster.agent(0).output()
 
 
+@pytest.mark.slow
+@pytest.mark.cold
 def test_programs_and_modules_and_fresh_interpreters_run_too(tmp_path: Path) -> None:
     """What is no Python script, --module and --no-warm-start get the same environment and restarts."""
     program = tmp_path / "train.sh"
     program.write_text("#!/bin/sh\necho program rank $RANK cycle $OUTLAST_CYCLE\n[ $OUTLAST_CYCLE = 1 ]\n")
     program.chmod(0o755)
     with Cluster(program, run_dir=tmp_path / "a", num_nodes=1, nproc_per_node=2, options=["--no-python"]) as cluster:
-        assert cluster.wait(timeout_s=60) == [0]
+        assert cluster.wait(timeout_s=150) == [0]
         assert "program rank 1 cycle 1" in cluster.agent(0).output()
     with Cluster("this", run_dir=tmp_path / "b", num_nodes=1, nproc_per_node=1, options=["--module"]) as cluster:
-        assert cluster.wait(timeout_s=60) == [0]
+        assert cluster.wait(timeout_s=150) == [0]
         assert "Beautiful is better than ugly" in cluster.agent(0).output()
-    script = write(tmp_path, "import sys; print('torch' in sys.modules, flush=True)")
+    script = write(tmp_path, "import sys; print('outlast.runtime' in sys.modules, flush=True)")
     with Cluster(script, run_dir=tmp_path / "c", num_nodes=1, nproc_per_node=1, options=["--no-warm-start"]) as cluster:
-        assert cluster.wait(timeout_s=60) == [0]
+        assert cluster.wait(timeout_s=150) == [0]
         assert "False" in cluster.agent(0).output()
 
 
@@ -285,25 +296,27 @@ def test_output_goes_where_torchrun_puts_it(tmp_path: Path) -> None:
     script = write(tmp_path, "import sys; print('to stdout'); print('to stderr', file=sys.stderr)")
     options = ["--redirects=2", "--tee=1", f"--log-dir={tmp_path / 'logs'}"]
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
-        assert cluster.wait(timeout_s=60) == [0]
+        assert cluster.wait(timeout_s=150) == [0]
         assert "[default0]:to stdout" in cluster.agent(0).output()
         assert "to stderr" not in cluster.agent(0).output()
     (stderr,) = tmp_path.glob("logs/*/attempt_0/0/stderr.log")
     assert "to stderr" in stderr.read_text()
 
 
+@pytest.mark.campaign
+@pytest.mark.slow
 def test_stopped_coordinator_is_waited_for_and_then_given_up_on(tmp_path: Path) -> None:
     """A host that is stopped, not dead, answers nothing: a node whose cycle ended waits its bounded time and then
     ends with the reason, instead of waiting for ever."""
     script = write(tmp_path, UNTIL_TOLD)
-    options = ["--rdzv-conf=join_timeout=1"]
+    options = ["--rdzv-conf=join_timeout=5"]  # also for lining up, on a busy machine
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1, options=options) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=60)
-        cluster.wait_for("rank 1 runs", timeout_s=60)
+        cluster.wait_for("rank 0 runs", timeout_s=150)
+        cluster.wait_for("rank 1 runs", timeout_s=150)
         host = next(agent for agent in cluster.agents if "hosts the control store" in agent.output())
         other = next(agent for agent in cluster.agents if agent is not host)
         host.signal(signal.SIGSTOP)
         (rank,) = next(e.data["ranks"] for e in cluster.events() if e.node == other.name and "ranks" in e.data)
         psutil.Process(cluster.worker_pid(rank)).kill()
-        assert other.wait(timeout_s=40) == ExitReason.FAILED
+        assert other.wait(timeout_s=120) == ExitReason.FAILED
         assert "gave no answer" in other.output()

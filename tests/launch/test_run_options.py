@@ -32,6 +32,7 @@ def test_every_option_of_torchrun_is_there() -> None:
     assert spellings(get_args_parser()) <= spellings(make_parser())
 
 
+@pytest.mark.cold
 def test_parsing_imports_no_torch(script: str) -> None:
     """A mistyped option is answered without the second that torch's import takes."""
     code = (
@@ -76,7 +77,7 @@ def test_defaults(script: str) -> None:
     ("argv", "fault", "remedy"),
     [
         (["--bogus", "train.py"], "unknown option --bogus", "--help"),
-        (["--nproc-per-nod=2", "train.py"], "--nproc-per-nod", "--nproc-per-node"),
+        (["--nproc-per-nodes=2", "train.py"], "--nproc-per-nodes", "--nproc-per-node?"),
         (["--ft-rank_heartbeat_timeou=3", "train.py"], "--ft-rank_heartbeat_timeou", "--ft-rank_heartbeat_timeout"),
         (["--ft-rank_heartbeat_timeout=-3", "train.py"], "rank_heartbeat_timeout=-3", "above 0"),
         (["--ft-rank_section_timeouts=step", "train.py"], "'step'", "setup:600"),
@@ -127,6 +128,7 @@ def test_bad_input_ends_with_2_and_starts_nothing(script: str) -> None:
     assert os.listdir() == ["train.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("argv", "says"),
@@ -134,6 +136,7 @@ def test_bad_input_ends_with_2_and_starts_nothing(script: str) -> None:
         (["--redirects=9", "train.py"], "see outlast run --help"),
         (["--logs-specs=none-such", "train.py"], "none-such"),
         (["--log-dir=train.py", "train.py"], "train.py"),
+        (["--event-log-handler=bogus", "train.py"], "write console or null"),
         (["--nproc-per-node=gpu", "train.py"], "Cuda is not available"),
     ],
 )

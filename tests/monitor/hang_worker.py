@@ -1,6 +1,6 @@
 """A rank of a DDP-like loop that hangs on purpose; run as a script by ``test_hang_names_culprit.py``.
 
-Arguments: rank, world size, board, rendezvous file, rank that hangs, kind of hang, iteration of it.
+Arguments: board, rendezvous file, rank that hangs, kind of hang, iteration of it.
 """
 
 import ctypes
@@ -30,23 +30,29 @@ def load_batch(kind: str) -> torch.Tensor:
 
 
 def main() -> None:
-    rank, world_size, board, rendezvous, bad_rank, kind, at = sys.argv[1:]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    board, rendezvous, bad_rank, kind, at = sys.argv[1:]
     torch.set_num_threads(1)
-    monitor = RankMonitor(WorkerEnv(global_rank=int(rank), local_rank=int(rank), board=board))
+    monitor = RankMonitor(WorkerEnv(global_rank=rank, local_rank=rank, board=board))
     with monitor.section("setup"):
         dist.init_process_group(
             "gloo",
             init_method=f"file://{rendezvous}",
-            rank=int(rank),
-            world_size=int(world_size),
-            timeout=datetime.timedelta(seconds=60),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=200),
         )
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
     for iteration in range(1000):
         monitor.set_iteration(iteration)
-        hangs = rank == bad_rank and iteration == int(at)
+        hangs = rank == int(bad_rank) and iteration == int(at)
         with monitor.section("step"):
+            if kind == "mismatch" and iteration == int(at) - 1:
+                while not os.path.exists(f"{board}-go"):
+                    time.sleep(0.02)  # every rank is equally slow
             batch = load_batch(kind if hangs else "none")
+            if kind == "mismatch" and hangs:
+                dist.broadcast(batch, src=0)
             model(batch).sum().backward()
             dist.all_reduce(batch)
         monitor.heartbeat()

@@ -1,16 +1,16 @@
 """ft_state.json: what a run has learned survives its cycles, jobs and accidents."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from outlast.config import FaultToleranceConfig
 from outlast.monitor.learned import FILE_NAME, LearnedTimeouts, Observation, observe
+from outlast.policy.deadlines import Timeouts
 from outlast.policy.timeouts import Learned
 from outlast.runtime.board import RankState
+from outlast.testing import RankProcesses
 
 CONFIG = FaultToleranceConfig(rank_section_timeouts={"step": 180.0}, safety_factor=2.0, num_warmup_iterations=3)
 
@@ -34,6 +34,20 @@ def test_next_job_enforces_what_was_learned(tmp_path):
     assert config.rank_section_timeouts == {"step": 10.0}
     assert (config.safety_factor, config.num_warmup_iterations) == (2.0, 3)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_what_was_not_learned_counts_as_not_given(tmp_path):
+    """A config that learns sections alone was not told to have no timeout of heartbeats: an agent's defaults hold, and
+    what was given stays given."""
+    learned = LearnedTimeouts.load(tmp_path)
+    learns = FaultToleranceConfig(calc_ft_timeouts=True)
+    assert learned.apply(learns).given == learns.given
+    merge(learned, 5.0, cycle="a-0")
+    config = learned.apply(learns)
+    assert config.given == {"calc_ft_timeouts": True, "rank_section_timeouts": {"step": 10.0}}
+    assert Timeouts.from_config(config, with_defaults=True).heartbeat_s == 1800.0
+    off = learned.apply(FaultToleranceConfig(rank_heartbeat_timeout=None))
+    assert Timeouts.from_config(off, with_defaults=True).heartbeat_s is None
 
 
 def test_cycles_merge_as_mean_and_nodes_as_maximum(tmp_path):
@@ -108,11 +122,11 @@ def test_observation_takes_the_maximum_of_attached_ranks():
 
 
 UPDATE = """
-import sys
+import os, sys
 from outlast.config import FaultToleranceConfig
 from outlast.monitor.learned import LearnedTimeouts, Observation
 config = FaultToleranceConfig(safety_factor=2.0)
-for step_s in map(float, sys.argv[2:]):
+for step_s in map(float, os.environ["SEEN"].split()):
     seen = Observation(longest_s={"step": step_s}, counts={"step": 20})
     LearnedTimeouts.update(sys.argv[1], seen, cycle="a-0", config=config)
 """
@@ -122,7 +136,8 @@ for step_s in map(float, sys.argv[2:]):
 def test_ranks_that_save_at_once_lose_nothing(tmp_path: Path):
     """Several processes that add what they saw of one cycle end with the maximum of all."""
     values = [["3", "5", "9"], ["4", "8", "2"], ["7", "11", "1"]]
-    ranks = [subprocess.Popen([sys.executable, "-c", UPDATE, str(tmp_path), *some]) for some in values]
-    assert [rank.wait(30) for rank in ranks] == [0, 0, 0]
+    seen = [{"SEEN": " ".join(some)} for some in values]
+    with RankProcesses(UPDATE, str(tmp_path), world_size=3, code=True, environments=seen) as ranks:
+        assert ranks.wait(120) == [0, 0, 0], ranks.tails()
     assert LearnedTimeouts.load(tmp_path).learned.sections == {"step": 22.0}
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -31,7 +32,7 @@ def monitor(board, caplog):
     place = WorkerEnv(
         global_rank=5, local_rank=1, cycle=2, node="n", board=board.path, fault_tolerance=CONFIG.to_json()
     )
-    monitor = RankMonitor(place, FaultToleranceConfig(rank_section_timeouts={"step": 1.0}))
+    monitor = RankMonitor(place, FaultToleranceConfig(rank_section_timeouts={"step": 1.0}, safety_factor=3.0))
     yield monitor
     monitor.close()
 
@@ -40,13 +41,34 @@ def names(board):
     return [section.name for section in board.read(1).sections]
 
 
-def test_start_says_what_is_enforced(monitor, board, caplog):
-    """The line that users search for names the agent's timeouts, which go before the script's own."""
+def test_what_the_agent_was_given_comes_before_the_scripts_own(monitor, board, caplog):
+    """Field by field: the agent's section timeouts hold, and what only the script sets holds too. The line that users
+    search for names them."""
     (line,) = [record.getMessage() for record in caplog.get_records("setup")]
     assert line.startswith("[FaultTolerance] rank 5 (node n")
     assert "section timeouts: setup 600.0 s, step 180.0 s" in line
+    assert monitor.config.rank_section_timeouts == {"setup": 600.0, "step": 180.0}
+    assert monitor.config.safety_factor == 3.0
     state = board.read(1)
     assert (state.attached, state.pid, state.global_rank, state.cycle) == (True, os.getpid(), 5, 2)
+
+
+def test_the_agent_learns_what_the_script_sets(monitor, board):
+    """The fields of the script's own config, and no default, stand on the board; a rank that is not there has none."""
+    assert FaultToleranceConfig.from_json(board.settings(1)).given == {
+        "rank_section_timeouts": {"step": 1.0},
+        "safety_factor": 3.0,
+    }
+    assert board.settings(0) is None
+
+
+def test_settings_that_are_too_long_are_said_and_not_cut(board, caplog):
+    """Settings beyond the board's room are not half taken: the agent gets none, and one line says where to put them."""
+    sections = {f"section {number:031}": 1.0 for number in range(200)}
+    place = WorkerEnv(local_rank=0, board=board.path)
+    with closing(RankMonitor(place, FaultToleranceConfig(rank_section_timeouts=sections))):
+        assert board.settings(0) == ""
+    assert "give them to outlast run, by --config" in caplog.text
 
 
 def test_sections_open_and_close_also_on_errors(monitor, board):

@@ -1,17 +1,20 @@
 """The side process: without an agent of ours a hung worker is ended all the same, and nothing is left behind."""
 
+from __future__ import annotations
+
 import os
-import re
 import select
 import signal
-import subprocess
-import sys
-import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.process
+from outlast.testing import RankProcesses
+
+pytestmark = [pytest.mark.process, pytest.mark.cold]
+PATIENCE_S = 100.0
+SIDE = "side process: "
 
 WORKER = """
 import logging, os, signal, sys, time
@@ -21,21 +24,20 @@ from outlast.monitor import RankMonitor
 
 logging.basicConfig(level=logging.INFO)
 what, run_dir, ending = sys.argv[1:]
+timeout_s = 0.5 if what in ("sleep", "stop") else 60.0
 config = FaultToleranceConfig(
-    rank_section_timeouts={"step": 0.5}, num_warmup_iterations=0, rank_termination_signal=ending
+    rank_section_timeouts={"step": timeout_s}, num_warmup_iterations=0, rank_termination_signal=ending
 )
 monitor = RankMonitor(WorkerEnv(global_rank=3, cycle=1, node="n"), config, run_dir)
 assert "torch" not in sys.modules
 monitor.set_iteration(6)
+print("side process:", monitor._side.pid, flush=True)
+sys.stdin.readline()
 with monitor.section("step"):
-    print(monitor._side.pid, flush=True)
     if what == "sleep":
         time.sleep(3600)
     elif what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(3600)
-    elif what == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(3600)
 if what == "serve":
     sys.stdin.read()
@@ -46,62 +48,55 @@ print("over", flush=True)
 """
 
 
-class Worker:
+class Worker(RankProcesses):
     """A worker without an agent, and its side process."""
 
     def __init__(self, what: str, folder: Path, ending: str = "SIGKILL") -> None:
-        self.log = folder / "log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", WORKER, what, str(folder / "run"), ending],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
-        self.side = int(self.process.stdout.readline())
-        self.side_fd = os.pidfd_open(self.side)
+        super().__init__(WORKER, what, str(folder / "run"), ending, world_size=1, code=True, stdin=True)
 
-    def side_is_over(self, timeout_s: float = 20.0) -> bool:
+    def find_side(self) -> None:
+        self.side = int(self.next_line(0, PATIENCE_S, containing=SIDE).removeprefix(SIDE))
+        self.side_fd = os.pidfd_open(self.side)
+        self.send(0, "go on")
+
+    def side_is_over(self, timeout_s: float = PATIENCE_S) -> bool:
         return bool(select.select([self.side_fd], [], [], timeout_s)[0])
 
-    def logged(self, pattern: str, timeout_s: float = 20.0) -> bool:
-        until = time.monotonic() + timeout_s
-        while not (found := re.search(pattern, self.log.read_text())) and time.monotonic() < until:
-            time.sleep(0.02)
-        return found is not None
+    def end(self) -> int:
+        (code,) = self.wait(PATIENCE_S)
+        return code
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-        self.process.stdin.close()
-        self.process.stdout.close()
-        assert self.side_is_over()  # whatever happened to the worker
+    def end_both(self) -> None:
+        self.kill(0)
+        over = self.side_is_over()
         os.close(self.side_fd)
+        assert over  # whatever happened to the worker
 
 
 @pytest.fixture
 def start(tmp_path):
-    workers = []
-
-    def start(what: str, ending: str = "SIGKILL") -> Worker:
-        workers.append(Worker(what, tmp_path, ending))
-        return workers[-1]
-
     before = set(os.listdir("/dev/shm"))
-    yield start
-    for worker in workers:
-        worker.close()
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "outlast" in name]
+    with ExitStack() as stack:
+
+        def start(what: str, ending: str = "SIGKILL") -> Worker:
+            worker = stack.enter_context(Worker(what, tmp_path, ending))
+            worker.find_side()
+            stack.callback(worker.end_both)
+            return worker
+
+        yield start
+    left = [name for name in set(os.listdir("/dev/shm")) - before if "outlast" in name]
+    assert not [name for name in left if not name.startswith(".outlast-probe")]  # another test's, for a moment
 
 
 @pytest.mark.parametrize(("what", "state"), [("sleep", "S"), ("stop", "T")])
 def test_hung_worker_is_ended_and_explained(start, tmp_path, what, state):
     """A worker that sleeps or is stopped is killed, for its launcher to restart; report and stack are kept."""
     worker = start(what)
-    assert worker.process.wait(20) == -signal.SIGKILL
+    assert worker.end() == -signal.SIGKILL
     assert worker.side_is_over()
-    log = worker.log.read_text()
-    pid = worker.process.pid
+    log = worker.output(0)
+    pid = worker.pid(0)
     assert f"no agent of outlast runs here: side process {worker.side} watches rank 3 (node n, pid {pid}" in log
     assert "[RankMonitorServer] node n watches 1 ranks: section timeouts: step 0.5 s" in log
     assert f"[RankMonitor] rank 3 (node n, pid {pid}): section 'step' exceeded 0.5 s" in log
@@ -114,23 +109,23 @@ def test_hung_worker_is_ended_and_explained(start, tmp_path, what, state):
 def test_chosen_signal_ends_even_a_stopped_worker(start):
     """A stopped worker gets the chosen signal, and is woken for it."""
     worker = start("stop", "SIGTERM")
-    assert worker.process.wait(20) == -signal.SIGTERM
+    assert worker.end() == -signal.SIGTERM
 
 
 def test_healthy_worker_outlives_its_watch(start):
     """A worker that ends in order is not touched, and its side process ends with it."""
     worker = start("none")
-    assert worker.process.wait(20) == 0
-    assert worker.process.stdout.read() == b"over\n"
+    assert worker.end() == 0
     assert worker.side_is_over()
-    assert "exceeded" not in worker.log.read_text()
+    assert "over" in worker.output(0).splitlines()
+    assert "exceeded" not in worker.output(0)
 
 
 def test_killed_worker_leaves_nothing_behind(start):
     """After a SIGKILL of the worker the side process is gone by itself, and so is the board."""
     worker = start("serve")
-    worker.process.kill()
-    assert worker.process.wait(10) == -signal.SIGKILL
+    worker.kill(0)
+    assert worker.end() == -signal.SIGKILL
     assert worker.side_is_over()
 
 
@@ -138,17 +133,17 @@ def test_lost_side_process_is_noticed(start):
     """When the side process is killed the worker says so in one warning, leaves no zombie, and goes on."""
     worker = start("serve")
     os.kill(worker.side, signal.SIGKILL)
-    assert worker.logged(rf"WARNING.*side process {worker.side} ended \(exit code -9\)")
+    assert "WARNING" in worker.next_line(0, PATIENCE_S, containing=f"side process {worker.side} ended (exit code -9)")
     assert not Path(f"/proc/{worker.side}").exists()
-    worker.process.stdin.close()
-    assert worker.process.wait(20) == 0
-    assert worker.log.read_text().count("WARNING") == 1
+    worker.end_input(0)
+    assert worker.end() == 0
+    assert worker.output(0).count("WARNING") == 1
 
 
 def test_closed_monitor_ends_its_side_process(start):
     """close() ends the side process at once, while the worker goes on."""
     worker = start("close")
     assert worker.side_is_over()
-    worker.process.stdin.close()
-    assert worker.process.wait(20) == 0
-    assert "WARNING" not in worker.log.read_text()
+    worker.end_input(0)
+    assert worker.end() == 0
+    assert "WARNING" not in worker.output(0)

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from outlast.monitor import stacks
-from outlast.monitor.responder import count_collectives
+from outlast.monitor.collectives import Books, count_collectives, waits_in
+from outlast.policy.culprit import Collective
 
 DUMP = """main thread 0x00007f0000000001
 Thread 0x00007f0000000002 (most recent call first):
@@ -55,7 +56,7 @@ def test_another_thread_may_be_the_one_that_trains(tmp_path):
         "def train():\n"
         "    stacks.follow(threading.get_ident())\n"
         "    print('here', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
         "stacks.register()\n"
         "threading.Thread(target=train, daemon=True).start()\n"
         "input()\n"
@@ -68,7 +69,7 @@ def test_another_thread_may_be_the_one_that_trains(tmp_path):
         assert process.stdout.readline() == "here\n"
         dump = stacks.Dump(process.pid)
         assert dump.request()
-        until = time.monotonic() + 15
+        until = time.monotonic() + 60
         while not dump.is_complete():
             assert time.monotonic() < until, dump.text()
             time.sleep(0.01)
@@ -104,6 +105,28 @@ def test_no_torch_no_collectives():
     assert count_collectives() == -1
 
 
+C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
+USER = stacks.Frame("/home/u/train.py", "9", "step")
+
+
+def test_without_a_recorder_the_stack_tells_the_collective():
+    """The function of torch.distributed is named; its number, where there is only one group that it can be of."""
+    frames = (stacks.Frame(C10D, "1", "_wait"), stacks.Frame(C10D, "2", "all_reduce"), USER)
+    waits, collective = waits_in(stacks.Stack(frames), Books(groups={"0": 7}))
+    assert waits
+    assert collective == Collective(op="ALLREDUCE", seq=7)
+    assert waits_in(stacks.Stack(frames), Books(groups={"0": 7, "1": 3}))[1] == Collective(op="ALLREDUCE")
+    assert waits_in(stacks.Stack((USER,)), Books(groups={"0": 7})) == (False, None)
+
+
+def test_the_recorder_tells_computing_from_waiting():
+    """A backward pass without a collective under way computes, one with a collective waits in it."""
+    backward = stacks.Stack((stacks.Frame("/x/site-packages/torch/autograd/graph.py", "1", "run_backward"), USER))
+    pending = Collective(op="ALLREDUCE", seq=7, group="0")
+    assert waits_in(backward, Books(groups={"0": 7}, recorded=True)) == (False, None)
+    assert waits_in(backward, Books(groups={"0": 7}, recorded=True, pending=pending)) == (True, pending)
+
+
 SCRIPT = """
 import os, sys
 from outlast.monitor import stacks
@@ -131,11 +154,12 @@ def started(what: str):
         yield process, int(process.stdout.readline())
     finally:
         process.stdin.close()
-        code = process.wait(20)
+        code = process.wait(60)
         process.stdout.close()
     assert code == 0  # it was not harmed
 
 
+@pytest.mark.cold
 @pytest.mark.process
 def test_process_without_handler_is_left_alone():
     """The signal would end a process that did not register; it is not sent."""
@@ -145,13 +169,14 @@ def test_process_without_handler_is_left_alone():
         assert dump.text() == ""
 
 
+@pytest.mark.cold
 @pytest.mark.process
 def test_forked_child_writes_its_own_stack():
     """A child that registers after a fork writes to its own memory, and its parent's stays empty."""
     with started("register") as (process, child):
         parent_dump, dump = stacks.Dump(process.pid), stacks.Dump(child)
         assert dump.request()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not dump.is_complete() and time.monotonic() < until:
             time.sleep(0.005)
         line = stacks.parse(dump.text()).line

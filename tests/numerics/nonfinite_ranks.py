@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from typing import Any
 
 import torch
@@ -72,9 +74,13 @@ def actions(rank: int) -> dict[str, Any]:
 
 
 def limit(rank: int) -> dict[str, Any]:
-    """A loss that is bad on rank 1 twice, then fine, then for good."""
+    """A loss that is bad on rank 1 twice, then fine, then for good; no environment says which rank this is."""
+    os.environ.pop("RANK")
     detector = NonFiniteDetector("warn", max_consecutive=3)
-    told: dict[str, Any] = {"bad": []}
+    told: dict[str, Any] = {"bad": [], "logged": []}
+    handler = logging.Handler()
+    handler.emit = lambda record: told["logged"].append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("outlast.numerics.findings").addHandler(handler)
     losses = [math.nan, math.inf, 1.0, math.nan, -math.inf, math.nan]
     try:
         for iteration, loss in enumerate(losses):

@@ -74,13 +74,17 @@ def flips(rank: int) -> list[dict[str, Any]]:
     return told
 
 
-def clean(rank: int) -> dict[str, Any]:
+def briefly_clean(rank: int) -> dict[str, Any]:
+    return clean(rank, NUM_CLEAN_STEPS // 10)
+
+
+def clean(rank: int, num_steps: int = NUM_CLEAN_STEPS) -> dict[str, Any]:
     """Train with each rank's own batches, and compare after every step."""
     torch.manual_seed(rank)
     model, optim = _ddp()
     digest = ReplicaDigest([model, optim], interval=1)
     num_checks = num_alarms = 0
-    for iteration in range(1, NUM_CLEAN_STEPS + 1):
+    for iteration in range(1, num_steps + 1):
         _train(model, optim, rank)
         if digest.should_check(iteration):
             found = digest.check(iteration)

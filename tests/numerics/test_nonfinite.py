@@ -147,6 +147,19 @@ def test_contradictory_settings_are_refused(model: Model) -> None:
         NonFiniteDetector(check_gradients=True).check(1.0)
 
 
+def test_the_limit_not_caught_is_exit_code_17(capfd: pytest.CaptureFixture[str]) -> None:
+    """What is raised at the limit is a NotFinite, and ends a script that does not catch it with 17; below it, not."""
+    detector = NonFiniteDetector("skip", max_consecutive=2)
+    assert not detector.check(math.nan).finite
+    with pytest.raises(NotFinite, match="2 in a row, action skip, which is the limit") as caught:
+        detector.check(math.nan)
+    assert isinstance(caught.value, SystemExit)
+    assert caught.value.code == 17
+    with pytest.raises(NotFinite) as caught:
+        NonFiniteDetector("raise").check(math.nan)
+    assert not isinstance(caught.value, SystemExit)
+
+
 def test_no_limit_is_no_limit() -> None:
     """With 0 any number of bad steps in a row is borne; a finite one in between starts the count anew."""
     detector = NonFiniteDetector("warn", max_consecutive=0)
@@ -184,8 +197,11 @@ def test_all_ranks_do_the_same_when_one_sees_nan() -> None:
 
 @pytest.mark.process
 def test_scenes_of_two_ranks() -> None:
-    """The limit raises on both ranks; a watched optimizer skips on both; a bad shard is found by all."""
-    for scenes in run_ranks("nonfinite_ranks", ["limit", "watched", "sharded"], 2):
+    """The limit raises on both ranks, and the one that is named says so; a watched optimizer skips on both; a bad shard
+    is found by all."""
+    told = run_ranks("nonfinite_ranks", ["limit", "watched", "sharded"], 2)
+    assert [len(scenes["limit"]["logged"]) for scenes in told] == [0, 1]
+    for scenes in told:
         assert scenes["limit"]["bad"] == [True, True, False, True, True]
         text, rank, iteration = scenes["limit"]["error"]
         assert "iteration 105: loss of rank 1; 3 in a row" in text

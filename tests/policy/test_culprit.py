@@ -2,10 +2,10 @@
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from outlast.policy.culprit import Position, find_culprit
+from outlast.policy.culprit import Collective, Position, find_culprit
 
 
 def waiting(rank: int, **facts) -> Position:
@@ -53,18 +53,124 @@ def test_waiting_rank_that_could_not_answer_is_a_victim():
     assert find_culprit([waiting(0, responsive=False, collectives=-1), busy]).position == busy
 
 
-def test_ties_go_to_the_expired_one_then_the_lowest():
-    """Where nothing else differs, an exceeded timeout decides, then the lowest rank; the reason says so."""
-    assert find_culprit([waiting(1), waiting(4, expired=True), waiting(2)]).position.global_rank == 4
-    culprit = find_culprit([waiting(5), waiting(3)])
-    assert culprit.position.global_rank == 3
-    assert "nothing tells ranks 3, 5 apart" in culprit.reason
+def nobody(*ranks: Position) -> str:
+    """Return why no rank is named, and no node either; the same for any order."""
+    culprit = find_culprit(ranks)
+    assert (culprit.position, culprit.node) == (None, "")
+    assert find_culprit(ranks[::-1]) == culprit
+    return culprit.reason
+
+
+def inside(rank: int, op: str = "ALLREDUCE", seq: int = 7, *, shape: str = "", group: str = "0", **facts) -> Position:
+    """A rank in a collective, as the flight recorder has it."""
+    groups = facts.pop("groups", {"0": seq} if group == "0" else {"0": 6, group: seq})
+    label = "" if group == "0" else group
+    call = Collective(op=op, seq=seq, group=group, label=label, shape=shape)
+    return waiting(rank, **{"collectives": sum(groups.values()), "groups": groups, "waiting_in": call, **facts})
+
+
+def test_an_exceeded_timeout_tells_ranks_apart_only_in_other_sections():
+    """Of ranks in the same sections one exceeds the timeout first, by chance; in other sections it is evidence."""
+    assert "nothing tells ranks 1, 2, 4 apart" in nobody(waiting(1), waiting(4, expired=True), waiting(2))
+    late = waiting(4, expired=True, sections=("evaluation",))
+    assert find_culprit([waiting(1), late, waiting(2)]).position == late
+
+
+def test_equal_slowness_is_nobodys():
+    """All ranks compute for too long, at the same line: nobody is named, and the line is."""
+    slow = [waiting(rank, waits_in_collective=False, stack_line="line 9", expired=rank == 0) for rank in range(4)]
+    assert nobody(*slow) == "nothing tells ranks 0, 1, 2, 3 apart; all are at line 9"
+
+
+def test_ranks_in_different_collectives_are_told_and_nobody_is_named():
+    """Who waits in what is said, whichever of them is an iteration or a section behind."""
+    others = [inside(0), inside(1, expired=True), inside(3)]
+    where = "ranks wait in different collectives: 0, 1, 3 in ALLREDUCE seq 7, 2 in BROADCAST seq 7"
+    for facts in ({}, {"iteration": 8}, {"iteration": 6}, {"num_entries": 3}):
+        assert nobody(*others, inside(2, "BROADCAST", **facts)) == where
+    assert nobody(inside(0), inside(1, "BROADCAST", iteration=8)).startswith(
+        "ranks wait in different collectives: 0 in"
+    )
+
+
+def test_the_same_collective_of_other_sizes_is_another_one():
+    """Gradients in another order: the sizes are said."""
+    text = nobody(inside(0, shape="[[4]]"), inside(1, shape="[[4]]"), inside(2, shape="[[1000]]"))
+    assert text.endswith("0, 1 in ALLREDUCE seq 7 of [[4]], 2 in ALLREDUCE seq 7 of [[1000]]")
+
+
+def test_ranks_that_wait_for_each_other_are_nobodys_victims():
+    """A rank that skips a collective of one group and waits in another's, or for the step's end, closes a circle."""
+    others = [inside(rank, groups={"0": 7, "tp": 3}) for rank in (0, 1, 3)]
+    text = nobody(*others, inside(2, seq=4, group="tp", num_entries=2))
+    assert text.endswith("0, 1, 3 in ALLREDUCE seq 7, 2 in ALLREDUCE seq 4 of group tp")
+    end = Collective(op="an agreement of outlast", is_own=True)
+    assert nobody(*others, waiting(2, groups={"0": 6, "tp": 3}, waiting_in=end)).endswith(
+        "2 in an agreement of outlast"
+    )
+
+
+def test_a_skipped_collective_is_told():
+    """A rank that is an iteration ahead, or has finished, without the collective that the others wait in."""
+    others = [inside(0), inside(1, expired=True), inside(3)]
+    ahead = waiting(2, iteration=8, waits_in_collective=False, groups={"0": 6})
+    text = "ranks 0, 1, 3 wait in ALLREDUCE seq 7, rank 2"
+    assert nobody(*others, ahead) == f"{text} went on to iteration 8 without it"
+    assert nobody(*others, waiting(2, finished=True, process_state="Z")) == f"{text} finished without it"
+
+
+def test_an_agreement_cannot_be_skipped():
+    """A rank that still stands in an agreement of an iteration that the others are past, or finished, hangs itself:
+    they could only get on because it took part."""
+    end = Collective(op="an agreement of outlast", is_own=True)
+    stuck = waiting(2, iteration=6, groups={"0": 6}, waiting_in=end)
+    culprit = find_culprit([inside(0), inside(1, expired=True), stuck, inside(3)])
+    assert culprit.position == stuck
+    assert "at iteration 6 while others reached 7" in culprit.reason
+    done = [waiting(rank, finished=True, process_state="Z") for rank in (0, 1, 3)]
+    assert find_culprit([*done, stuck]).position == stuck
+    assert nobody(inside(0), inside(1), *done[2:], waiting(2, waiting_in=end)).endswith("rank 3 finished without it")
+    behind = waiting(1, iteration=6, waits_in_collective=False)
+    assert find_culprit([inside(0), behind, waiting(2, waiting_in=end), inside(3)]).position == behind
+
+
+def test_a_collective_that_does_not_return_is_nobodys():
+    """All ranks have entered it: the network between them is suspected."""
+    text = nobody(inside(0, iteration=6), inside(1), inside(2, expired=True))
+    assert text.startswith("all ranks wait in ALLREDUCE seq 7, which does not return")
+
+
+def test_the_rank_that_has_not_come_is_named_with_the_collective():
+    """A rank in no collective, such as one that writes a checkpoint, is the one that the others wait for."""
+    writes = waiting(2, groups={"0": 6}, collectives=6, waits_in_collective=None)
+    culprit = find_culprit([inside(0), inside(1), writes, inside(3)])
+    assert culprit.position == writes
+    late = waiting(2, groups={"0": 6}, collectives=6)
+    culprit = find_culprit([inside(0), inside(1), late, inside(3)])
+    assert culprit.position == late
+    assert "not in the collective that others wait in: ranks 0, 1, 3 wait in ALLREDUCE seq 7" in culprit.reason
+
+
+def test_sums_over_other_groups_tell_nothing():
+    """A rank in fewer groups has entered fewer collectives, and is not behind for that."""
+    first = waiting(0, collectives=20, groups={"0": 10, "pp": 10})
+    assert "nothing tells ranks 0, 1 apart" in nobody(first, waiting(1, collectives=10, groups={"0": 10}))
+
+
+def test_a_node_whose_ranks_all_stand_still_is_told_from_the_others():
+    """Two stopped ranks cannot be told apart, their node can."""
+    stopped = [waiting(rank, node="b", process_state="T", responsive=False) for rank in (2, 3)]
+    culprit = find_culprit([waiting(0), waiting(1), *stopped])
+    assert (culprit.position, culprit.node) == (None, "b")
+    assert "nothing tells ranks 2, 3 apart" in culprit.reason
+    assert "stopped" in culprit.reason
 
 
 def test_finished_rank_is_not_blamed():
     """A rank that finished is behind nobody."""
     done = waiting(0, iteration=1, finished=True, process_state="Z")
-    assert find_culprit([done, waiting(1), waiting(2)]).position.global_rank == 1
+    late = waiting(2, waits_in_collective=False)
+    assert find_culprit([done, waiting(1), late]).position == late
 
 
 def test_plain_process_is_blamed_only_at_the_start():
@@ -89,6 +195,15 @@ positions = st.lists(
         iteration=st.integers(0, 3),
         num_entries=st.integers(0, 3),
         collectives=st.integers(-1, 3),
+        groups=st.dictionaries(st.sampled_from(["0", "tp"]), st.integers(1, 3)),
+        waiting_in=st.none()
+        | st.builds(
+            Collective,
+            op=st.sampled_from(["ALLREDUCE", "BROADCAST"]),
+            seq=st.integers(-1, 3),
+            group=st.sampled_from(["0", "tp"]),
+            is_own=st.booleans(),
+        ),
         responsive=st.booleans(),
         process_state=st.sampled_from(["R", "S", "D", "T", "t", "Z", "X", ""]),
         waits_in_collective=st.sampled_from([None, True, False]),
@@ -103,13 +218,15 @@ positions = st.lists(
 @given(positions)
 def test_nobody_ahead_is_named(ranks):
     """Never a rank that is ahead of another in iteration."""
-    assert find_culprit(ranks).position.iteration == min(one.iteration for one in ranks)
+    named = find_culprit(ranks).position
+    assert named is None or named.iteration == min(one.iteration for one in ranks)
 
 
 @given(positions)
 def test_victim_is_not_named_beside_a_stopped_peer(ranks):
     """Among the ranks that are furthest behind, one that waits is never named while another is stopped."""
     culprit = find_culprit(ranks).position
+    assume(culprit is not None)
     peers = [one for one in ranks if one.iteration == culprit.iteration]
     if any(one.process_state == "T" for one in peers):
         assert culprit.process_state in ("T", "t", "Z", "X")

@@ -102,6 +102,65 @@ def test_config_gives_the_timeouts():
     assert "step 2.0 s" in timeouts.describe()
 
 
+def test_defaults_hold_for_ranks_that_promise_heartbeats_alone():
+    """Where nobody sets a timeout of heartbeats an agent has one, for whoever has a session; a script that marks its
+    own sections, or a session that goes from section to section without a loop, is not ended by it."""
+    timeouts = Timeouts.from_config(FaultToleranceConfig(), with_defaults=True)
+    assert (timeouts.initial_heartbeat_s, timeouts.heartbeat_s) == (1800.0, 1800.0)
+    assert deadlines(rank(), timeouts) == deadlines(rank(last_heartbeat_ns=20 * S), timeouts) == []
+    session = rank(promises_heartbeats=True)
+    assert subjects(session, timeouts, 1800.9) == []
+    assert subjects(session, timeouts, 1801) == [(Subject.INITIAL_HEARTBEAT, None)]
+    assert subjects(replace(session, last_heartbeat_ns=20 * S), timeouts, 1820) == [(Subject.HEARTBEAT, None)]
+    assert deadlines(replace(session, left_ns=100 * S), timeouts) == [1900 * S]
+    inside = replace(session, last_heartbeat_ns=20 * S, sections=(OpenSection("evaluation", 500 * S),), depth=1)
+    assert deadlines(inside, timeouts) == [2300 * S]
+
+
+def test_a_default_never_ends_what_a_longer_timeout_allows():
+    """What is given for the open sections, or for the time outside all of them, is longer than a default or none: the
+    default waits as long. A shorter one ends a rank itself, and leaves the default as it is."""
+    config = FaultToleranceConfig(
+        rank_section_timeouts={"setup": 3600, "step": 7200, "export": None, "save": 60},
+        rank_out_of_section_timeout=5400,
+    )
+    timeouts = Timeouts.from_config(config, with_defaults=True)
+    session = rank(promises_heartbeats=True)
+    assert subjects(session, timeouts, 5400.9) == []
+    assert subjects(session, timeouts, 5401) == [(Subject.INITIAL_HEARTBEAT, None)]
+    loading = replace(session, sections=(OpenSection("setup", 2 * S),), depth=1)
+    assert subjects(loading, timeouts, 3601.9) == []
+    assert (Subject.SECTION, "setup") in subjects(loading, timeouts, 3602)
+    step = OpenSection("step", 20 * S, ordinal=5)
+    in_step = replace(session, last_heartbeat_ns=20 * S, sections=(step,), depth=1)
+    assert subjects(in_step, timeouts, 7219.9) == []
+    assert (Subject.SECTION, "step") in subjects(in_step, timeouts, 7220)
+    assert deadlines(replace(in_step, sections=(OpenSection("export", 20 * S),)), timeouts) == []
+    saving = replace(in_step, sections=(OpenSection("save", 20 * S),))
+    assert deadlines(saving, timeouts) == [80 * S, 1820 * S]
+    nested = replace(in_step, sections=(step, OpenSection("save", 30 * S)), depth=2)
+    assert deadlines(nested, timeouts) == [90 * S, 7220 * S, 7230 * S]
+    assert deadlines(replace(in_step, sections=(), depth=0, left_ns=30 * S), timeouts) == [5430 * S, 5430 * S]
+    set_by_hand = replace(timeouts, heartbeat_s=1800.0, defaults=frozenset())
+    assert 1820 * S in deadlines(in_step, set_by_hand)
+
+
+def test_a_given_timeout_of_heartbeats_is_no_default():
+    """What is given holds for every rank, none included, and a longer one lifts the default of the first heartbeat."""
+    off = FaultToleranceConfig(initial_rank_heartbeat_timeout=None, rank_heartbeat_timeout=None)
+    assert Timeouts.from_config(off, with_defaults=True).smallest_s() is None
+    timeouts = Timeouts.from_config(FaultToleranceConfig(rank_heartbeat_timeout=7200.0), with_defaults=True)
+    assert (timeouts.initial_heartbeat_s, timeouts.heartbeat_s) == (7200.0, 7200.0)
+    assert deadlines(rank(last_heartbeat_ns=20 * S), timeouts) == [7220 * S]
+    assert Timeouts.from_config(FaultToleranceConfig()).smallest_s() is None
+
+
+def test_a_config_that_says_no_watches_nothing():
+    """enable_ft_package=False switches every timeout off, whatever else is set."""
+    config = FaultToleranceConfig(enable_ft_package=False, rank_section_timeouts={"step": 1.0})
+    assert Timeouts.from_config(config, with_defaults=True) == Timeouts.from_config(config) == Timeouts()
+
+
 def test_nothing_enforced_sleeps_for_ever():
     """Without a timeout there is nothing to wake up for."""
     assert wake_at_ns([rank()], Timeouts(sections={"step": None}), 5) is None
@@ -127,7 +186,7 @@ def play(script) -> list[tuple[int, RankState]]:
     for wait, event in script:
         now += wait * TICK + 1
         if event == "attach" and not state.attached:
-            state = replace(state, attached=True, attached_ns=now)
+            state = replace(state, attached=True, attached_ns=now, promises_heartbeats=True)
         elif not state.attached:
             continue
         elif event == "beat":
@@ -154,8 +213,9 @@ def play(script) -> list[tuple[int, RankState]]:
     setup=seconds,
     outside=seconds,
     warmup=st.integers(0, 2),
+    defaults=st.sets(st.sampled_from([Subject.HEARTBEAT, Subject.INITIAL_HEARTBEAT])),
 )
-def test_sleeping_watchdog_never_oversleeps(scripts, first, beat, step, setup, outside, warmup):
+def test_sleeping_watchdog_never_oversleeps(scripts, first, beat, step, setup, outside, warmup, defaults):
     """Sleeping until the earliest deadline, or the smallest timeout from now, is exact: nothing is noticed late."""
     timeouts = Timeouts(
         initial_heartbeat_s=first,
@@ -163,6 +223,7 @@ def test_sleeping_watchdog_never_oversleeps(scripts, first, beat, step, setup, o
         sections={"step": step, "setup": setup},
         out_of_section_s=outside,
         num_warmup_iterations=warmup,
+        defaults=frozenset(defaults),
     )
     histories = [play(script) for script in scripts]
     end = max(history[-1][0] for history in histories) + S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.recovery_point import Copy, Tier, choose_recovery_point
+from outlast.policy.recovery_point import Copy, Tier, choose_best_point, choose_recovery_point
 
 COPY = st.builds(Copy, st.integers(0, 5), st.sampled_from("ab"), st.sampled_from(Tier), st.sampled_from(["", "n", "m"]))
 TABLE = st.lists(st.sets(COPY, max_size=8), max_size=4)
@@ -74,3 +74,38 @@ def test_of_two_attempts_at_one_iteration_the_nearer_is_chosen() -> None:
     point = choose_recovery_point([{other, one}])
     assert point is not None
     assert point.attempt == "b"
+
+
+KEYS = st.sets(st.tuples(st.integers(0, 5), st.sampled_from("ab")))
+
+
+@given(TABLE, REFUSED, st.data(), KEYS)
+def test_what_is_not_finite_is_chosen_only_where_nothing_else_is(
+    table: list[set[Copy]], refused: dict[int, set[Copy]], data: st.DataObject, not_finite: set[tuple[int, str]]
+) -> None:
+    """The choice is the newest finite generation that is complete, else the newest; among the finite, and among the
+    others, doubtful copies come last. Something is chosen whenever anything is complete."""
+    doubtful = [data.draw(st.sets(st.sampled_from(sorted(held)))) if held else set() for held in table]
+    chosen = choose_best_point(table, refused, doubtful=doubtful, not_finite=not_finite)
+    usable = _usable(table, refused)
+    finite = [{copy for copy in held if (copy.generation, copy.attempt) not in not_finite} for held in usable]
+    sound = [[copies - unsure for copies, unsure in zip(one, doubtful, strict=True)] for one in (finite, usable)]
+    expected = next(filter(None, map(choose_recovery_point, (sound[0], finite, sound[1], usable))), None)
+    assert chosen == expected
+    assert (chosen is None) == (choose_recovery_point(table, refused) is None)
+    if not not_finite and not any(doubtful):
+        assert chosen == choose_recovery_point(table, refused)
+
+
+@given(TABLE, KEYS)
+def test_a_generation_is_put_off_only_for_an_older_finite_one(
+    table: list[set[Copy]], not_finite: set[tuple[int, str]]
+) -> None:
+    """Where every complete generation holds infinities, as with masks, the newest is chosen."""
+    newest = choose_recovery_point(table)
+    chosen = choose_best_point(table, {}, not_finite=not_finite)
+    assert (newest is None) == (chosen is None)
+    if newest is not None and chosen is not None and chosen != newest:
+        assert (newest.generation, newest.attempt) in not_finite
+        assert (chosen.generation, chosen.attempt) not in not_finite
+        assert chosen.generation <= newest.generation

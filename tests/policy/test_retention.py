@@ -35,6 +35,15 @@ def test_no_more_than_two_beyond_the_newest(generations: list[int], k: int, wind
     assert len(choose_kept(generations, most_recent_k=k, suspect_window=window)) <= k + 2
 
 
+@given(ITERATIONS, st.sets(st.integers(0, 500)), st.integers(1, 8), st.integers(0, 100))
+def test_the_newest_finite_one_is_kept(generations: list[int], not_finite: set[int], k: int, window: int) -> None:
+    """However many newer ones hold infinities or NaN; it costs the room of one generation."""
+    kept = choose_kept(generations, most_recent_k=k, suspect_window=window, not_finite=not_finite)
+    finite = set(generations) - not_finite
+    assert not finite or max(finite) in kept
+    assert len(kept) <= k + 3
+
+
 @given(ITERATIONS, st.integers(1, 8), st.integers(0, 100))
 def test_one_older_than_the_window_is_kept(generations: list[int], k: int, window: int) -> None:
     """If any generation is older than the suspect window, the newest such is kept."""

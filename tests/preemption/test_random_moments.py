@@ -12,16 +12,15 @@ import pytest
 
 
 @pytest.mark.process
-@pytest.mark.timeout(300)
-def test_random_moments_leave_nothing_torn(tmp_path: Path) -> None:
-    """Ten starts in a row are told to leave at random moments; each goes on exactly where the last one stopped."""
-    count = 10
+@pytest.mark.parametrize("count", [4, pytest.param(150, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
+def test_random_moments_leave_nothing_torn(tmp_path: Path, count: int) -> None:
+    """Starts in a row are told to leave at random moments; each goes on exactly where the last one stopped."""
     script = Path(__file__).with_name("random_moments.py")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OUTLAST_"))}
     played = subprocess.run(
         [sys.executable, str(script), str(tmp_path), str(count), "7", "3"],
         env={**environment, "OMP_NUM_THREADS": "1"},
-        timeout=290,
+        timeout=60 + 12 * count,
         check=False,
         text=True,
         capture_output=True,

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GENERATE = runpy.run_path(str(DOCS / "generate.py"))
 PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sh", ".sbatch"))
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
@@ -27,6 +28,16 @@ def test_tables_are_those_of_the_code(page: Path) -> None:
     """Settings, exit codes and events in the docs are the code's own; docs/generate.py writes them."""
     text = page.read_text(encoding="utf-8")
     assert text == GENERATE["render"](text), "run: python docs/generate.py"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.relative_to(ROOT / "examples").as_posix())
+def test_every_example_has_a_test(example: Path) -> None:
+    """Each file under examples/ is named by a test, or is one of a kind that a test takes all of."""
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    named = re.compile(rf"[\"/ ]{re.escape(example.name)}\"|glob\(\"\*{re.escape(example.suffix)}\"\)")
+    assert any(named.search(path.read_text("utf-8")) for path in tests), (
+        f"no test runs {example.name}; add one to tests/examples"
+    )
 
 
 def test_every_table_has_a_place() -> None:
@@ -73,6 +84,6 @@ def test_settings_in_the_docs_are_settings(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_ft_options_in_the_docs_exist(page: Path) -> None:
     """Each --ft- option that the docs mention is one."""
-    known = {field.name for field in GENERATE["describe_fields"](GENERATE["FaultToleranceConfig"])}
+    known = {field.name for field in GENERATE["describe_fields"](GENERATE["FaultToleranceConfig"])} | {"cfg_path"}
     for option in re.findall(r"--ft-([a-z][\w-]*)", page.read_text(encoding="utf-8")):
         assert option.replace("-", "_") in known, f"{page.name} mentions --ft-{option}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,6 +114,10 @@ class Trainer(TrainActor):
         time.sleep(seconds)
         return "lingered"
 
+    def dawdle(self, seconds: float) -> None:
+        for _ in range(int(seconds / 0.05)):
+            time.sleep(0.05)
+
     def strike(self, where: str, iteration: int) -> None:
         """Fail as a file in the folder says, once: ``<where>-<iteration>-<rank>-<kind>``, -1 = any iteration."""
         for number in {iteration, -1}:
@@ -132,7 +137,7 @@ class Trainer(TrainActor):
                     for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
                         os.kill(pid, signal.SIGKILL)
                 elif kind == "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
+                    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once: this is not the main thread
                 elif kind == "sleep":
                     time.sleep(600)
                 elif kind == "exception":

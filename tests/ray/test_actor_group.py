@@ -10,18 +10,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from ray._private.state import actors
 from ray_trainer import Trainer, batch_of, plan_fault, weights_after
 
 from outlast import CheckpointConfig, FaultToleranceConfig, clock
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, RolledBack
-from outlast.incidents import EventKind
+from outlast.incidents import Event, EventKind
 from outlast.ray import ActorGroup, RecoveryConfig
 from outlast.ray.report import LossKind, RecoveryReport
 from outlast.runtime.journal import read_journal
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process]
 SECTION_S = 6.0
 RECOVERY = RecoveryConfig(examine_timeout=3.0, ping_timeout=15.0, abort_timeout=20.0, max_recoveries=3)
 """Patient enough for a busy machine; nobody who only has to wait is to be taken for lost."""
@@ -106,6 +108,7 @@ def test_only_the_killed_actor_is_replaced(group: ActorGroup, folder: Path) -> N
     assert report.generation == report.iteration
 
 
+@pytest.mark.slow
 def test_an_actor_that_sleeps_in_a_section_is_found(group: ActorGroup, folder: Path) -> None:
     """One sleeps within its step while its peers wait for it: it is named, not they, and it alone is replaced."""
     report = recover_from(group, folder, {1: "sleep"}, "begin")
@@ -118,6 +121,7 @@ def test_an_actor_that_sleeps_in_a_section_is_found(group: ActorGroup, folder: P
     assert report.loaded == (1,)
 
 
+@pytest.mark.slow
 def test_a_stopped_actor_is_found(group: ActorGroup, folder: Path) -> None:
     """One is stopped within its step: it does not answer while its peers do, and it alone is replaced."""
     report = recover_from(group, folder, {3: "stop"}, "begin")
@@ -125,6 +129,8 @@ def test_a_stopped_actor_is_found(group: ActorGroup, folder: Path) -> None:
     assert report.loaded == (3,)
 
 
+@pytest.mark.campaign
+@pytest.mark.slow
 def test_several_at_once_need_not_be_neighbours(group: ActorGroup, folder: Path) -> None:
     """Ranks 0 and 3 die together: 1 and 2 go on in their processes and seats, with another first rank."""
     report = recover_from(group, folder, {0: "killtogether", 3: "killtogether"}, "begin")
@@ -145,6 +151,7 @@ def test_a_state_torn_in_the_update_is_loaded_again(group: ActorGroup, folder: P
     assert 1 in report.loaded
 
 
+@pytest.mark.campaign
 def test_a_survivor_may_die_within_the_recovery(group: ActorGroup, folder: Path) -> None:
     """A survivor that dies while the group is formed again is replaced in the same recovery."""
     plan_fault(folder, "regroup", -1, 0, "kill")
@@ -165,6 +172,7 @@ def recover_from_two(group: ActorGroup, folder: Path, rank: int) -> RecoveryRepo
     return group.recoveries[-1]
 
 
+@pytest.mark.slow
 def test_a_spare_may_die_when_it_takes_its_seat(group: ActorGroup, folder: Path) -> None:
     """A spare that dies in its set-up is replaced by another one in the same recovery."""
     plan_fault(folder, "setup", -1, 1, "kill")
@@ -174,6 +182,7 @@ def test_a_spare_may_die_when_it_takes_its_seat(group: ActorGroup, folder: Path)
     assert [one.rank for one in report.lost] == [1, 1]
 
 
+@pytest.mark.slow
 def test_what_is_lost_comes_back_as_spares(group: ActorGroup) -> None:
     """After all these losses there are two spares again, and no more actors than seats and spares."""
     wait_for_spares(group, 2)
@@ -195,6 +204,33 @@ def test_the_journal_has_each_loss(group: ActorGroup, folder: Path) -> None:
         (lost.rank, lost.pid) for report in group.recoveries for lost in report.lost
     ]
     assert sum(event.kind == EventKind.ACTORS_RECOVERED for event in events) == len(group.recoveries)
+
+
+def test_a_keeper_that_dies_costs_no_save(group: ActorGroup, folder: Path) -> None:
+    """It is killed between two steps: without any recovery another one takes its place, the saves that follow are
+    committed, and there is one incident."""
+    before, num_recoveries = journal_of(folder, EventKind.INCIDENT), len(group.recoveries)
+    alive = (one for one in actors().values() if one["State"] == "ALIVE")
+    (pid,) = (one["Pid"] for one in alive if one["ActorClassName"] == "NodeKeeper")
+    writers = psutil.Process(pid).children()
+    os.kill(pid, signal.SIGKILL)
+    assert not psutil.wait_procs(writers, timeout=60)[1]  # the keeper's writer ends with it
+    train(group, 2)
+    deadline_s = clock.now_s() + 60
+    while len(journal_of(folder, EventKind.INCIDENT)) == len(before):
+        assert clock.now_s() < deadline_s, "nobody notices the keeper's death"
+        time.sleep(0.05)
+    train(group, 1)
+    (incident,) = journal_of(folder, EventKind.INCIDENT)[len(before) :]
+    assert incident.data["incident"]["kind"] == "writer_lost"
+    assert len(group.recoveries) == num_recoveries
+    committed = {event.iteration for event in journal_of(folder, EventKind.SAVE_COMMITTED)}
+    assert {group.iteration - 2, group.iteration - 1, group.iteration} <= committed
+    assert_undisturbed(group)
+
+
+def journal_of(folder: Path, kind: EventKind) -> list[Event]:
+    return [event for event in read_journal(folder / "run") if event.kind == kind]
 
 
 def test_an_exception_that_comes_again_is_the_callers(group: ActorGroup) -> None:
@@ -221,6 +257,7 @@ def test_wrong_calls_reach_no_actor(group: ActorGroup) -> None:
     assert len(group.recoveries) == num_recoveries
 
 
+@pytest.mark.campaign
 def test_an_actor_that_hangs_outside_of_sections_is_found(group: ActorGroup, folder: Path) -> None:
     """The time outside of sections counts within a call, from its begin. Here the step was saved already, so nothing is
     done twice: the caller is told where the group stands."""
@@ -235,6 +272,20 @@ def test_an_actor_that_hangs_outside_of_sections_is_found(group: ActorGroup, fol
     assert [(one.rank, one.kind) for one in report.lost] == [(1, LossKind.HUNG)]
     assert "time outside sections exceeded" in report.lost[0].evidence
     assert report.kept == {rank: pid for rank, pid in before.items() if rank != 1}
+    train(group, 1)
+    assert_undisturbed(group)
+
+
+@pytest.mark.campaign
+@pytest.mark.slow
+def test_equal_slowness_costs_no_actor(group: ActorGroup) -> None:
+    """All actors are too slow at the same place: none is replaced, the call is repeated once, and its error says so."""
+    before, iteration, num_recoveries = group.pids, group.iteration, len(group.recoveries)
+    with pytest.raises(ActorFailed, match="nothing tells ranks 0, 1, 2, 3 apart") as raised:
+        group.run("dawdle", 600.0)
+    assert raised.value.rank is None
+    assert [report.lost for report in group.recoveries[num_recoveries:]] == [(), ()]
+    assert (group.pids, group.iteration) == (before, iteration)
     train(group, 1)
     assert_undisturbed(group)
 
@@ -267,7 +318,7 @@ def test_calls_can_be_awaited(group: ActorGroup) -> None:
     before = group.iteration or 0
     assert len(asyncio.run(train_two())) == 2
     assert group.iteration == before + 2
-    pending = group.submit("linger", 1.0)
+    pending = group.submit("linger", 3.0)
     with pytest.raises(DeadlineExceeded, match="goes on"):
         pending.result(0.05)
     assert pending.result() == ["lingered", "lingered"]

@@ -23,7 +23,7 @@ from outlast import CheckpointConfig, clock
 from outlast.errors import ActorFailed, ConfigError, OutlastError, RolledBack, SparesExhausted
 from outlast.ray import ActorGroup, RecoveryConfig
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.process]
 PATIENT = {"examine_timeout": 3.0, "ping_timeout": 15.0, "abort_timeout": 20.0}
 DRIVER = """
 import json, sys, ray
@@ -38,6 +38,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_without_spares_a_group_may_shrink(ray_cluster: Cluster, tmp_path: Path) -> None:
     """With nobody in a lost one's place the data axis gets shorter, and what comes back later is a spare."""
     recovery = RecoveryConfig(spare_wait=0.0, allow_shrink=True, **PATIENT)
@@ -71,6 +72,7 @@ def test_without_spares_a_group_may_shrink(ray_cluster: Cluster, tmp_path: Path)
     group.close()
 
 
+@pytest.mark.campaign
 def test_without_spares_another_actor_is_started(ray_cluster: Cluster, tmp_path: Path) -> None:
     """Each save is committed without a spare that waits; a lost actor's successor is started, and goes on from it."""
     checkpoint = CheckpointConfig(local_directory=str(tmp_path), save_interval=1, async_save=False)
@@ -88,6 +90,7 @@ def test_without_spares_another_actor_is_started(ray_cluster: Cluster, tmp_path:
     assert not leaked()
 
 
+@pytest.mark.campaign
 def test_without_room_for_another_the_group_gives_up(ray_cluster: Cluster, tmp_path: Path) -> None:
     """When a whole node is lost and nobody can be started elsewhere, the caller is told so, and nothing is left."""
     node = ray_cluster.add_node(num_cpus=2, num_gpus=0, resources={"extra": 2}, object_store_memory=100 << 20)
@@ -115,6 +118,7 @@ def wait_for_death(node_id: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.campaign
 def test_a_lost_node_is_made_up_for_elsewhere(ray_cluster: Cluster, tmp_path: Path) -> None:
     """When a node dies with half the actors and a spare, others start where there is room; those elsewhere are kept."""
     taken = placement_group([{"CPU": 14}])  # only the first node has so many; what is left there holds two actors
@@ -149,6 +153,7 @@ def test_a_lost_node_is_made_up_for_elsewhere(ray_cluster: Cluster, tmp_path: Pa
     assert not leaked()
 
 
+@pytest.mark.campaign
 def test_a_plain_class_begins_anew(ray_cluster: Cluster) -> None:
     """A class of one's own, without state, uses the default group; after a loss all begin at 0, and that is said."""
     recovery = RecoveryConfig(max_recoveries=2, **PATIENT)
@@ -174,6 +179,7 @@ def test_a_plain_class_begins_anew(ray_cluster: Cluster) -> None:
     assert not leaked()
 
 
+@pytest.mark.slow
 def test_a_constructor_that_raises_is_the_callers(ray_cluster: Cluster) -> None:
     """A class whose constructor raises makes no group; its exception is the cause, and nothing is left."""
     with pytest.raises(ActorFailed, match="no data here"):
@@ -196,6 +202,8 @@ def test_wrong_settings_start_nothing(ray_cluster: Cluster, tmp_path: Path) -> N
     assert not leaked()
 
 
+@pytest.mark.campaign
+@pytest.mark.slow
 def test_actors_end_with_their_driver(ray_cluster: Cluster) -> None:
     """When the driver is killed no actor, spares included, outlives it."""
     driver = subprocess.Popen(

@@ -149,8 +149,8 @@ def disturbed(ray_cluster, train_environment, tmp_path_factory):
     return folder
 
 
+@pytest.mark.campaign
 @pytest.mark.process
-@pytest.mark.timeout(240)
 def test_hung_workers_are_replaced_and_training_ends_as_if_undisturbed(disturbed):
     """A worker that sleeps in a step and one that is stopped are named, and each time training goes on where it was."""
     for rank in range(WORKERS):
@@ -175,8 +175,8 @@ def test_hung_workers_are_replaced_and_training_ends_as_if_undisturbed(disturbed
         assert all(torch.equal(final[name], expected[name]) for name in expected)
 
 
+@pytest.mark.campaign
 @pytest.mark.process
-@pytest.mark.timeout(240)
 def test_damaged_generation_is_passed_over_and_a_hopeless_run_is_stopped(disturbed, tmp_path):
     """The newest directory is loaded only if every byte is proven; a run that gets no further ends, with the reason."""
     shutil.copytree(disturbed / "checkpoints", tmp_path / "checkpoints")

@@ -5,9 +5,9 @@ Usage: ``python replica_partner.py KEY_HEX [STOP_AT_OFFSET]``; prints its port; 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
+import threading
 
 from replica_nodes import Memory
 
@@ -23,7 +23,7 @@ def main() -> None:
 
         def stop_midway(fd: int, data: memoryview, offset: int) -> None:
             if offset == stop_at:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             write_all(fd, data, offset)
 
         service.write_all = stop_midway

@@ -186,11 +186,11 @@ def test_a_slow_disk_is_waited_for(node, hold: Callable[[bytes], int], monkeypat
     keep = Arriving.keep
 
     def slow(self) -> None:
-        threading.Event().wait(0.6)
+        threading.Event().wait(4.0)
         keep(self)
 
     monkeypatch.setattr(Arriving, "keep", slow)
-    push(node.target, KEY, COPY, hold(b"shard"), range(1), 5, timeout_s=0.3)
+    push(node.target, KEY, COPY, hold(b"shard"), range(1), 5, timeout_s=2)
     assert node.memory.parts == {COPY: b"shard"}
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,27 +16,24 @@ from outlast.checkpoint.holdings import CopyKey
 from outlast.checkpoint.replica.client import ReplicaError, Target, fetch
 from outlast.checkpoint.replica.replicator import Outcome, Replicator
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
+from outlast.testing import RankProcesses
 
 KEY = b"k" * 32
+LONG_S = 60.0
 EARLIER, NEWER, NEWEST = (CopyKey(iteration, "a", 0) for iteration in (10, 20, 30))
 pytestmark = [pytest.mark.process]
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., tuple[subprocess.Popen[str], Target]]]:
-    processes: list[subprocess.Popen[str]] = []
+def start() -> Iterator[Callable[..., tuple[RankProcesses, Target]]]:
+    script = Path(__file__).with_name("replica_partner.py")
+    with ExitStack() as stack:
 
-    def make(*arguments: str) -> tuple[subprocess.Popen[str], Target]:
-        command = [sys.executable, str(Path(__file__).with_name("replica_partner.py")), KEY.hex(), *arguments]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        processes.append(process)
-        assert process.stdout is not None
-        return process, Target("partner", "127.0.0.1", int(process.stdout.readline()))
+        def make(*arguments: str) -> tuple[RankProcesses, Target]:
+            partner = stack.enter_context(RankProcesses(script, KEY.hex(), *arguments, world_size=1, stdin=True))
+            return partner, Target("partner", "127.0.0.1", int(partner.next_line(0, LONG_S)))
 
-    yield make
-    for process in processes:
-        process.kill()
-        process.communicate(timeout=10)
+        yield make
 
 
 @pytest.fixture
@@ -54,7 +49,7 @@ def digests_of(data: bytes) -> tuple[str, ...]:
 
 def replicate_until_taken(replicate: Callable[[], Outcome]) -> Outcome:
     """Try until the probe has found the partner."""
-    end_s = clock.now_s() + 10
+    end_s = clock.now_s() + LONG_S
     while (outcome := replicate()).chunks is None:
         assert not outcome.is_new
         assert clock.now_s() < end_s, outcome.error
@@ -64,13 +59,13 @@ def replicate_until_taken(replicate: Callable[[], Outcome]) -> Outcome:
 
 def test_a_stopped_partner_is_left_out_until_it_answers(start, hold: Callable[[bytes], int], replicator) -> None:
     """One failure is news, the next save does not wait; what it held stays, and it takes copies again."""
-    process, target = start()
+    partner, target = start()
     data = random.Random(1).randbytes(CHUNK_BYTES + 9)
     fd = hold(data)
-    (first,) = replicator.replicate(EARLIER, fd, len(data), (target,), timeout_s=10)
+    (first,) = replicator.replicate(EARLIER, fd, len(data), (target,), timeout_s=LONG_S)
     assert first.chunks == digests_of(data)
 
-    os.kill(process.pid, signal.SIGSTOP)
+    partner.stop(0)
     (stopped,) = replicator.replicate(NEWER, fd, len(data), (target,), timeout_s=0.3)
     (skipped,) = replicator.replicate(NEWER, fd, len(data), (target,), timeout_s=3600)
     assert (stopped.chunks, stopped.is_new) == (None, True)
@@ -78,53 +73,54 @@ def test_a_stopped_partner_is_left_out_until_it_answers(start, hold: Callable[[b
     assert (skipped.chunks, skipped.is_new) == (None, False)
     assert "left out until it answers again" in str(skipped.error)
 
-    os.kill(process.pid, signal.SIGCONT)
-    last = replicate_until_taken(lambda: replicator.replicate(NEWEST, fd, len(data), (target,), timeout_s=10)[0])
+    partner.resume(0)
+    last = replicate_until_taken(lambda: replicator.replicate(NEWEST, fd, len(data), (target,), timeout_s=LONG_S)[0])
     assert last.chunks == digests_of(data)
     into = hold(bytes(len(data)))
-    assert fetch(target, KEY, EARLIER, into, len(data), timeout_s=10) == digests_of(data)
+    assert fetch(target, KEY, EARLIER, into, len(data), timeout_s=LONG_S) == digests_of(data)
     assert os.pread(into, len(data), 0) == data
     with pytest.raises(ReplicaError, match="does not hold"):
-        fetch(target, KEY, NEWER, into, len(data), timeout_s=10)
+        fetch(target, KEY, NEWER, into, len(data), timeout_s=LONG_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_chunks", [2, 12], ids=["fits-into-buffers", "does-not"])
 def test_a_partner_that_stops_midway_is_given_up(
     start, hold: Callable[[bytes], int], replicator, num_chunks: int
 ) -> None:
     """Whether its buffers still take the rest or not, the sender gives up when nothing moves; no half part stays."""
-    process, target = start(str(CHUNK_BYTES))
+    partner, target = start(str(CHUNK_BYTES))
     data = random.Random(2).randbytes(num_chunks * CHUNK_BYTES)
     fd = hold(data)
-    (outcome,) = replicator.replicate(NEWER, fd, len(data), (target,), timeout_s=0.5)
+    (outcome,) = replicator.replicate(NEWER, fd, len(data), (target,), timeout_s=1.5)
     assert (outcome.chunks, outcome.is_new) == (None, True)
-    assert "for 0.5 s" in str(outcome.error)
-    os.kill(process.pid, signal.SIGCONT)
+    assert "for 1.5 s" in str(outcome.error)
+    partner.resume(0)
     small = data[:CHUNK_BYTES]  # does not reach where the partner stops
-    last = replicate_until_taken(lambda: replicator.replicate(NEWEST, fd, len(small), (target,), timeout_s=10)[0])
+    last = replicate_until_taken(lambda: replicator.replicate(NEWEST, fd, len(small), (target,), timeout_s=LONG_S)[0])
     assert last.chunks == digests_of(small)
     with pytest.raises(ReplicaError, match="does not hold"):
-        fetch(target, KEY, NEWER, hold(bytes(len(data))), len(data), timeout_s=10)
+        fetch(target, KEY, NEWER, hold(bytes(len(data))), len(data), timeout_s=LONG_S)
 
 
 def test_a_partner_that_stops_does_not_hold_up_the_others(
     start, make_node, hold: Callable[[bytes], int], replicator
 ) -> None:
     """Every other target has its copy."""
-    process, target = start()
-    os.kill(process.pid, signal.SIGSTOP)
+    partner, target = start()
+    partner.stop(0)
     node = make_node("well")
     data = b"shard"
-    outcomes = replicator.replicate(NEWER, hold(data), len(data), (target, node.target), timeout_s=0.3)
-    os.kill(process.pid, signal.SIGCONT)
+    outcomes = replicator.replicate(NEWER, hold(data), len(data), (target, node.target), timeout_s=3)
+    partner.resume(0)
     assert [outcome.chunks for outcome in outcomes] == [None, digests_of(data)]
     assert node.memory.parts == {NEWER: data}
 
 
 def test_a_fetch_from_a_stopped_partner_ends(start, hold: Callable[[bytes], int]) -> None:
     """It raises after its time without progress instead of waiting for ever."""
-    process, target = start()
-    os.kill(process.pid, signal.SIGSTOP)
+    partner, target = start()
+    partner.stop(0)
     with pytest.raises(ReplicaError, match=r"node partner .* it did not answer in time"):
         fetch(target, KEY, EARLIER, hold(bytes(10)), 10, timeout_s=0.3)
-    os.kill(process.pid, signal.SIGCONT)
+    partner.resume(0)

@@ -79,7 +79,6 @@ def test_what_registers_is_cut_while_it_exists() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.timeout(60)
 def test_a_late_peer_does_not_complete_what_was_left(tmp_path: Path) -> None:
     """Tensors that were put back after leaving keep their values when the peer comes to the old collectives.
 
@@ -87,7 +86,7 @@ def test_a_late_peer_does_not_complete_what_was_left(tmp_path: Path) -> None:
     """
     (tmp_path / "words").mkdir()
     with RankProcesses(RANKS, "late", str(tmp_path / "words"), world_size=2, directory=tmp_path) as ranks:
-        assert ranks.wait(timeout_s=50) == [0, 0], ranks.tails()
+        assert ranks.wait(timeout_s=200) == [0, 0], ranks.tails()
         output = ranks.output(0)
         assert "left: " in output
         assert "at rest: True 0" in output
@@ -96,12 +95,11 @@ def test_a_late_peer_does_not_complete_what_was_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.timeout(60)
 def test_a_peer_stopped_in_the_middle_of_a_message_is_left(tmp_path: Path) -> None:
     """Whoever waits for the rest of a message comes back long before the group's timeout of ten minutes."""
     (tmp_path / "words").mkdir()
     with RankProcesses(RANKS, "stopped", str(tmp_path / "words"), world_size=2, directory=tmp_path) as ranks:
-        assert ranks.wait(timeout_s=40, ranks=[0]) == [0], ranks.tails()
+        assert ranks.wait(timeout_s=200, ranks=[0]) == [0], ranks.tails()
         output = ranks.output(0)
         assert "left: " in output
         assert "at rest: True 0" in output
@@ -109,12 +107,11 @@ def test_a_peer_stopped_in_the_middle_of_a_message_is_left(tmp_path: Path) -> No
 
 
 @pytest.mark.process
-@pytest.mark.timeout(60)
 def test_a_group_of_ours_is_closed_beside_a_stopped_peer(tmp_path: Path) -> None:
     """Neither the thread that waits in it nor its end is held up until the group's timeout of ten minutes."""
     (tmp_path / "words").mkdir()
     with RankProcesses(RANKS, "closed", str(tmp_path / "words"), world_size=2, directory=tmp_path) as ranks:
-        assert ranks.wait(timeout_s=40, ranks=[0]) == [0], ranks.tails()
+        assert ranks.wait(timeout_s=200, ranks=[0]) == [0], ranks.tails()
         assert "closed 0" in ranks.output(0)
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 
 import pytest
 
 from outlast.runtime.consensus import Consensus
+from outlast.testing import RankProcesses
+
+PATIENCE_S = 60.0
 
 
 def test_one_rank_needs_no_process_group() -> None:
@@ -39,45 +36,13 @@ consensus = Consensus(["stop", "save"], world_size=place.world_size)
 """
 
 
-def _start(body: str, world_size: int, tmp_path: os.PathLike[str]) -> list[subprocess.Popen[str]]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    ranks = []
-    for rank in range(world_size):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", _SCRIPT + body],
-                env=environment,
-                cwd=tmp_path,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        )
-    return ranks
+def _start(body: str, world_size: int) -> RankProcesses:
+    return RankProcesses(_SCRIPT + body, world_size=world_size, code=True)
 
 
-def _end(ranks: list[subprocess.Popen[str]]) -> None:
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
-        for stream in (rank.stdout, rank.stderr):
-            assert stream is not None
-            stream.close()
-
-
+@pytest.mark.slow
 @pytest.mark.process
-def test_any_ranks_wish_is_seen_by_all_at_the_same_step(tmp_path: os.PathLike[str]) -> None:
+def test_any_ranks_wish_is_seen_by_all_at_the_same_step() -> None:
     """What one rank asks for at a step's begin, every rank reads at that step's end, and not at another."""
     body = """
 answers = []
@@ -92,15 +57,9 @@ for step in range(12):
 print(json.dumps(answers))
 consensus.close()
 """
-    ranks = _start(body, 4, tmp_path)
-    try:
-        answers = []
-        for rank in ranks:
-            out, err = rank.communicate(timeout=40)
-            assert rank.returncode == 0, err
-            answers.append(json.loads(out))
-    finally:
-        _end(ranks)
+    with _start(body, 4) as ranks:
+        assert ranks.wait(PATIENCE_S) == [0] * 4, ranks.tails()
+        answers = [json.loads(ranks.next_line(rank, 0.0, containing="[{")) for rank in range(4)]
     expected = [{"stop": 0, "save": 0} for _ in range(12)]
     for rank_number in range(4):
         expected[2 + rank_number]["stop"] = 10 + rank_number
@@ -109,7 +68,7 @@ consensus.close()
 
 
 @pytest.mark.process
-def test_a_rank_that_leaves_waits_for_no_hung_peer(tmp_path: os.PathLike[str]) -> None:
+def test_a_rank_that_leaves_waits_for_no_hung_peer() -> None:
     """With a reduction under way and a stopped peer, a rank that cuts its groups exits at once."""
     body = """
 consensus.begin({}); consensus.finish()
@@ -126,22 +85,15 @@ consensus.close()
 world.cut()
 sys.exit(7)
 """
-    ranks = _start(body, 2, tmp_path)
-    try:
-        assert ranks[1].stdout is not None
-        assert ranks[0].stdout is not None
-        assert ranks[0].stdout.readline() == "ready\n"
-        ranks[0].send_signal(signal.SIGSTOP)
-        start = time.monotonic()
-        assert ranks[1].wait(timeout=30) == 7
-        assert time.monotonic() - start < 20
-        assert ranks[0].poll() is None
-    finally:
-        _end(ranks)
+    with _start(body, 2) as ranks:
+        assert ranks.next_line(0, PATIENCE_S) == "ready"
+        ranks.stop(0)
+        assert ranks.wait(PATIENCE_S, ranks=[1]) == [7]  # the peer's own timeout is minutes
+        assert ranks.running(0)
 
 
 @pytest.mark.process
-def test_a_lost_peer_is_said_to_be_lost(tmp_path: os.PathLike[str]) -> None:
+def test_a_lost_peer_is_said_to_be_lost() -> None:
     """When a peer dies, finish() raises PeerLost instead of deciding alone."""
     body = """
 consensus.begin({}); consensus.finish()
@@ -155,17 +107,13 @@ except PeerLost as error:
     print("lost:", error, flush=True)
     os._exit(5)
 """
-    ranks = _start(body, 2, tmp_path)
-    try:
-        out, err = ranks[1].communicate(timeout=30)
-        assert ranks[1].returncode == 5, err
-        assert "lost: a peer left" in out
-    finally:
-        _end(ranks)
+    with _start(body, 2) as ranks:
+        assert ranks.wait(PATIENCE_S, ranks=[1]) == [5], ranks.tails()
+        assert "lost: a peer left" in ranks.output(1)
 
 
 @pytest.mark.process
-def test_a_rank_that_leaves_waits_for_no_reduction_under_way(tmp_path: os.PathLike[str]) -> None:
+def test_a_rank_that_leaves_waits_for_no_reduction_under_way() -> None:
     """At whatever moment of a reduction that its peer takes part in, a rank that closes is through at once."""
     body = """
 import torch.distributed as dist
@@ -184,11 +132,6 @@ for number in range(60):
     dist.barrier()
 print("through")
 """
-    ranks = _start(body, 2, tmp_path)
-    try:
-        for rank in ranks:
-            out, err = rank.communicate(timeout=18)
-            assert rank.returncode == 0, err
-            assert out == "through\n"
-    finally:
-        _end(ranks)
+    with _start(body, 2) as ranks:
+        assert ranks.wait(PATIENCE_S) == [0, 0], ranks.tails()
+        assert [ranks.output(rank) for rank in range(2)] == ["through\n"] * 2

@@ -16,7 +16,7 @@ place = env.read_worker()
 device = device_name(place.device or place.node, place.local_rank)
 
 def wait_for(path):
-    end = time.monotonic() + 40
+    end = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < end, path
         time.sleep(0.01)

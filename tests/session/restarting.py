@@ -70,7 +70,7 @@ def digest(model):
 
 
 config = outlast.InProcessRestartConfig(
-    active_world_size=options.get("active"), granularity="rank", soft_timeout=5, hard_timeout=10
+    active_world_size=options.get("active"), granularity="rank", soft_timeout=60, hard_timeout=90
 )
 
 

@@ -33,7 +33,7 @@ class Slept(torch.nn.Module):
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
     def forward(self, batch):
-        time.sleep(0.04)
+        time.sleep(0.1)
         return self.layers(batch)
 
 torch.manual_seed(7)

@@ -16,7 +16,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.runtime.journal import read_journal
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.process]
 
 
 def train(folder: Path, world_size: int = 1, **options: Any) -> tuple[list[int], Any]:
@@ -27,7 +27,7 @@ def train(folder: Path, world_size: int = 1, **options: Any) -> tuple[list[int],
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     with Ranks(script, str(folder), json.dumps(options), world_size=world_size) as ranks:
-        codes, outputs = ranks.end(60)
+        codes, outputs = ranks.end()
     return codes, json.loads(result.read_text()) if result.exists() else outputs
 
 
@@ -45,7 +45,8 @@ def nan_at(iteration: int, **more: Any) -> dict[str, Any]:
     return {"kind": "nan", "target": "activation", "iteration": iteration, "rank": 0, **more}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_a_transient_nan_changes_no_bit(tmp_path: Path, world_size: int) -> None:
     """At the first step of a process, in the middle, and at the first step after a restore: the same batch and random
     numbers again, and weights, moments, batch statistics and losses are those of the undisturbed run."""
@@ -65,6 +66,7 @@ def test_a_transient_nan_changes_no_bit(tmp_path: Path, world_size: int) -> None
     ]
 
 
+@pytest.mark.slow
 def test_a_reproducible_result_is_saved_for_diagnosis_and_ends_the_process(tmp_path: Path) -> None:
     """The same bad batch gives the same NaN: all ranks leave with 16, no generation and no tracker is touched, and what
     lies in suspect/ holds the state of before the step."""
@@ -81,6 +83,7 @@ def test_a_reproducible_result_is_saved_for_diagnosis_and_ends_the_process(tmp_p
     assert diagnosis["batch"]
 
 
+@pytest.mark.slow
 def test_determinism_is_reported_at_the_end(tmp_path: Path) -> None:
     """Where each step is run twice to see whether it gives the same, the journal says so when training is through, and
     the result is that of an ordinary run."""
@@ -94,6 +97,7 @@ def test_determinism_is_reported_at_the_end(tmp_path: Path) -> None:
     assert (found["num_compared"], found["num_different"]) == (12, 0)
 
 
+@pytest.mark.campaign
 def test_replicas_that_differ_are_not_saved(tmp_path: Path) -> None:
     """A bit flips in one of three replicas' weights: at the next save all ranks leave with 17 instead, and the journal
     names the rank; without a majority they leave with 16."""

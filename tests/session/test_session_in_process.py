@@ -63,6 +63,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, float]]:
     return played.ends
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_after_an_exception_training_goes_on_in_place(tmp_path: Path, calm: set[tuple[str, float]]) -> None:
     """One of four ranks raises in its forward pass: the same processes go on from that very iteration, with model,
@@ -77,6 +78,7 @@ def test_after_an_exception_training_goes_on_in_place(tmp_path: Path, calm: set[
     assert played.ends == calm
 
 
+@pytest.mark.campaign
 @pytest.mark.process
 def test_an_update_that_is_under_way_elsewhere_is_finished(tmp_path: Path, calm: set[tuple[str, float]]) -> None:
     """One rank raises while the others are still within the optimizer's step before: they finish it, and nothing has
@@ -88,8 +90,9 @@ def test_an_update_that_is_under_way_elsewhere_is_finished(tmp_path: Path, calm:
     assert played.ends == calm
 
 
+@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("on", [0, 2])
+@pytest.mark.parametrize("on", [0, pytest.param(2, marks=pytest.mark.campaign)])
 def test_a_reserve_is_given_the_state_of_a_survivor(tmp_path: Path, calm: set[tuple[str, float]], on: int) -> None:
     """SIGKILL of a rank: the reserve takes its place with a survivor's weights and the dead rank's own random numbers
     and sampler, the others go on in place, all at the iteration of the fault, and end with the same bits."""
@@ -102,6 +105,7 @@ def test_a_reserve_is_given_the_state_of_a_survivor(tmp_path: Path, calm: set[tu
     assert played.ends == calm
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_under_the_launcher_nothing_but_the_dead_rank_is_lost(tmp_path: Path, calm: set[tuple[str, float]]) -> None:
     """Under ``outlast run`` a rank is killed: one cycle, exit code 0, a reserve in its place, the same bits."""
@@ -115,6 +119,7 @@ def test_under_the_launcher_nothing_but_the_dead_rank_is_lost(tmp_path: Path, ca
     assert {event.cycle for event in read_journal(tmp_path / "run") if event.kind == EventKind.RESTORED} == {0}
 
 
+@pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.parametrize("fault", ["torn", "late"])
 def test_a_torn_state_is_loaded_from_the_tiers(tmp_path: Path, calm: set[tuple[str, float]], fault: str) -> None:
@@ -127,6 +132,7 @@ def test_a_torn_state_is_loaded_from_the_tiers(tmp_path: Path, calm: set[tuple[s
     assert played.ends == calm
 
 
+@pytest.mark.campaign
 @pytest.mark.process
 def test_objects_that_are_made_anew_are_loaded(tmp_path: Path, calm: set[tuple[str, float]]) -> None:
     """Without handle.keep() each call has a model of its own: it is loaded from the newest generation."""
@@ -136,6 +142,7 @@ def test_objects_that_are_made_anew_are_loaded(tmp_path: Path, calm: set[tuple[s
     assert played.ends == calm
 
 
+@pytest.mark.campaign
 @pytest.mark.process
 def test_what_is_torn_and_not_saved_is_given_up(tmp_path: Path) -> None:
     """Without a generation a torn model is never trained on: the restart is left to the launcher."""
@@ -146,17 +153,20 @@ def test_what_is_torn_and_not_saved_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_twenty_restarts_leave_nothing_behind(tmp_path: Path) -> None:
-    """A fault at 22 iterations in a row: descriptors and threads after the fifth restart stay what they are, the
+@pytest.mark.slow
+@pytest.mark.parametrize("num_faults", [10, pytest.param(22, marks=pytest.mark.campaign)])
+def test_twenty_restarts_leave_nothing_behind(tmp_path: Path, num_faults: int) -> None:
+    """A fault at many iterations in a row: descriptors and threads after the fifth restart stay what they are, the
     weights are those of two ranks without any fault, and no save that was under way is said to have failed."""
-    calm = Played(tmp_path / "calm", 2, {"total": 32})
-    played = Played(tmp_path / "faults", 2, {"fault": "raise", "num_faults": 22, "total": 32})
+    total = num_faults + 10
+    calm = Played(tmp_path / "calm", 2, {"total": total})
+    played = Played(tmp_path / "faults", 2, {"fault": "raise", "num_faults": num_faults, "total": total})
     assert played.codes == [0] * 2, played.tails
     assert played.ends == calm.ends
     assert IncidentKind.SAVE_FAILED not in played.incidents, played.tails
     for rank in range(2):
         mine = [one for one in played.begins if one["rank"] == rank]
-        assert [one["begins"] for one in mine] == [0, *range(7, 29)]
+        assert [one["begins"] for one in mine] == [0, *range(7, 7 + num_faults)]
         for what in ("fds", "threads", "tasks"):
             late = [one[what] for one in mine[5:]]
             # The least of several looks: a save that is under way has some of its own.

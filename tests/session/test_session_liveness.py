@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
-from ranks import Ranks
+from ranks import PATIENCE_S, Ranks
 
 from outlast.incidents import EventKind, IncidentKind
 from outlast.runtime.journal import read_journal
@@ -44,7 +43,7 @@ print("done", flush=True)
 os._exit(0)  # gloo would wait for the absent rank
 """
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 
 def run(folder: Path, what: str, *, timeout_s: float) -> dict[int, str]:
@@ -54,12 +53,13 @@ def run(folder: Path, what: str, *, timeout_s: float) -> dict[int, str]:
     output = {}
     with Ranks(script, str(folder), what, str(timeout_s), world_size=3) as ranks:
         for rank in (0, 1):
-            output[rank], _ = ranks.processes[rank].communicate(timeout=180)
-            assert ranks.processes[rank].returncode == 0, output[rank]
+            codes = ranks.wait(180, ranks=[rank])
+            output[rank] = ranks.output(rank)
+            assert codes == [0], output[rank]
         if what == "stopped":
-            assert ranks.processes[2].poll() is None, "the rank was to be silent, not gone"
-            ranks.processes[2].send_signal(signal.SIGKILL)
-        ranks.processes[2].wait(30)
+            assert ranks.running(2), "the rank was to be silent, not gone"
+            ranks.kill(2)
+        ranks.wait(PATIENCE_S, ranks=[2])
     return output
 
 
@@ -76,6 +76,7 @@ def test_quiet_run_is_not_disturbed(tmp_path: Path) -> None:
     assert incidents(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_stopped_rank_is_named(tmp_path: Path) -> None:
     """A rank that is stopped within a step is named at that step's end by all others, as an error and once in the
     journal; the training's own groups go on working."""

@@ -30,13 +30,14 @@ def train(folder: Path, world_size: int, **options: Any) -> tuple[list[int], lis
 
 
 def slow_from(iteration: int, rank: int) -> list[dict[str, Any]]:
-    return [{"kind": "slow", "rank": rank, "iteration": iteration, "factor": 8.0}]
+    return [{"kind": "slow", "rank": rank, "iteration": iteration, "factor": 4.0}]
 
 
 def events(folder: Path, kind: EventKind) -> list[Event]:
     return [event for event in read_journal(folder / "run") if event.kind == kind]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_and_nobody_else_ever(tmp_path: Path) -> None:
     """Rank 2 becomes slow: it is named after three such windows, relatively and individually. Those that wait for it
     never are, nor is one that evaluates within its steps, or has a section around a forward that is timed anyway. What
@@ -60,6 +61,7 @@ def test_a_slow_rank_is_named_and_nobody_else_ever(tmp_path: Path) -> None:
     assert not any("evaluation" in note for report in reports for note in report.data["notes"])
 
 
+@pytest.mark.slow
 def test_all_ranks_leave_for_a_slow_one_and_nothing_is_lost(tmp_path: Path) -> None:
     """With stop_if_detected all ranks save after the same iteration and exit with 18, having told the launcher which
     rank it is; started again they go on from there."""

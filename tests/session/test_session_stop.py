@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from ranks import Ranks
+from ranks import PATIENCE_S, Ranks
 
+from outlast.errors import DeadlineExceeded
 from outlast.incidents import Event, EventKind
 from outlast.runtime.journal import read_journal
+from outlast.testing import RankProcesses
 
 SCRIPT = """
 import os, sys, time
@@ -23,12 +24,12 @@ import torch.distributed as dist
 import outlast
 
 folder, what = sys.argv[1], sys.argv[2]
-checkpoint = None if what == "nothing" else outlast.CheckpointConfig(directory=folder + "/ckpt", save_interval=1000)
+checkpoint = None if what == "nothing" else outlast.CheckpointConfig(directory=folder + "/ckpt", save_interval=10**6)
 run = outlast.init(outlast.Config(checkpoint=checkpoint, run_dir=folder + "/run"))
 model = torch.nn.Linear(2, 2)
 ddp = torch.nn.parallel.DistributedDataParallel(model) if run.world_size > 1 else model
 state = {"model": ddp, "steps": torch.zeros(1)}
-for iteration in run.steps(state, total=3000):
+for iteration in run.steps(state, total=10**6):
     if not state["steps"].item():
         # In one piece: torchrun runs ranks unbuffered, and they share a pipe.
         print(f"pid {run.global_rank} {os.getpid()}\\n", end="", flush=True)
@@ -47,7 +48,7 @@ for iteration in run.steps(state, total=3000):
         break
 print("after the loop", flush=True)
 if what == "after":
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -61,30 +62,17 @@ def _ends(tmp_path: Path) -> dict[int | None, Event]:
     return {event.rank: event for event in read_journal(tmp_path / "run") if event.kind == EventKind.SESSION_ENDED}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_sigterm_to_one_rank_under_torchrun_stops_all_after_the_same_iteration(tmp_path: Path) -> None:
     """One rank is told; both save one generation, leave with 75, and the next start goes on from there."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*command, str(_script(tmp_path)), str(tmp_path), "train"],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as torchrun:
-        try:
-            assert torchrun.stdout is not None
-            pids: dict[int, int] = {}
-            for line in torchrun.stdout:
-                if match := re.search(r"pid (\d) (\d+)", line):
-                    pids[int(match[1])] = int(match[2])
-                if "running" in line and len(pids) == 2:
-                    break
-            os.kill(pids[1], signal.SIGTERM)
-            output, _ = torchrun.communicate(timeout=40)
-        finally:
-            torchrun.kill()
+    arguments = ("--standalone", "--nproc-per-node=2", str(_script(tmp_path)), str(tmp_path), "train")
+    with RankProcesses("torch.distributed.run", *arguments, world_size=1, module=True) as torchrun:
+        torchrun.wait_for("running", PATIENCE_S, times=2)
+        pids = {match[1]: int(match[2]) for match in re.finditer(r"pid (\d) (\d+)", torchrun.output(0))}
+        os.kill(pids["1"], signal.SIGTERM)
+        torchrun.wait(PATIENCE_S)
+        output = torchrun.output(0)
     assert "Received signal 15, initiating graceful stop" in output
     ends = _ends(tmp_path)
     assert {rank: event.data["exit_code"] for rank, event in ends.items()} == {0: 75, 1: 75}, output
@@ -105,7 +93,7 @@ def test_without_a_checkpoint_directory_it_does_not_claim_to_have_saved(tmp_path
     """The exit code says 75 only if there is something to go on from; otherwise it is the signal's."""
     with Ranks(_script(tmp_path), str(tmp_path), "nothing") as ranks:
         ranks.wait_for_line(0, "running")
-        ranks.processes[0].send_signal(signal.SIGTERM)
+        ranks.signal(0, signal.SIGTERM)
         codes, outputs = ranks.end()
     assert codes == [128 + signal.SIGTERM], outputs
     assert "there is no checkpoint.directory" in outputs[0]
@@ -117,16 +105,14 @@ def test_a_second_signal_ends_a_rank_that_never_reaches_its_steps_end(tmp_path: 
     """A body that does not return cannot hold up a process that was told twice."""
     with Ranks(_script(tmp_path), str(tmp_path), "hang") as ranks:
         ranks.wait_for_line(0, "running")
-        ranks.processes[0].send_signal(signal.SIGTERM)
+        ranks.signal(0, signal.SIGTERM)
         ranks.wait_for_line(0, "initiating graceful stop")
         # A second signal within a second is taken for the scheduler's echo of the first.
-        deadline = time.monotonic() + 20
-        while ranks.processes[0].poll() is None and time.monotonic() < deadline:
-            ranks.processes[0].send_signal(signal.SIGTERM)
-            try:
-                ranks.processes[0].wait(0.5)
-            except subprocess.TimeoutExpired:
-                continue
+        deadline = time.monotonic() + PATIENCE_S
+        while ranks.running(0) and time.monotonic() < deadline:
+            ranks.signal(0, signal.SIGTERM)
+            with contextlib.suppress(DeadlineExceeded):
+                ranks.wait(0.5)
         codes, outputs = ranks.end()
     assert codes == [128 + signal.SIGTERM], outputs
 
@@ -136,6 +122,6 @@ def test_after_the_loop_sigterm_ends_the_process_again(tmp_path: Path) -> None:
     """What a script does after its training is not protected from the signal that should end it."""
     with Ranks(_script(tmp_path), str(tmp_path), "after") as ranks:
         ranks.wait_for_line(0, "after the loop")
-        ranks.processes[0].send_signal(signal.SIGTERM)
-        codes, outputs = ranks.end(10)
+        ranks.signal(0, signal.SIGTERM)
+        codes, outputs = ranks.end()
     assert codes == [-signal.SIGTERM], outputs

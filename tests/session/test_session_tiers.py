@@ -13,7 +13,7 @@ from outlast.incidents import EventKind
 from outlast.policy.quarantine import Distrusted, encode_distrusted
 from outlast.runtime.journal import read_journal
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process]
 
 SCRIPT = """
 import json, os, sys

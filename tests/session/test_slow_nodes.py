@@ -16,7 +16,7 @@ from outlast.incidents import Event, EventKind, IncidentKind, Rung
 from outlast.testing import Cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
-SLOW = [{"kind": "slow", "rank": 1, "iteration": 6, "factor": 8.0}]
+SLOW = [{"kind": "slow", "rank": 1, "iteration": 6, "factor": 4.0}]
 
 
 def cluster_of(folder: Path, **shape: Any) -> Cluster:
@@ -50,6 +50,7 @@ def verdicts(cluster: Cluster) -> list[dict[str, Any]]:
     return [event.data["verdict"] for event in cluster.events() if event.kind == EventKind.VERDICT]
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_slot_of_a_slow_node_and_nothing_is_lost(tmp_path: Path) -> None:
     """The node of the slow rank is quarantined, the spare goes on where all ranks left, nobody is named again, every
     agent ends with 0, and the weights are those of a training in which nobody was slow."""
@@ -88,6 +89,7 @@ def test_a_spare_takes_the_slot_of_a_slow_node_and_nothing_is_lost(tmp_path: Pat
     assert json.loads((hit / "result.json").read_text()) == json.loads((calm / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_without_a_spare_the_run_stops_with_a_code_of_its_own(tmp_path: Path) -> None:
     """The state is saved, the exit code is 18, and the node is remembered for whoever starts the next job."""
     with cluster_of(tmp_path, num_nodes=1, nproc_per_node=2) as cluster:

@@ -12,10 +12,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from outlast.testing.reaping import free_port
 
 NODES = ("n1", "n2", "n3")
 KEEPER = Path(__file__).with_name("slurm_keeper.py")
@@ -153,7 +155,7 @@ def run_slurm() -> Iterator[SlurmCluster]:
         ) as keeper:
             cluster = SlurmCluster(folder, keeper)
             try:
-                cluster.wait_until(lambda: _is_up(cluster), 30)
+                cluster.wait_until(lambda: _is_up(cluster), 180)
                 yield cluster
             finally:
                 assert keeper.stdin is not None
@@ -165,9 +167,10 @@ def run_slurm() -> Iterator[SlurmCluster]:
 
 def free_ports(num: int) -> list[int]:
     """Return ports that nobody uses."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
-        return [one.getsockname()[1] for one in sockets]
+    ports: set[int] = set()
+    while len(ports) < num:
+        ports.add(free_port())
+    return [*ports]
 
 
 def _path() -> str:

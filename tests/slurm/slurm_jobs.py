@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import slurm_train
-from slurm_cluster import SlurmCluster, free_ports
+from slurm_cluster import SlurmCluster
+
+from outlast.testing.reaping import free_port
 
 OUTLAST = Path(sys.executable).with_name("outlast")
 TRAIN = Path(__file__).with_name("slurm_train.py")
@@ -90,7 +92,7 @@ class Training(Job):
     ) -> None:
         self.total = total
         # The nodes of this cluster are names of Slurm's alone, which no resolver knows.
-        endpoint = f"--rdzv-endpoint=127.0.0.1:{free_ports(1)[0]}"
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
         train = [endpoint, *agent, str(TRAIN), str(folder), f"--total={total}", *script]
         super().__init__(slurm, folder, *options, "--", *train)
 
@@ -105,8 +107,13 @@ class Training(Job):
         return [one.iteration for one in self.ran(rank, start)]
 
     def wait_for(self, start: int, iteration: int) -> None:
-        """Wait until a start of the job has run an iteration."""
-        self.slurm.wait_until(lambda: max(self.iterations(start), default=-1) >= iteration, 180, self.output)
+        """Wait until a start of the job has run an iteration, and a generation is there to go on from."""
+
+        def is_there() -> bool:
+            has_saved = any(self.folder.glob("checkpoints/step-*/manifest.json"))
+            return has_saved and max(self.iterations(start), default=-1) >= iteration
+
+        self.slurm.wait_until(is_there, 180, self.output)
 
     def assert_finished_as_undisturbed(self) -> None:
         """Assert that it ended well, with the weights that a run without any trouble has."""

@@ -22,7 +22,7 @@ def limited(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Tr
     return Training(slurm, folder, *options, total=130, script=("--pace", "1", "0.01"))
 
 
-@pytest.mark.usefixtures("limited")
+@pytest.mark.slow
 def test_job_requeued_by_hand_resumes_and_finishes(slurm: SlurmCluster, tmp_path: Path) -> None:
     """After `scontrol requeue` a run goes on from what it saved, and once it has finished it stays so."""
     training = Training(slurm, tmp_path, "--nproc-per-node=2", total=200)
@@ -38,6 +38,7 @@ def test_job_requeued_by_hand_resumes_and_finishes(slurm: SlurmCluster, tmp_path
         assert second == list(range(second[0], training.total))
 
 
+@pytest.mark.campaign
 def test_bad_node_is_left_and_excluded_when_the_job_told_to_leave_comes_back(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_bad_node_is_left_and_excluded_when_the_job_told_to_leave_comes_back(
     assert training.iterations(0, 0)[-1] == training.iterations(0, 1)[-1], "the ranks left at different iterations"
 
 
+@pytest.mark.campaign
 def test_time_limit_is_announced_and_the_job_goes_on(limited: Training) -> None:
     """Before its time limit the job's steps are told: all ranks save and leave, and the re-queued job goes on there."""
     limited.assert_finished_as_undisturbed()
@@ -84,6 +86,7 @@ def test_time_limit_is_announced_and_the_job_goes_on(limited: Training) -> None:
         assert limited.iterations(0, rank) == limited.iterations(0, 0), "the ranks left at different iterations"
 
 
+@pytest.mark.campaign
 def test_lost_node_costs_one_requeue_onto_others(tmp_path: Path) -> None:
     """When a node's slurmd dies, Slurm starts the job on other nodes, where it resumes from what was saved.
 
@@ -106,6 +109,7 @@ def test_lost_node_costs_one_requeue_onto_others(tmp_path: Path) -> None:
         assert second == list(range(second[0], training.total))
 
 
+@pytest.mark.slow
 def test_spare_takes_a_lost_nodes_slot_without_a_requeue(tmp_path: Path) -> None:
     """With a spare node in the job, the loss of a node costs no re-queue: the spare takes its slot."""
     with run_slurm() as slurm:

@@ -1,14 +1,16 @@
 """What ranks do in the tests of the search for slow ranks: they take their time, meet, and tell what they found.
 
-A section takes its time by sleeping, so that other work on the machine does not decide who is slow.
+Where it matters how slow a rank is, time passes by hand, so that other work on the machine does not decide it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from outlast.config import StragglerDetectionConfig
 from outlast.env import read_worker
 from outlast.runtime.journal import Journal
-from outlast.straggler import Report, StragglerDetector, machine_check
+from outlast.straggler import Report, StragglerDetector, machine_check, recorder
 from outlast.straggler import detector as detector_module
 
 FORWARD_S = 0.012
@@ -26,14 +28,44 @@ STEPS = 10
 """Steps in a window."""
 
 
-def _window(detector: StragglerDetector, factor: float, number: int) -> None:
-    met = torch.zeros(1)
+class _Time:
+    """Time that passes by hand on each rank, and is the same on all once they have met."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def spend(self, duration_s: float) -> None:
+        self.now_ns += round(duration_s * 1e9)
+
+    def meet(self) -> None:
+        latest = torch.tensor([self.now_ns])
+        dist.all_reduce(latest, dist.ReduceOp.MAX)
+        self.now_ns = int(latest)
+        self.spend(0.001)
+
+
+@contextlib.contextmanager
+def _time_by_hand() -> Iterator[_Time]:
+    """Let what measures sections and steps see no other time."""
+    before = recorder.perf_counter_ns
+    passed = _Time()
+    recorder.perf_counter_ns = detector_module.perf_counter_ns = passed
+    try:
+        yield passed
+    finally:
+        recorder.perf_counter_ns = detector_module.perf_counter_ns = before
+
+
+def _window(detector: StragglerDetector, passed: _Time, factor: float, number: int) -> None:
     for step in range(STEPS):
         with detector.step(number * STEPS + step):
             with detector.section("forward"):
-                time.sleep(FORWARD_S * factor)
+                passed.spend(FORWARD_S * factor * (1 + 0.01 * ((step + number) % 3)))
             with detector.section("backward"):
-                dist.all_reduce(met)  # everybody waits here for the slowest
+                passed.meet()  # everybody waits here for the slowest
 
 
 def _tell(report: Report) -> dict[str, Any]:
@@ -60,9 +92,10 @@ def slowed(rank: int) -> list[dict[str, Any]]:
     journal = Journal(sys.argv[1], run_id="run", job="job", node=place.node, proc=f"rank-{rank}")
     detector = StragglerDetector(StragglerDetectionConfig(), journal=journal, num_warmup_steps=0, timeout_s=30)
     told = []
-    for number in range(8):
-        _window(detector, 1.3 if rank == 2 and number >= 4 else 1.0, number)
-        told.append(_tell(detector.report()))
+    with _time_by_hand() as passed:
+        for number in range(8):
+            _window(detector, passed, 1.3 if rank == 2 and number >= 4 else 1.0, number)
+            told.append(_tell(detector.report()))
     detector.close()
     journal.close()
     machine_check.time_product, machine_check.time_copy = product_s, copy_s
@@ -75,9 +108,10 @@ def stopped(rank: int) -> list[dict[str, Any]]:
     config = StragglerDetectionConfig(stop_if_detected=True, confirmations=2)
     detector = StragglerDetector(config, num_warmup_steps=0, timeout_s=30)
     told = []
-    for number in range(2):
-        _window(detector, 2.0 if rank == 1 else 1.0, number)
-        told.append(_tell(detector.report()))
+    with _time_by_hand() as passed:
+        for number in range(2):
+            _window(detector, passed, 2.0 if rank == 1 else 1.0, number)
+            told.append(_tell(detector.report()))
     detector.close()
     return told
 

@@ -151,7 +151,7 @@ def test_a_device_that_is_far_behind_is_not_waited_for(device: Device, monkeypat
     assert sections(found)["forward"].is_usable
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_real_device_nothing_synchronises() -> None:
     """Torch itself raises when something waits for the device, and nothing does."""
     found = StragglerDetector(num_warmup_steps=0)

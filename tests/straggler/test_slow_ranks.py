@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         directory=made / "logs",
         environment={"CUDA_VISIBLE_DEVICES": ""},
     ) as ranks:
-        codes = ranks.wait(timeout_s=50)
+        codes = ranks.wait(timeout_s=200)
     output = (next((made / "logs").glob("*0*"))).read_text()
     assert codes == [0, 0, 0, 0], output[-3000:]
     (made / "output.txt").write_text(output)
@@ -82,7 +82,7 @@ def test_reports_come_after_the_same_steps_without_a_word(told: list[dict[str, A
     assert all(rank["paced"] == told[0]["paced"] for rank in told)
     iterations = told[0]["paced"]
     assert iterations[0] == 19
-    assert 2 <= len(iterations) <= 12
+    assert len(iterations) >= 2  # how many more is a matter of how busy the machine is
 
 
 def test_a_section_that_a_rank_never_enters_is_said(told: list[dict[str, Any]]) -> None:

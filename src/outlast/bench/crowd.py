@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import msgspec
 from outlast import clock, env
 from outlast.bench.crowd_member import Answer, Order
 from outlast.errors import OutlastError
+from outlast.testing.reaping import free_port
 
 __all__ = ["Crowd"]
 
@@ -73,7 +73,7 @@ class Crowd:
         Blocks: several minutes at most.
         """
         self._num_meetings += 1
-        port, run_id = _free_port(), f"bench-{self._num_meetings}"
+        port, run_id = free_port(), f"bench-{self._num_meetings}"
         shares = _shares(num_agents - 1, _NUM_MEMBERS)
         firsts = [1 + sum(shares[:index]) for index in range(len(shares))]
         orders = [
@@ -124,9 +124,3 @@ class Crowd:
 def _shares(total: int, parts: int) -> list[int]:
     """Return ``total`` in as equal parts as can be."""
     return [total // parts + (index < total % parts) for index in range(parts)]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

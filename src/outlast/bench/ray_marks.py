@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ class Marker:
         if self._fault == "sleep":
             time.sleep(_LONGEST_S)
         if self._fault == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         time.sleep(_PEERS_WAIT_S)
         self.mark("killed", rank, iteration)
         os.kill(os.getpid(), signal.SIGKILL)

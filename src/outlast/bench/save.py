@@ -12,7 +12,7 @@ from outlast.bench.measuring import Rounds, describe_place, measure_in_process
 from outlast.bench.peer_figures import compared, missing_peers, times
 from outlast.bench.result import Bar, BenchResult
 from outlast.bench.rounds import Say
-from outlast.bench.state_size import NUM_TENSORS, TENSOR_BYTES
+from outlast.bench.state_size import NUM_SMALL, NUM_TENSORS, TENSOR_BYTES
 
 __all__ = ["measure"]
 
@@ -24,6 +24,8 @@ _SECONDS = {
     "ours": "outlast: the stall of a save",
     "ours_durable": "outlast: until it is committed and durable",
     "overlapped": "outlast, overlap_staging: the stall",
+    "many": f"outlast: the stall of a save of {NUM_SMALL:,} tensors of 4 KiB",
+    "many_copy": "a copy of the same bytes in one piece",
     "overlapped_guard": "outlast, overlap_staging: the wait before optimizer.step(), if it came at once",
     "dcp_async": "dcp.async_save, as it is: the stall",
     "dcp_async_durable": "dcp.async_save, as it is: until it is written",
@@ -88,6 +90,14 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
                 saves, "stall_overlapped_vs_dcp_staging", "overlapped", "dcp_staging", 0.6, "dcp, asynchronous staging"
             ),
             Bar(
+                name="many_tensors_stall_ms",
+                value=_many(saves),
+                unit="ms",
+                bar=150.0,
+                peer="1.25 x a copy of the same bytes in one piece",
+                peer_value=_milliseconds(saves, "many_copy", 1.25),
+            ),
+            Bar(
                 name="slowdown_vs_dcp_thread",
                 value=_ratio_of_medians(steps, "ours_slowdown", "dcp_slowdown"),
                 unit="x",
@@ -123,9 +133,15 @@ def _ratio_of_medians(rounds: Rounds, ours: str, peer: str) -> float | None:
     return max(0.0, our_value) / peer_value
 
 
-def _milliseconds(rounds: Rounds, name: str) -> float | None:
+def _milliseconds(rounds: Rounds, name: str, factor: float = 1.0) -> float | None:
     seconds = rounds.median(name)
-    return None if seconds is None else seconds * 1e3
+    return None if seconds is None else seconds * factor * 1e3
+
+
+def _many(rounds: Rounds) -> float | None:
+    """Return the milliseconds that a save of many small tensors takes beyond 1.25 times the copy of their bytes."""
+    stall_ms, copy_ms = _milliseconds(rounds, "many"), _milliseconds(rounds, "many_copy", 1.25)
+    return None if stall_ms is None or copy_ms is None else stall_ms - copy_ms
 
 
 def _of_steps(steps: Rounds) -> list[str]:

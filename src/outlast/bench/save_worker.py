@@ -11,12 +11,17 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from outlast import clock
 from outlast.bench.checkpoint_state import CheckpointState
 from outlast.bench.measuring import timed
 from outlast.bench.save_floors import Floors
 from outlast.bench.save_peers import Dcp, MetaCheckpointing, save_safetensors, save_torch
+from outlast.bench.state_size import NUM_SMALL
 from outlast.checkpoint import CheckpointManager
 from outlast.config import CheckpointConfig
 
@@ -28,10 +33,10 @@ Found = dict[str, float]
 class _Ours:
     """Saves of a manager with a local tier; it removes nothing itself, as the peers do not."""
 
-    def __init__(self, folder: Path, saved: CheckpointState, *, overlap: bool) -> None:
+    def __init__(self, folder: Path, state: dict[str, Any], *, overlap: bool) -> None:
         config = CheckpointConfig(local_directory=str(folder), local_most_recent_k=-1, overlap_staging=overlap)
         self._manager = CheckpointManager(config)
-        self._folder, self._saved, self._iteration = folder, saved, 0
+        self._folder, self._state, self._iteration = folder, state, 0
         for _ in range(2):  # each of the two buffers once: fresh pages cost several times the copy
             self.save()
 
@@ -39,7 +44,7 @@ class _Ours:
         """Return the seconds of the stall, of the wait for the rest of the copy, and until the save was durable."""
         self._iteration += 1
         begin_ns = clock.now_ns()
-        stall_s, handle = timed(lambda: self._manager.save(self._saved.state, self._iteration))
+        stall_s, handle = timed(lambda: self._manager.save(self._state, self._iteration))
         guard_s, _ = timed(self._manager.finish_staging)
         handle.wait()
         durable_s = (clock.now_ns() - begin_ns) / 1e9
@@ -51,6 +56,24 @@ class _Ours:
         self._manager.close()
 
 
+class _Many:
+    """Saves of as many small tensors as a large model and its optimizer have."""
+
+    def __init__(self, folder: Path) -> None:
+        tensors = {f"layers.{number // 10}.part_{number % 10}": torch.randn(1024) for number in range(NUM_SMALL)}
+        self._ours = _Ours(folder, {"tensors": tensors}, overlap=False)
+        self._source = torch.cat(list(tensors.values())).numpy()
+        self._target = self._source.copy()
+
+    def save(self) -> Found:
+        """Return the seconds of the stall, and of a copy of the same bytes in one piece."""
+        copy_s, _ = timed(lambda: np.copyto(self._target, self._source))
+        return {"many": self._ours.save()[0], "many_copy": copy_s}
+
+    def close(self) -> None:
+        self._ours.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure saves.")
     parser.add_argument("rounds", type=int)
@@ -59,8 +82,9 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # the peers' own
     saved = CheckpointState(args.tensors)
-    ours = _Ours(args.folder / "ours", saved, overlap=False)
-    late = _Ours(args.folder / "late", saved, overlap=True)
+    ours = _Ours(args.folder / "ours", saved.state, overlap=False)
+    late = _Ours(args.folder / "late", saved.state, overlap=True)
+    many = _Many(args.folder / "many")
     floors, dcp = Floors(saved, args.folder), Dcp(saved, args.folder / "dcp")
     meta = MetaCheckpointing.find(saved, args.folder / "meta")
 
@@ -78,6 +102,7 @@ def main() -> None:
         dcp.save_in_thread,
         dcp.save_with_stager,
         save_late,
+        many.save,
         dcp.save_staging_beside,
         lambda: {"bare_write": floors.write()},
         dcp.save,
@@ -91,7 +116,7 @@ def main() -> None:
         for measure in measures:
             found |= measure()
         print(json.dumps(found), flush=True)
-    for closing in (ours, late, floors, dcp, meta):
+    for closing in (ours, late, many, floors, dcp, meta):
         if closing is not None:
             closing.close()
 

@@ -13,13 +13,13 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from outlast import clock
-from outlast.config import FaultToleranceConfig
+from outlast.config.precedence import LayeredSettings
 from outlast.errors import DeadlineExceeded
 from outlast.launch import messages as m
 from outlast.launch.control import ControlServer
 from outlast.launch.job import JobSettings
 from outlast.launch.link import JobInProgress, Link, LinkDown, LinkFailed, LinkUp, News
-from outlast.launch.rendezvous import open_cycle_store
+from outlast.launch.torchrun_backend import open_cycle_store
 from outlast.runtime.endpoints import Endpoint
 from outlast.runtime.store import TCPStore
 
@@ -105,7 +105,7 @@ class OutlastAgent(SimulatedAgent):
                 run_dir=None,
                 run_id=run_id,
                 node=node,
-                config=FaultToleranceConfig(),
+                layers=LayeredSettings(),
                 on_error=lambda error: self._fail(f"the coordinator ended: {error!r}"),
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 
 from outlast import clock
@@ -12,7 +13,7 @@ from outlast.chaos.fault import Fault, FaultKind
 
 __all__ = ["SimulatedError", "strike_process"]
 
-_SIGNALS = {FaultKind.KILL: signal.SIGKILL, FaultKind.STOP: signal.SIGSTOP, FaultKind.SIGTERM: signal.SIGTERM}
+_SIGNALS = {FaultKind.KILL: signal.SIGKILL, FaultKind.SIGTERM: signal.SIGTERM}
 _LONGEST_S = 1000.0
 """One call that sleeps lasts no longer; then the next one begins."""
 
@@ -37,6 +38,8 @@ def strike_process(fault: Fault, where: str) -> None:
     kind = FaultKind(fault.kind)
     if kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[kind])
+    elif kind == FaultKind.STOP:
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # stops all threads, and this one before it goes on
     elif kind == FaultKind.EXCEPTION:
         raise SimulatedError(f"simulated failure, {where}")
     elif kind == FaultKind.EXIT:

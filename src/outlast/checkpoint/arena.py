@@ -8,28 +8,38 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from outlast.checkpoint.manifest import TensorEntry
-from outlast.checkpoint.shard import DTYPE_NAMES, TREE, Identity, Layout, Span
-from outlast.checkpoint.state import FlatState, NamedTensor
+from outlast.checkpoint.shard import DTYPE_NAMES, Identity, Layout, Span
+from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 
 __all__ = ["Arena", "Staged", "Stager"]
 
 PIECE_BYTES = 8 << 20
+SMALL_BYTES = 256 << 10
+"""Tensors up to this are put together before they are copied: one by one, each costs more than its bytes."""
+RUN_BYTES = 1 << 20
+"""What is put together at once; it stays in the cache."""
 TOUCH_BYTES = 128 << 20
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2
 _libc = ctypes.CDLL(None, use_errno=True)
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
+_Piece: TypeAlias = tuple[slice, Bytes | list[torch.Tensor]]
+"""Where bytes go in the image, and where they come from."""
+_SHORT = {getattr(torch, name.removeprefix("torch.")): short for name, short in DTYPE_NAMES.items()}
+"""torch's element types to safetensors' names."""
 
 
 class Arena:
@@ -86,13 +96,49 @@ class Staged:
             copy.result()
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Small tensors of one type and device that lie side by side; or a large one."""
+
+    begin: int
+    """In the shard, from where the data begins."""
+    end: int
+    indices: list[int]
+    is_small: bool
+
+
+def _runs(flat: FlatState, layout: Layout) -> Iterator[_Run]:
+    small, begin, end, kind = list[int](), 0, 0, None
+    for index, offset in zip(layout.order, layout.offsets, strict=True):
+        named = flat.tensors[index]
+        num_bytes = _num_bytes(named)
+        is_small = num_bytes <= SMALL_BYTES
+        if small and not (is_small and kind == (named.dtype, named.device) and end - begin < RUN_BYTES):
+            yield _Run(begin, end, small, is_small=True)
+            small = []
+        if not is_small:
+            yield _Run(offset, offset + num_bytes, [index], is_small=False)
+            continue
+        if not small:
+            begin, kind = offset, (named.dtype, named.device)
+        small.append(index)
+        end = offset + num_bytes
+    if small:
+        yield _Run(begin, end, small, is_small=True)
+
+
+def _num_bytes(named: NamedTensor) -> int:
+    return math.prod(named.shape) * named.dtype.itemsize
+
+
 class Stager:
     """Copy states into arenas, with two threads. Thread: the training thread."""
 
     def __init__(self) -> None:
         self._helpers = ThreadPoolExecutor(2, thread_name_prefix="outlast-stage")
-        self._key: tuple[object, ...] = ()
+        self._key: list[tuple[object, ...]] = []
         self._layout = Layout(())
+        self._runs: list[_Run] = []
         self._entries: tuple[int, list[TensorEntry]] = (-1, [])
 
     def size_of(self, flat: FlatState, identity: Identity) -> int:
@@ -118,19 +164,15 @@ class Stager:
 
         Blocks: while the bytes that are not deferred are copied.
         """
-        head, spans, size = self._place(flat, identity)
+        with without_collection():
+            head, tree, size = self._place(flat, identity)
+            entries = (*self._describe(flat, len(head)), _tree_entry(tree))
         arena = provide(size)
         target = arena.array
         target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-        tensors = {named.name: named for named in flat.tensors}
-        now, later = list[tuple[slice, Bytes]](), list[tuple[slice, Bytes]]()
-        for span in spans:
-            source = np.frombuffer(flat.tree, dtype=np.uint8) if span.name == TREE else _bytes_of(tensors[span.name])
-            pieces = later if span.name in deferred else now
-            for start in range(0, span.num_bytes, PIECE_BYTES):
-                end = min(start + PIECE_BYTES, span.num_bytes)
-                pieces.append((slice(span.offset + start, span.offset + end), source[start:end]))
-        if sum(len(source) for _, source in now) >= 4 * PIECE_BYTES:
+        now, later = self._pieces(flat, len(head), deferred)
+        now.append((slice(tree.offset, size), np.frombuffer(flat.tree, dtype=np.uint8)))
+        if sum(where.stop - where.start for where, _ in now) >= 4 * PIECE_BYTES:
             other = self._helpers.submit(_copy, target, now[1::2])
             try:
                 _copy(target, now[::2])
@@ -139,46 +181,60 @@ class Stager:
         else:
             _copy(target, now)
         copies = tuple(self._helpers.submit(_copy, target, later[half::2]) for half in (0, 1)) if later else ()
-        return Staged(arena, size, (*self._describe(tensors, spans, len(head)), _tree_entry(spans[-1])), copies)
+        return Staged(arena, size, entries, copies)
 
     def close(self) -> None:
         """End the helper threads. Blocks: up to the rest of one memory copy, since its arena gets another use."""
         self._helpers.shutdown(wait=True, cancel_futures=True)
 
-    def _place(self, flat: FlatState, identity: Identity) -> tuple[bytes, list[Span], int]:
+    def _place(self, flat: FlatState, identity: Identity) -> tuple[bytes, Span, int]:
         """Lay a state out; as the last one, if nothing but plain values changed."""
-        key = tuple(
-            (named.name, named.tensor.dtype, tuple(named.tensor.shape), named.global_shape, named.global_offset)
-            for named in flat.tensors
-        )
+        key: list[tuple[object, ...]] = [named[1:] for named in flat.tensors]
         if key != self._key:
             self._key, self._entries = key, (-1, [])
             self._layout = Layout(
-                (
-                    named.name,
-                    DTYPE_NAMES[str(named.tensor.dtype)],
-                    tuple(named.tensor.shape),
-                    named.tensor.numel() * named.tensor.element_size(),
-                    named.tensor.element_size(),
-                )
-                for named in flat.tensors
+                [
+                    (named.name, _SHORT[named.dtype], named.shape, _num_bytes(named), named.dtype.itemsize)
+                    for named in flat.tensors
+                ]
             )
+            self._runs = list(_runs(flat, self._layout))
         return self._layout.place(identity, len(flat.tree))
 
-    def _describe(self, tensors: dict[str, NamedTensor], spans: list[Span], start: int) -> list[TensorEntry]:
+    def _pieces(self, flat: FlatState, start: int, deferred: Collection[str]) -> tuple[list[_Piece], list[_Piece]]:
+        """Return what is copied where, at once and later."""
+        now, later, tensors = list[_Piece](), list[_Piece](), flat.tensors
+        for run in self._runs:
+            begin = run.begin + start
+            if run.is_small:
+                small = [tensors[index].tensor for index in run.indices]
+                # From a device at once: only this thread's stream waits for the kernels that training queued.
+                source = small if small[0].device.type == "cpu" else _joined(small)
+                now.append((slice(begin, run.end + start), source))
+                continue
+            named = tensors[run.indices[0]]
+            whole, pieces = _bytes_of(named.tensor), later if named.name in deferred else now
+            for first in range(0, len(whole), PIECE_BYTES):
+                last = min(first + PIECE_BYTES, len(whole))
+                pieces.append((slice(begin + first, begin + last), whole[first:last]))
+        return now, later
+
+    def _describe(self, flat: FlatState, start: int) -> list[TensorEntry]:
         if self._entries[0] != start:
-            entries = [
-                TensorEntry(
-                    name=span.name,
-                    dtype=span.dtype,
-                    shape=span.shape,
-                    global_shape=tensors[span.name].global_shape,
-                    global_offset=tensors[span.name].global_offset,
-                    offset=span.offset,
-                    num_bytes=span.num_bytes,
+            entries = []
+            for index, offset in zip(self._layout.order, self._layout.offsets, strict=True):
+                named = flat.tensors[index]
+                entries.append(
+                    TensorEntry(
+                        name=named.name,
+                        dtype=_SHORT[named.dtype],
+                        shape=tuple(named.shape),
+                        global_shape=tuple(named.global_shape),
+                        global_offset=named.global_offset,
+                        offset=offset + start,
+                        num_bytes=_num_bytes(named),
+                    )
                 )
-                for span in spans[:-1]
-            ]
             self._entries = (start, entries)
         return self._entries[1]
 
@@ -195,13 +251,20 @@ def _tree_entry(span: Span) -> TensorEntry:
     )
 
 
-def _copy(target: Bytes, pieces: list[tuple[slice, Bytes]]) -> None:
+def _copy(target: Bytes, pieces: list[_Piece]) -> None:
     for where, source in pieces:
-        np.copyto(target[where], source)
+        np.copyto(target[where], _joined(source) if isinstance(source, list) else source)
 
 
-def _bytes_of(named: NamedTensor) -> Bytes:
-    tensor = named.tensor
+def _joined(tensors: list[torch.Tensor]) -> Bytes:
+    """Return the bytes of tensors of one type and device, one behind the other, put together in one call."""
+    with torch.no_grad():
+        joined = torch._C._nn.flatten_dense_tensors(tensors)
+    return _bytes_of(joined)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     # From a device this is already the copy; it waits for the kernels queued before it.

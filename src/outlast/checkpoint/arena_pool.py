@@ -15,7 +15,6 @@ from outlast.errors import CheckpointError
 __all__ = ["ArenaPool"]
 
 log = logging.getLogger(__name__)
-ASK_TIMEOUT_S = 30.0
 
 
 class ArenaPool:
@@ -25,11 +24,13 @@ class ArenaPool:
         writer: Who owns the memory.
         rank: This rank.
         limit_s: Longest time that :meth:`take` waits for an arena to come back.
+        answer_s: Longest time that the writer may take to answer; one that hangs is replaced after it.
         may_steal: Whether the memory of the newest committed generation may be taken when the other arena is in use.
     """
 
-    def __init__(self, writer: WriterClient, rank: int, *, limit_s: float, may_steal: bool) -> None:
-        self._writer, self._rank, self._limit_s, self._may_steal = writer, rank, limit_s, may_steal
+    def __init__(self, writer: WriterClient, rank: int, *, limit_s: float, answer_s: float, may_steal: bool) -> None:
+        self._writer, self._rank, self._may_steal = writer, rank, may_steal
+        self._limit_s, self._answer_s = limit_s, answer_s
         self._known: dict[int, Arena] = {}
         self._busy: set[int] = set()
         self._changed = threading.Condition()
@@ -96,7 +97,7 @@ class ArenaPool:
 
     def _ask(self, num_bytes: int, may_steal: bool) -> Arena | None:
         request = Take(rank=self._rank, num_bytes=num_bytes, busy=tuple(self._busy), may_steal=may_steal)
-        taken, fd = self._writer.ask(request, Taken, timeout_s=ASK_TIMEOUT_S)
+        taken, fd = self._writer.ask(request, Taken, timeout_s=self._answer_s)
         if fd is None:
             return None
         inode = os.fstat(fd).st_ino

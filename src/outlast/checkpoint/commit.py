@@ -16,15 +16,16 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from outlast import clock
 from outlast.checkpoint import frames as f
-from outlast.checkpoint.directory import Directory
-from outlast.checkpoint.exchange import Exchange
-from outlast.checkpoint.finite import MAY_BE_INFINITE
+from outlast.checkpoint.claim import Claim, Refused
+from outlast.checkpoint.directory import SUSPECT, Directory
+from outlast.checkpoint.exchange import Exchange, Outcome, deadline
+from outlast.checkpoint.finite import MAY_BE_INFINITE, is_finite
 from outlast.checkpoint.holdings import CopyKey
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
 from outlast.checkpoint.places import Places
@@ -43,6 +44,10 @@ log = logging.getLogger(__name__)
 GRACE_S = 10.0
 """Ranks wait this much longer for the outcome than rank 0 does for its causes: better late than contradictory."""
 KEEP_TIMEOUT_S = 30.0
+MAX_TOLD = 3
+"""Tensors of a rank, and ranks, that a warning names."""
+_Infinite: TypeAlias = dict[int, tuple[str, ...]]
+"""Rank to its first tensors that hold numbers that are infinite or NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +64,11 @@ class _Ready(msgspec.Struct, frozen=True):
     iteration: int
     shard: ShardEntry | None = None
     num_copies: int = 0
+    not_finite: tuple[str, ...] = ()
+    """Names of tensors that hold numbers that are infinite or NaN; not more than are told."""
     error: str | None = None
-
-
-class _Outcome(msgspec.Struct, frozen=True):
-    error: str | None = None
+    is_refused: bool = False
+    """The error is that the folder is another run's."""
 
 
 class Committer:
@@ -105,16 +110,29 @@ class Committer:
         self._at_stage = at_stage or (lambda name: None)
         self._replication = replication
         self._known = Known()
-        self._claimed = False
+        self._not_finite: set[int] = set()
+        self._infinite_tensors: tuple[str, ...] = ()
+        self._told_of = _Infinite()
+        leads = places.local is not None and places.is_leader(rank)
+        self._claim = Claim(places.local, places.run, places.seen_local) if leads and places.local else None
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._exchange = Exchange(store, places.token, self._stop, rank=rank)
         self._thread = threading.Thread(target=self._run, name="outlast-commit", daemon=True)
         self._thread.start()
 
-    def start_from(self, known: dict[int, set[Tier]]) -> None:
-        """Take generations, and no others, for committed to these tiers. Only before the first save."""
-        self._known = Known(dict(known))
+    def start_from(self, known: dict[int, set[Tier]], not_finite: frozenset[int]) -> None:
+        """Take generations, and no others, for committed to these tiers. Only before the first save.
+
+        Args:
+            known: Each generation's tiers.
+            not_finite: Generations that hold numbers that are infinite or NaN.
+        """
+        self._known, self._not_finite = Known(dict(known)), set(not_finite)
+
+    def has(self, save: Save) -> bool:
+        """Return whether a save's iteration is known to be in all of its tiers. Thread: any."""
+        return not self._known.missing(save)
 
     def submit(self, save: Save) -> None:
         """Commit a staged save. Thread: the training thread."""
@@ -160,15 +178,19 @@ class Committer:
     def _commit(self, save: Save) -> tuple[f.CopyFailure, ...]:
         ready, failures = self._write(save)
         self._exchange.post(save.attempt.ordinal, f"ready/{self._rank}", ready)
-        manifest = self._lead(save) if self._places.is_leader(self._rank) else None
-        outcome = self._await(save, "outcome", _Outcome, grace_s=GRACE_S)
+        leads = self._places.is_leader(self._rank)
+        manifest, infinite = self._lead(save) if leads else (None, {})
+        outcome = self._await(save, "outcome", Outcome, grace_s=GRACE_S)
+        if outcome.is_refused:
+            self._exchange.part(save.attempt.ordinal, len(self._places.nodes), deadline(GRACE_S))
         if outcome.error is not None:
-            raise CheckpointError(
-                f"iteration {save.iteration} is not saved: {outcome.error}", rank=self._rank, iteration=save.iteration
-            )
+            what = f"iteration {save.iteration} is not saved"
+            raise outcome.failure(what, rank=self._rank, iteration=save.iteration)
         self._exchange.forget(save.attempt.ordinal)
         self._keep(save, manifest)
-        if self._places.is_leader(self._rank) and self._folder(save) is not None:
+        if leads and not save.suspect:
+            self._note_infinite(save.iteration, infinite)
+        if leads and self._folder(save) is not None:
             self._follow_up(save)
         return failures
 
@@ -179,7 +201,7 @@ class Committer:
         local = self._places.local
         if local is None or Tier.LOCAL not in save.tiers:
             return None
-        return Directory(local.path / "suspect") if save.suspect else local
+        return Directory(local.path / SUSPECT) if save.suspect else local
 
     def _write(self, save: Save) -> tuple[_Ready, tuple[f.CopyFailure, ...]]:
         try:
@@ -188,6 +210,7 @@ class Committer:
             if save.arena is None:
                 raise CheckpointError(save.error or "nothing was staged")
             self._at_stage("data")
+            self._hold_claim(save)
             folder, file = self._folder(save), shard_name(self._rank)
             path = folder.temporary(save.iteration, save.attempt) / file if folder is not None else None
             replicates = self._replicates(save)
@@ -201,7 +224,9 @@ class Committer:
                 timeout_s=self._replication.timeout_s,
             )
             written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(save), fd=save.arena.fd)
-        except CheckpointError as error:
+        except Refused as error:
+            return _Ready(save.iteration, error=str(error), is_refused=True), ()
+        except (CheckpointError, OSError) as error:
             return _Ready(save.iteration, error=f"rank {self._rank}: {error}"), ()
         shard = ShardEntry(
             rank=self._rank,
@@ -211,7 +236,19 @@ class Committer:
             tensors=save.tensors,
             finite=written.finite,
         )
-        return _Ready(save.iteration, shard, written.num_copies), written.failures
+        if written.finite:
+            self._infinite_tensors = ()
+        elif not self._infinite_tensors:  # once: with masks, say, each save would cost another look at everything
+            self._infinite_tensors = _find_infinite(save)
+        return _Ready(save.iteration, shard, written.num_copies, self._infinite_tensors), written.failures
+
+    def _hold_claim(self, save: Save) -> None:
+        """Be sure that the node's folder is this run's, before data is written and again before the commit.
+
+        Raises: Refused, when it is another run's.
+        """
+        if self._claim is not None and self._folder(save) is not None:
+            self._claim.hold()
 
     def _keep(self, save: Save, manifest: bytes | None) -> None:
         """Have the writer keep this rank's part, and the node's copies of others' parts."""
@@ -235,35 +272,43 @@ class Committer:
         if folder is not None and self._places.is_leader(self._rank):
             folder.discard(save.iteration, save.attempt)
             try:
-                folder.remove_stale(save.attempt)
+                if self._claim is not None and self._claim.is_held:  # else they may be another run's, and in use
+                    folder.remove_stale(save.attempt)
             except OSError as error:
                 log.warning("what failed saves left cannot be removed: %s", error)
 
     # -- the node's part ---------------------------------------------------------------------------------------
 
-    def _lead(self, save: Save) -> bytes | None:
-        """Write the manifest and rename; tell how it went. Errors of this rank are told; returns the manifest."""
-        manifest, error = None, None
+    def _lead(self, save: Save) -> tuple[bytes | None, _Infinite]:
+        """Write the manifest and rename; tell how it went. Errors of this rank are told.
+
+        Returns:
+            The manifest, and the tensors that hold numbers that are infinite or NaN.
+        """
+        manifest, infinite, mine = None, _Infinite(), Outcome()
         try:
-            manifest = encode_manifest(self._describe(save))
+            described, infinite = self._describe(save)
+            manifest = encode_manifest(described)
             self._place(save, manifest)
         except (OSError, CheckpointError) as failure:
-            error = f"rank {self._rank}: {failure}" if isinstance(failure, OSError) else str(failure)
-        self._exchange.post(save.attempt.ordinal, f"renamed/{self._rank}", _Outcome(error))
+            text = f"rank {self._rank}: {failure}" if isinstance(failure, OSError) else str(failure)
+            mine = Outcome.of(failure, text)
+        self._exchange.post(save.attempt.ordinal, f"renamed/{self._rank}", mine)
         if self._rank == 0:
+            outcome = mine
             for leader in self._places.leaders:
-                if error is None:
+                if outcome.error is None:
                     try:
-                        error = self._await(save, f"renamed/{leader}", _Outcome).error
+                        outcome = self._await(save, f"renamed/{leader}", Outcome)
                     except CheckpointError as failure:
-                        error = str(failure)
-            self._exchange.post(save.attempt.ordinal, "outcome", _Outcome(error))
-        return manifest
+                        outcome = Outcome.of(failure)
+            self._exchange.post(save.attempt.ordinal, "outcome", outcome)
+        return manifest, infinite
 
-    def _describe(self, save: Save) -> Manifest:
+    def _describe(self, save: Save) -> tuple[Manifest, _Infinite]:
         """Gather all ranks' shards."""
         replicates = self._replicates(save)
-        shards, num_copies = [], []
+        shards, num_copies, infinite = [], [], _Infinite()
         for rank in range(len(self._places.nodes)):
             ready = self._await(save, f"ready/{rank}", _Ready)
             if ready.iteration != save.iteration:
@@ -271,10 +316,13 @@ class Committer:
                     f"rank {rank} saves iteration {ready.iteration} meanwhile; all ranks must save the same ones"
                 )
             if ready.shard is None:
-                raise CheckpointError(ready.error or f"rank {rank} has nothing")
+                kind = Refused if ready.is_refused else CheckpointError
+                raise kind(ready.error or f"rank {rank} has nothing")
             shards.append(ready.shard)
+            if not ready.shard.finite:
+                infinite[rank] = ready.not_finite
             num_copies.append(ready.num_copies)
-        return Manifest(
+        manifest = Manifest(
             schema=SCHEMA,
             run=self._places.run,
             topology=self._topology,
@@ -288,6 +336,22 @@ class Committer:
             parity=self._replication.parity if replicates else 0,
             shards=tuple(shards),
         )
+        return manifest, infinite
+
+    def _note_infinite(self, iteration: int, infinite: _Infinite) -> None:
+        """Warn of numbers that are infinite or NaN, on rank 0, once until other ranks or tensors hold some."""
+        (self._not_finite.add if infinite else self._not_finite.discard)(iteration)
+        if infinite and infinite != self._told_of and self._rank == 0:
+            named = [f"rank {rank} in {', '.join(names)}" for rank, names in sorted(infinite.items())]
+            more = f"; and {len(named) - MAX_TOLD} more ranks" if len(named) > MAX_TOLD else ""
+            log.warning(
+                "iteration %d is saved with numbers that are infinite or NaN: %s%s; a load takes an older generation "
+                "without them where there is one, unless prefer_finite is off",
+                iteration,
+                "; ".join(named[:MAX_TOLD]),
+                more,
+            )
+        self._told_of = infinite
 
     def _place(self, save: Save, manifest: bytes) -> None:
         folder = self._folder(save)
@@ -299,9 +363,7 @@ class Committer:
             if not path.exists():
                 raise CheckpointError(f"rank {self._rank} does not see {path}; is it the same file system?")
         self._at_stage("manifest")
-        if not self._claimed:
-            folder.claim(self._places.run)
-            self._claimed = not save.suspect
+        self._hold_claim(save)
         with open(temporary / MANIFEST, "xb") as file:
             file.write(manifest)
             file.flush()
@@ -334,6 +396,7 @@ class Committer:
             most_recent_k=self._retention.most_recent_k,
             retain_interval=0,
             suspect_window=self._retention.suspect_window,
+            not_finite=self._not_finite,
         )
         for generation in present:
             if generation not in kept and generation < newest:
@@ -367,3 +430,18 @@ def _numbers(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, int, int], ..
     return tuple(
         (tensor.dtype, tensor.offset, tensor.num_bytes) for tensor in tensors if tensor.dtype in MAY_BE_INFINITE
     )
+
+
+def _find_infinite(save: Save) -> tuple[str, ...]:
+    """Return the first tensors that hold numbers that are infinite or NaN."""
+    found: list[str] = []
+    if save.arena is None:
+        return ()
+    with save.arena.view(save.num_bytes) as image:
+        for tensor in save.tensors:
+            if tensor.dtype not in MAY_BE_INFINITE or len(found) == MAX_TOLD:
+                continue
+            with image[tensor.offset : tensor.offset + tensor.num_bytes] as data:
+                if not is_finite(data, tensor.dtype):
+                    found.append(tensor.name)
+    return tuple(found)

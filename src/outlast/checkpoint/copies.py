@@ -13,7 +13,10 @@ from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.load import load_resharded, read_rank
+from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.dcp.verified_file import VerifiedFiles
 from outlast.checkpoint.holdings import MANIFEST_PART, CopyKey
+from outlast.checkpoint.layouts import OtherLayout, check_same_layouts, meshes_of
 from outlast.checkpoint.manifest import Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
@@ -23,7 +26,7 @@ from outlast.checkpoint.replication import group_of
 from outlast.checkpoint.restore import check_fit, restore_into
 from outlast.checkpoint.shard import DTYPE_NAMES, shard_name
 from outlast.checkpoint.shard_reader import Proof, prove, read
-from outlast.checkpoint.state import capture, decode, flatten, meshes_of
+from outlast.checkpoint.state import Wrapped, capture, decode, flatten, layouts_of
 from outlast.checkpoint.tiers import PARITY, Table, check_manifest
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
@@ -76,7 +79,8 @@ class _ShardCopy:
 
     def check(self, state: Mapping[str, Any]) -> None:
         live = capture(state)
-        saved = decode(self._proof.tree, self._placeholder, meshes_of(live))
+        _check_layouts(self._proof.tree, live)
+        saved = decode(self._proof.tree, self._placeholder, meshes_of(live), rewrap=Wrapped.outline)
         check_fit(state, saved["state"])
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,11 +111,25 @@ class _ShardCopy:
 class _GlobalCopy:
     """A rank's exact state, put together from the global tier."""
 
-    def __init__(self, directory: GlobalDirectory, generation: int, manifest: Any, rank: int) -> None:
-        self._state = read_rank(directory, generation, manifest, rank)
+    def __init__(
+        self, directory: GlobalDirectory, generation: int, manifest: Any, rank: int, state: Mapping[str, Any]
+    ) -> None:
+        self._unfit: Exception | None = None
+
+        def accept(tree: bytes) -> None:
+            try:
+                _check_layouts(tree, capture(state))
+            except OtherLayout:
+                raise
+            except Exception as error:  # noqa: BLE001 - the live state's, not the generation's; check() raises it
+                self._unfit = error
+
+        self._state = read_rank(directory, generation, manifest, rank, accept=accept)
         self.num_bytes_read = self._state.num_bytes_read
 
     def check(self, state: Mapping[str, Any]) -> None:
+        if self._unfit is not None:
+            raise self._unfit
         self._saved = decode(self._state.tree, self._state.tensor, meshes_of(capture(state)))
         check_fit(state, self._saved["state"])
 
@@ -124,7 +142,7 @@ class _GlobalCopy:
 
 
 class _ReshardedCopy:
-    """A generation of another number of ranks, in tensors beside the live ones."""
+    """A generation of another number of ranks, or another layout, in tensors beside the live ones."""
 
     def __init__(self, loaded: Any) -> None:
         self._loaded = loaded
@@ -172,14 +190,20 @@ class Opener:
         self._world_sizes, self._members = table.world_sizes, table.members
         self._timeout_s, self._fetch_limit_s = timeout_s, fetch_limit_s
 
-    def prove(self, copy: Copy) -> ProvenCopy:
+    def prove(self, copy: Copy, reshard: bool) -> ProvenCopy:
         """Compare every byte of a copy with its digest.
 
+        Args:
+            copy: Which.
+            reshard: Whether it was saved in another layout than the live state's; only of the global tier, and all
+                ranks say so.
+
         Raises:
+            OtherLayout: It was, and that was not said.
             CheckpointError: It is not what it should be, or cannot be had.
             OSError: It cannot be read.
 
-        Collective: all ranks, for a generation of another number of ranks; which one that is, all know alike.
+        Collective: all ranks, for a generation of another number of ranks or layout; which one that is, all know alike.
         Blocks: while it is read.
         """
         match copy.tier:
@@ -190,7 +214,7 @@ class Opener:
             case Tier.REPLICA:
                 return self._from_parity(copy) if copy.holder == PARITY else self._from_node(copy)
             case _:
-                return self._from_global(copy)
+                return self._from_global(copy, reshard)
 
     def _from_memory(self, copy: Copy) -> _ShardCopy:
         listed, _ = self._writer.ask(f.List(), f.Listed, timeout_s=OPEN_TIMEOUT_S)
@@ -278,10 +302,10 @@ class Opener:
         finally:
             self._arenas.give_back(arena)
 
-    def _from_global(self, copy: Copy) -> ProvenCopy:
+    def _from_global(self, copy: Copy, reshard: bool) -> ProvenCopy:
         directory = self._places.directory
         assert directory is not None
-        same = self._world_sizes.get(copy.attempt) == self._peers.world_size
+        same = self._world_sizes.get(copy.attempt) == self._peers.world_size and not reshard
         manifest, problem = None, ""
         try:
             manifest = directory.manifest(copy.generation)
@@ -293,13 +317,19 @@ class Opener:
             problem = f"rank {self._peers.rank}: {error}"
         if same:
             assert manifest is not None
-            return _GlobalCopy(directory, copy.generation, manifest, self._peers.rank)
+            self._warn_of_metadata(directory, manifest)
+            return _GlobalCopy(directory, copy.generation, manifest, self._peers.rank, self._state)
         # All ranks load together: if one cannot even begin, none may.
         for told in self._peers.gather(problem.encode()):
             if told:
                 raise CheckpointError(told.decode())
         assert manifest is not None
+        self._warn_of_metadata(directory, manifest)
         return _ReshardedCopy(load_resharded(directory, copy.generation, manifest, self._state))
+
+    def _warn_of_metadata(self, directory: GlobalDirectory, manifest: GlobalManifest) -> None:
+        if self._peers.rank == 0:
+            VerifiedFiles(directory, manifest).warn_of_metadata()
 
     def _key(self, copy: Copy) -> CopyKey:
         return CopyKey(copy.generation, copy.attempt, self._peers.rank)
@@ -309,6 +339,13 @@ class Opener:
         if (manifest.iteration, manifest.attempt) != (copy.generation, copy.attempt):
             raise Untrusted(f"is of attempt {manifest.attempt} at iteration {manifest.iteration}")
         return manifest
+
+
+def _check_layouts(tree: bytes, live: dict[str, Any]) -> None:
+    """Raise OtherLayout when the tensors of a tree lie on the ranks in another way than those of the live state."""
+    saved = layouts_of(tree)
+    if any(saved.values()) or meshes_of(live):
+        check_same_layouts(saved, layouts_of(flatten({"state": live}).tree))
 
 
 def _takes(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> bool:

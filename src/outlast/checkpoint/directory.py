@@ -1,29 +1,33 @@
 """The folder of a node's generations: its names, and what lies in it. Nothing here imports torch.
 
 ``step-<n>`` is a committed generation, ``step-<n>.tmp-...`` an attempt, ``step-<n>.aside-...`` what stood in the way
-of a newer lineage, ``latest`` a hint for people, and ``run.json`` names the run that the folder belongs to.
+of a newer lineage, ``latest`` a hint for people, and ``run.json`` a hint that names the run that the folder belongs to;
+see ``claim``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
+from outlast.checkpoint.claim import RUN, decode_hint, encode_hint
 from outlast.checkpoint.holdings import SHARD_PART, CopyKey
 from outlast.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
+from outlast.checkpoint.seal import run_of
 from outlast.checkpoint.shard import shard_name
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete
-from outlast.runtime.files import fsync_folder, write_atomically
+from outlast.runtime.files import create_atomically, fsync_folder, write_atomically
 
-__all__ = ["Attempt", "Directory", "part_name"]
+__all__ = ["SUSPECT", "TRACKER", "Attempt", "Directory", "part_name"]
 
-RUN = "run.json"
+SUSPECT = "suspect"
+"""Folder of what was saved for diagnosis."""
 TRACKER = "latest"
 _GENERATION = re.compile(r"step-(\d+)")
 _DOOMED = re.compile(r"step-\d+\.doomed")
@@ -47,10 +51,6 @@ class Attempt:
 def part_name(key: CopyKey) -> str:
     """Return the name of a part's file."""
     return shard_name(key.rank) if key.part == SHARD_PART else f"{clean_name(key.part)}-{key.rank:05d}.bin"
-
-
-class _Run(msgspec.Struct, frozen=True):
-    run: str
 
 
 class Directory:
@@ -90,14 +90,45 @@ class Directory:
             raise CheckpointError(f"the manifest cannot be read ({error.strerror})") from error
         return decode_manifest(data)
 
-    def run(self) -> str | None:
-        """Return the run that the folder belongs to; ``None`` when it is new."""
+    @property
+    def url(self) -> str:
+        """The folder, as people are told of it."""
+        return os.fspath(self.path)
+
+    def hint(self) -> str | None:
+        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""
         try:
-            return msgspec.json.decode((self.path / RUN).read_bytes(), type=_Run).run
-        except FileNotFoundError:
-            return None
-        except msgspec.MsgspecError as error:
-            raise CheckpointError(f"{self.path / RUN} cannot be read ({error}); restore or delete it") from error
+            return decode_hint((self.path / RUN).read_bytes())
+        except OSError:
+            return None  # manifests tell it too; a disk that fails fails the save
+
+    def named_runs(self) -> Iterator[str]:
+        """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
+        for folder in (self, Directory(self.path / SUSPECT)):
+            for iteration in folder.generations():
+                try:
+                    run = run_of((folder.generation(iteration) / MANIFEST).read_bytes(), iteration)
+                except OSError:
+                    continue
+                if run is not None:
+                    yield run
+
+    def create_hint(self, run: str) -> bool:
+        """Name the run that the folder belongs to, unless it is named; return whether this call did.
+
+        Raises:
+            OSError: It cannot be written, or there is a name that cannot be read: it may be another run's.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        if create_atomically(self.path / RUN, encode_hint(run)):
+            return True
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / RUN).read_bytes()
+        return False
+
+    def write_hint(self, run: str) -> None:
+        """Name the run that the folder belongs to, whatever it was named before."""
+        write_atomically(self.path / RUN, encode_hint(run))
 
     def commit(self, iteration: int, attempt: Attempt) -> None:
         """Give an attempt its final name; what has that name already is set aside, not written to."""
@@ -110,11 +141,6 @@ class Directory:
     def point_to(self, iteration: int) -> None:
         """Set the tracker."""
         write_atomically(self.path / TRACKER, f"step-{iteration}\n".encode())
-
-    def claim(self, run: str) -> None:
-        """Name the run that the folder belongs to, unless it is named."""
-        if not (self.path / RUN).exists():
-            write_atomically(self.path / RUN, msgspec.json.encode(_Run(run)))
 
     def remove_stale(self, attempt: Attempt) -> list[str]:
         """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.

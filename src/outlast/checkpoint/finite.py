@@ -16,12 +16,15 @@ _SUMMED = {"F64": np.float64, "F32": np.float32, "C64": np.float32}
 """Types whose sum tells: it is finite only if all elements are."""
 
 _MASKED = {
-    "F16": (np.uint16, 0x7C00),
-    "BF16": (np.uint16, 0x7F80),
-    "F8_E5M2": (np.uint8, 0x7C),
-    "F8_E4M3": (np.uint8, 0x7F),
+    "F16": (np.uint16, 0x7C00, 0x7C00),
+    "BF16": (np.uint16, 0x7F80, 0x7F80),
+    "F8_E5M2": (np.uint8, 0x7C, 0x7C),
+    "F8_E4M3": (np.uint8, 0x7F, 0x7F),
+    "F8_E5M2FNUZ": (np.uint8, 0xFF, 0x80),
+    "F8_E4M3FNUZ": (np.uint8, 0xFF, 0x80),
+    "F8_E8M0": (np.uint8, 0xFF, 0xFF),
 }
-"""Types that numpy adds slowly or not at all: an element with all these bits set is infinite or NaN."""
+"""Types that numpy adds slowly or not at all: a mask, and what of an infinity or NaN is left under it."""
 
 MAY_BE_INFINITE = frozenset({*_SUMMED, *_MASKED})
 """safetensors' names of the element types that have infinities or NaN."""
@@ -39,9 +42,9 @@ def is_finite(data: memoryview, dtype: str) -> bool:
 
 def _is_piece_finite(data: memoryview, dtype: str) -> bool:
     if dtype in _MASKED:
-        kind, mask = _MASKED[dtype]
+        kind, mask, bad = _MASKED[dtype]
         bits = np.frombuffer(data, dtype=kind)
-        return not bool(((bits & mask) == mask).any())
+        return not bool(((bits & mask) == bad).any())
     numbers = np.frombuffer(data, dtype=_SUMMED[dtype])
     with np.errstate(all="ignore"):
         # A sum of finite numbers may overflow: then each one is looked at.

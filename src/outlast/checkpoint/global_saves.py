@@ -60,11 +60,17 @@ class GlobalSaves:
                 suspect_window=config.suspect_window,
             ),
             on_outcome=self._after,
+            seen=places.seen_global,
         )
 
-    def start_from(self, generations: Iterable[int]) -> None:
-        """Take generations for committed to the global tier. Only before the first save."""
-        self._lane.start_from(generations)
+    def start_from(self, generations: Iterable[int], not_finite: frozenset[int]) -> None:
+        """Take generations for committed to the global tier. Only before the first save.
+
+        Args:
+            generations: Which.
+            not_finite: Generations that hold numbers that are infinite or NaN.
+        """
+        self._lane.start_from(generations, not_finite)
 
     def submit(self, save: Save) -> None:
         """Save what lies in the save's arena. Thread: the committer's."""

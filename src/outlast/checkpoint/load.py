@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,16 @@ import msgspec
 
 from outlast.checkpoint.copies import ProvenCopy
 from outlast.checkpoint.kept import KeptState, is_kept
+from outlast.checkpoint.layouts import OtherLayout
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, reject
-from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+from outlast.errors import CheckpointError, Corrupt, Incomplete, NotFinite, OutlastError, Untrusted
 from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
-from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_recovery_point
+from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_best_point, choose_recovery_point
 from outlast.runtime.random_numbers import restore_random
 
-__all__ = ["Loaded", "Rejection", "Restored", "agree_and_prove", "known_generations"]
+__all__ = ["Loaded", "Rejection", "Restored", "agree_and_prove", "known_generations", "not_finite_generations"]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class Restored:
     load_s: float
     bytes_read: dict[str, int]
     """Bytes that this rank read, by tier."""
+    finite: bool = True
+    """Whether no number in the generation is infinite or NaN, on any rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +60,13 @@ class Loaded:
     point: RecoveryPoint
     copy: ProvenCopy
     rejected: list[Rejection]
+    finite: bool
+    """Whether no number in it is infinite or NaN."""
     known: dict[int, set[Tier]]
     """This generation and older ones that all ranks could load, as far as can be told unread: the tiers that have all
     of it, the near ones taken together."""
+    not_finite: frozenset[int]
+    """Generations, newer ones too, that hold numbers that are infinite or NaN."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load it into a state that it was found to fit, and let go of it.
@@ -74,7 +81,7 @@ class Loaded:
         if random is not None:
             restore_random(random)
         elif not isinstance(self.copy, KeptState):
-            log.info("saved by another number of ranks: every rank's random numbers begin afresh")
+            log.info("loaded in another layout than it was saved in: every rank's random numbers begin afresh")
 
     def describe(self, rank: int, *, load_s: float) -> Restored:
         """Return what a rank's caller is told of it.
@@ -93,31 +100,39 @@ class Loaded:
             rejected=self.rejected,
             load_s=load_s,
             bytes_read={} if is_kept(mine) else {str(mine.tier): self.copy.num_bytes_read},
+            finite=self.finite,
         )
 
 
 class _Vote(msgspec.Struct, frozen=True):
     rejection: Rejection | None
     fatal: str | None = None
+    other_layout: bool = False
+    """It was saved in another layout over the ranks: the near tiers are of no use, the global one is resharded."""
 
 
 def agree_and_prove(
     table: Table,
     places: Places,
     peers: Peers,
-    obtain_copy: Callable[[Copy], ProvenCopy],
+    obtain_copy: Callable[[Copy, bool], ProvenCopy],
     usable: Callable[[ProvenCopy], None],
     distrusted: Sequence[Distrusted],
     kept: Sequence[Copy | None] = (),
+    *,
+    prefer_finite: bool = True,
 ) -> Loaded | None:
     """Find the newest generation that all ranks can prove, and return this rank's proven copy of it.
 
     Args:
         table: What all ranks could load.
-        obtain_copy: Proves a copy of this rank; see :class:`copies.Opener`.
+        obtain_copy: Proves a copy of this rank, or, if its second argument says so, this rank's part in the layout that
+            the live state has now; see :class:`copies.Opener`.
         usable: Raises CheckpointError when the copy does not fit the live state; then nothing older is tried.
+            Raises OtherLayout when resharded it might.
         distrusted: Copies that led to invalid results, with what descends from them.
         kept: By rank, the generation that its live state is already; it then needs no copy of that.
+        prefer_finite: Take an older generation rather than one with numbers that are infinite or NaN.
 
     Raises:
         CheckpointError: There are generations, but none that all ranks can prove.
@@ -134,10 +149,12 @@ def agree_and_prove(
             rejected.append(reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}"))
     if any(kept):
         table = dataclasses.replace(table, copies=_with_kept(table, kept, distrusted))
+    resharded: set[str] = set()
     doubtful = [{copy for copy in copies if is_doubtful(copy, distrusted)} for copies in table.copies]
-    while (point := _choose(table, refused, doubtful)) is not None:
+    put_off = table.not_finite if prefer_finite else set[tuple[int, str]]()
+    while (point := choose_best_point(table.copies, refused, doubtful=doubtful, not_finite=put_off)) is not None:
         mine = point.copies[peers.rank]
-        proven, vote = _prove_and_vote(mine, peers.rank, obtain_copy, usable)
+        proven, vote = _prove_and_vote(mine, peers.rank, obtain_copy, usable, reshard=point.attempt in resharded)
         votes = [msgspec.json.decode(data, type=_Vote) for data in peers.gather(msgspec.json.encode(vote))]
         against = [(rank, vote.rejection) for rank, vote in enumerate(votes) if vote.rejection is not None]
         if not against:
@@ -147,21 +164,48 @@ def agree_and_prove(
                         f"generation {point.generation} does not fit rank {rank}: {vote.fatal}", rank=rank
                     )
             assert proven is not None
+            if (point.generation, point.attempt) not in put_off:
+                rejected += _not_finite(table, refused, point, put_off)
             return _loaded(committed, refused, point, proven, rejected)
         if proven is not None:
             proven.close()
         for rank, rejection in against:
-            refused[rank].add(point.copies[rank])
             rejected.append(rejection)
+            if not any(vote.other_layout for vote in votes):
+                refused[rank].add(point.copies[rank])
+        if any(vote.other_layout for vote in votes):
+            # All ranks load their parts of the global copy together, or none does.
+            for rank, copies in enumerate(table.copies):
+                of_point = {copy for copy in copies if copy.attempt == point.attempt}
+                is_tried = point.attempt in resharded
+                refused[rank] |= {copy for copy in of_point if is_tried or is_kept(copy) or copy.tier != Tier.GLOBAL}
+            resharded.add(point.attempt)
     if not table.seen:
         return None
     raise _nothing_left(places, rejected)
 
 
-def _choose(table: Table, refused: dict[int, set[Copy]], doubtful: list[set[Copy]]) -> RecoveryPoint | None:
-    """Choose among the copies that nobody refused; doubtful ones only where the others do not suffice."""
-    sound = {rank: bad | doubtful[rank] for rank, bad in refused.items()}
-    return choose_recovery_point(table.copies, sound) or choose_recovery_point(table.copies, refused)
+def _not_finite(
+    table: Table, refused: dict[int, set[Copy]], point: RecoveryPoint, put_off: set[tuple[int, str]]
+) -> Iterator[Rejection]:
+    """Name the newer generations that all ranks could have loaded, but for numbers that are infinite or NaN."""
+    for generation, attempt in sorted(put_off):
+        if generation <= point.generation:
+            continue
+        these = [
+            {copy for copy in held if (copy.generation, copy.attempt) == (generation, attempt)} for held in table.copies
+        ]
+        if (left := choose_recovery_point(these, refused)) is None:
+            continue
+        yield Rejection(
+            generation=generation,
+            tier=str(left.copies[0].tier),
+            rank=0,
+            file=f"step-{generation}/manifest.json",
+            reason=f"holds numbers that are infinite or NaN, and generation {point.generation} holds none; "
+            "if they belong there, set prefer_finite=false",
+            kind=NotFinite.__name__,
+        )
 
 
 def _with_kept(table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> list[set[Copy]]:
@@ -181,6 +225,11 @@ def known_generations(table: Table, distrusted: Sequence[Distrusted], newest: in
     return _known(table, _distrusted_copies(table, distrusted), newest)
 
 
+def not_finite_generations(table: Table) -> frozenset[int]:
+    """Return the generations that hold numbers that are infinite or NaN."""
+    return frozenset(generation for generation, _ in table.not_finite)
+
+
 def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[int, set[Copy]]:
     return {
         rank: {copy for copy in copies if is_distrusted(copy, table.lineage, distrusted)}
@@ -195,8 +244,10 @@ def _loaded(
     return Loaded(
         point=point,
         copy=proven,
+        finite=(point.generation, point.attempt) not in table.not_finite,
         rejected=sorted(newer, key=lambda one: (-one.generation, one.rank, one.tier)),
         known=_known(table, refused, point.generation),
+        not_finite=not_finite_generations(table),
     )
 
 
@@ -214,17 +265,30 @@ def _known(table: Table, refused: dict[int, set[Copy]], newest: int) -> dict[int
 
 
 def _prove_and_vote(
-    copy: Copy, rank: int, obtain_copy: Callable[[Copy], ProvenCopy], usable: Callable[[ProvenCopy], None]
+    copy: Copy,
+    rank: int,
+    obtain_copy: Callable[[Copy, bool], ProvenCopy],
+    usable: Callable[[ProvenCopy], None],
+    *,
+    reshard: bool,
 ) -> tuple[ProvenCopy | None, _Vote]:
     try:
-        proven = KeptState() if is_kept(copy) else obtain_copy(copy)
+        proven = KeptState() if is_kept(copy) else obtain_copy(copy, reshard)
     except CheckpointError as error:
-        return None, _Vote(reject(error, copy.generation, copy.tier, rank, _where(copy, rank)))
+        rejection = reject(error, copy.generation, copy.tier, rank, _where(copy, rank))
+        return None, _Vote(rejection, other_layout=isinstance(error, OtherLayout))
     except (OSError, MemoryError, RuntimeError, ValueError) as error:  # torch's lack of memory is a RuntimeError
         failure = CheckpointError(f"cannot be read ({error})")
         return None, _Vote(reject(failure, copy.generation, copy.tier, rank, _where(copy, rank)))
+    except OutlastError:  # a peer left, say: nobody votes
+        raise
+    except Exception as error:  # noqa: BLE001 - resharding asks the live state, as below
+        return None, _Vote(None, f"{type(error).__name__}: {error}")
     try:
         usable(proven)
+    except OtherLayout as error:
+        rejection = reject(error, copy.generation, copy.tier, rank, _where(copy, rank))
+        return proven, _Vote(rejection, other_layout=True)
     except CheckpointError as error:
         return proven, _Vote(None, str(error))
     except Exception as error:  # noqa: BLE001 - a state_dict() may raise anything; the peers wait for the vote

@@ -9,10 +9,10 @@ from typing import Any
 
 from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.copies import Opener
-from outlast.checkpoint.dcp.directory import SUSPECT, GlobalDirectory
-from outlast.checkpoint.directory import Directory
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.kept import gather_kept
-from outlast.checkpoint.load import Loaded, agree_and_prove, known_generations
+from outlast.checkpoint.load import Loaded, agree_and_prove, known_generations, not_finite_generations
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.tiers import Table, gather_copies
@@ -95,6 +95,7 @@ class Loader:
         directory = places.directory.suspects if places.directory is not None else None
         places = dataclasses.replace(places, directory=directory, local=local, memory=False, targets={})
         table = self._gather(places)
+        table.not_finite.clear()  # that is what it was saved for
         for copies in table.copies:
             copies.intersection_update([copy for copy in copies if copy.generation == iteration])
         try:
@@ -104,17 +105,26 @@ class Loader:
             return None
         if loaded is None:
             return None
-        return dataclasses.replace(loaded, known=known_generations(committed, distrusted, iteration))
+        return dataclasses.replace(
+            loaded,
+            known=known_generations(committed, distrusted, iteration),
+            not_finite=not_finite_generations(committed),
+        )
 
-    def known(self, newest: int, distrusted: Sequence[Distrusted]) -> dict[int, set[Tier]]:
-        """Return the generations up to ``newest`` that all ranks could load, with the tiers that have all of each.
+    def known(self, newest: int, distrusted: Sequence[Distrusted]) -> tuple[dict[int, set[Tier]], frozenset[int]]:
+        """Return what lies where this run saves.
+
+        Returns:
+            The generations up to ``newest`` that all ranks could load, with the tiers that have all of each; and the
+            generations, newer ones too, that hold numbers that are infinite or NaN.
 
         Raises:
             PeerLost: A peer left.
 
         Collective: all ranks.
         """
-        return known_generations(self._gather(self._places), distrusted, newest)
+        table = self._gather(self._places)
+        return known_generations(table, distrusted, newest), not_finite_generations(table)
 
     def _gather(self, places: Places) -> Table:
         return gather_copies(places, self._peers, self._writer, topology=self._topology)
@@ -139,7 +149,14 @@ class Loader:
             fetch_limit_s=self._config.save_timeout,
         )
         return agree_and_prove(
-            table, places, self._peers, opener.prove, lambda copy: copy.check(state), distrusted, kept
+            table,
+            places,
+            self._peers,
+            opener.prove,
+            lambda copy: copy.check(state),
+            distrusted,
+            kept,
+            prefer_finite=self._config.prefer_finite,
         )
 
     def _other_place(self, url: str) -> Places:

@@ -23,7 +23,7 @@ from outlast.checkpoint.replication import say_what_is_off
 from outlast.checkpoint.report import Reporter
 from outlast.checkpoint.save import Save
 from outlast.checkpoint.save_request import check_may_save, checked_iteration, wanted_tiers
-from outlast.checkpoint.state import capture, flatten
+from outlast.checkpoint.state import capture, flatten, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
@@ -36,6 +36,8 @@ from outlast.runtime.random_numbers import capture_random
 __all__ = ["CheckpointManager"]
 
 log = logging.getLogger(__name__)
+KEEPER_PATIENCE_S = 20.0
+"""Seconds in which a node of Ray gets another writer, where the actor that kept the first one died."""
 COST_WEIGHT = 0.3
 """Of the newest save in the mean of what saves cost."""
 
@@ -78,7 +80,8 @@ class CheckpointManager:
             raise ConfigError(
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
-        self._writer = WriterClient(place.writer, writer_arguments)
+        patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
+        self._writer = WriterClient(place.writer, writer_arguments, patience_s=patience_s)
         self._peers = Peers(place.global_rank, place.world_size, timeout_s=config.save_timeout)
         try:
             self._places = agree_places(config, place, self._peers, self._writer)
@@ -122,6 +125,11 @@ class CheckpointManager:
     def durable_iteration(self) -> int | None:
         """The newest generation known to be committed, loaded or saved; ``None`` = none yet. Thread: any."""
         return self._pipeline.outcomes.durable
+
+    @property
+    def refusal(self) -> CheckpointError | None:
+        """Why no save can succeed any more: a directory is another run's. ``None``: they can. Thread: any."""
+        return self._pipeline.outcomes.refusal
 
     @property
     def save_cost_s(self) -> float | None:
@@ -178,9 +186,9 @@ class CheckpointManager:
         Collective: all ranks, before the first save.
         Blocks: until all ranks have looked at what there is.
         """
-        known = self._loader.known(iteration, decode_distrusted(self._place.untrusted))
+        known, not_finite = self._loader.known(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
-        self._take_for_committed(known, iteration)
+        self._take_for_committed(known, not_finite, iteration)
         self._may_save = True
         self._prepare(state)
 
@@ -235,8 +243,8 @@ class CheckpointManager:
             A handle; done at once when the generation is the one that was loaded, and in all these tiers.
 
         Raises:
-            CheckpointError: ``max_consecutive_save_failures`` saves failed in a row, a value cannot be saved, or
-                there are generations and :meth:`load_latest` was not called.
+            CheckpointError: ``max_consecutive_save_failures`` saves failed in a row, a value cannot be saved, a
+                directory is another run's, or there are generations and :meth:`load_latest` was not called.
             ConfigError: ``iteration`` is not a number of steps, or there is no such tier.
 
         Collective: all ranks, with the same iterations and tiers in the same order.
@@ -268,8 +276,8 @@ class CheckpointManager:
             restored_attempt=restored.attempt if restored is not None else None,
         )
         try:
-            captured = capture(state)
-            flat = flatten({"state": captured, "random": capture_random()})
+            with without_collection():
+                flat = flatten({"state": capture(state), "random": capture_random()})
         except Exception as error:  # a state_dict() may raise anything; the peers wait for this rank's word
             self._submit(dataclasses.replace(save, error=str(error)))
             raise
@@ -283,6 +291,8 @@ class CheckpointManager:
             wait_for_all([handle], self._limit_s)
         elif save.attempt.ordinal == 0 and save.arena is not None:
             self._pipeline.arenas.prepare(save.arena.num_bytes)
+        if self.refusal is not None:  # only now: other ranks may not know it yet, and count on this one
+            raise self.refusal
         return handle
 
     def finish_staging(self) -> None:
@@ -348,14 +358,14 @@ class CheckpointManager:
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
         if is_ours:
-            self._take_for_committed(loaded.known, restored.generation)
+            self._take_for_committed(loaded.known, loaded.not_finite, restored.generation)
         self._reporter.restored(restored)
 
-    def _take_for_committed(self, known: dict[int, set[Tier]], iteration: int) -> None:
+    def _take_for_committed(self, known: dict[int, set[Tier]], not_finite: frozenset[int], iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
         self._restored_tiers = frozenset(known.get(iteration, ()))
         self._pipeline.outcomes.durable = max(known, default=None)
-        self._pipeline.start_from(known)
+        self._pipeline.start_from(known, not_finite)
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -379,8 +389,9 @@ class CheckpointManager:
     def _submit(self, save: Save) -> None:
         self._pending = [*(pending for pending in self._pending if not pending.done), save.handle]
         self._newest = save.handle
-        if save.error is None:
-            self._reporter.scheduled(save.iteration, save.tiers, stall_s=save.stall_s)
+        if save.error is None and not self._pipeline.has(save):
+            is_async = self.config.async_save
+            self._reporter.scheduled(save.iteration, save.tiers, stall_s=save.stall_s, is_async=is_async)
         self._pipeline.submit(save)
 
     def _prepare(self, state: Mapping[str, Any]) -> None:

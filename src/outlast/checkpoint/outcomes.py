@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from outlast import clock
 from outlast.checkpoint.arena_pool import ArenaPool
+from outlast.checkpoint.claim import Refused
+from outlast.checkpoint.exchange import PeerSilent
 from outlast.checkpoint.frames import CopyFailure
 from outlast.checkpoint.handle import SaveResult
 from outlast.checkpoint.report import Reporter
@@ -51,15 +53,20 @@ class Outcomes:
         self.num_failures = 0
         """Saves in a row that failed."""
         self.last_error: CheckpointError | None = None
+        self.refusal: Refused | None = None
+        """Why no save of this run can succeed: a directory is another run's."""
         self.is_left: Callable[[], bool] | None = None
         """Says whether the call that saves is left, and with it what is not committed; ``None``: there is no call."""
 
     def check(self, limit: int, *, rank: int, iteration: int) -> None:
         """Raise :class:`CheckpointError` when ``limit`` saves in a row have failed; 0 = never."""
-        if 0 < limit <= self.num_failures:
+        if self.refusal is None and 0 < limit <= self.num_failures:
+            advice = "Make room or repair the directory"
+            if isinstance(self.last_error, PeerSilent):
+                advice = "Have the launcher start all ranks again"
             raise CheckpointError(
                 f"{self.num_failures} saves in a row failed, the last with: {self.last_error}. "
-                "Make room or repair the directory; max_consecutive_save_failures sets how many are tolerated",
+                f"{advice}; max_consecutive_save_failures sets how many are tolerated",
                 rank=rank,
                 iteration=iteration,
             )
@@ -88,7 +95,9 @@ class Outcomes:
     def failed(self, save: Save, error: CheckpointError) -> None:
         """A save did not reach a tier that it was meant for."""
         self._release(save)
-        if self._is_given_up():
+        if isinstance(error, Refused):
+            self.refusal = error
+        if self.refusal is None and self._is_given_up():
             self._reporter.given_up(save.iteration, error)
         else:
             with self._lock:

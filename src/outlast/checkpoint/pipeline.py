@@ -27,6 +27,9 @@ from outlast.policy.recovery_point import Tier
 
 __all__ = ["Pipeline"]
 
+ANSWER_S = 30.0
+"""A writer that gives no memory within this hangs."""
+
 
 class Pipeline:
     """Stage saves, and commit them to the near tiers and then to the global one.
@@ -62,7 +65,9 @@ class Pipeline:
         self._topology = topology_digest(len(places.nodes))
         self._stager = Stager()
         may_steal = places.local is not None or not places.memory
-        self.arenas = ArenaPool(writer, rank, limit_s=limit_s, may_steal=may_steal)
+        self.arenas = ArenaPool(
+            writer, rank, limit_s=limit_s, answer_s=min(ANSWER_S, config.save_timeout), may_steal=may_steal
+        )
         """This worker's memory for images."""
         self.outcomes = Outcomes(reporter, self.arenas, to_global=self._to_global, on_durable=on_durable)
         """What became of the saves."""
@@ -97,11 +102,16 @@ class Pipeline:
             self._committer.stop(0.2)
             raise
 
-    def start_from(self, known: dict[int, set[Tier]]) -> None:
-        """Take generations, and no others, for committed to these tiers. Only before the first save."""
-        self._committer.start_from(known)
+    def start_from(self, known: dict[int, set[Tier]], not_finite: frozenset[int]) -> None:
+        """Take generations, and no others, for committed to these tiers. Only before the first save.
+
+        Args:
+            known: Each generation's tiers.
+            not_finite: Generations that hold numbers that are infinite or NaN, known or not.
+        """
+        self._committer.start_from(known, not_finite)
         if self._global is not None:
-            self._global.start_from(number for number, tiers in known.items() if Tier.GLOBAL in tiers)
+            self._global.start_from((number for number, tiers in known.items() if Tier.GLOBAL in tiers), not_finite)
 
     def prepare(self, flat: FlatState, attempt: Attempt) -> None:
         """Have memory ready for the first save, which is going to be about as large as the state is now."""
@@ -142,6 +152,10 @@ class Pipeline:
             guard=staged.wait if deferred else None,
             stall_s=(clock.now_ns() - save.started_ns) / 1e9,
         )
+
+    def has(self, save: Save) -> bool:
+        """Return whether a save's iteration is known to be in all of its tiers, so that nothing will be written."""
+        return self._committer.has(save)
 
     def submit(self, save: Save) -> None:
         """Commit a save that was staged, or failed at that."""

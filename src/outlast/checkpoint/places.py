@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from outlast.checkpoint import frames as f
+from outlast.checkpoint.claim import Seen, look_at
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.manifest import decode_manifest
@@ -19,6 +21,7 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv, clean_name, read_worker
 from outlast.errors import CheckpointError, ConfigError
+from outlast.policy.directory_owner import Evidence, choose_run, find_owner
 from outlast.runtime.endpoints import address_towards
 
 __all__ = ["Places", "agree_places", "is_initialised", "place_here"]
@@ -52,6 +55,10 @@ class Places:
     """Generations that some rank sees in some tier, whole or not."""
     global_error: str | None
     """Why rank 0 could not look into the global tier; ``None``: it could, or there is none."""
+    seen_local: Seen | None
+    """What lay in this node's folder at the start; ``None``: there is none."""
+    seen_global: Seen | None
+    """What lay in the global tier then, on rank 0; ``None``: it could not be looked into, or there is none."""
 
     def is_leader(self, rank: int) -> bool:
         """Return whether a rank acts for its node."""
@@ -68,8 +75,10 @@ class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     ranks: tuple[int, ...]
     """The ranks that see the same local folder."""
-    run: str | None = None
-    global_run: str | None = None
+    near: tuple[Evidence, ...] = ()
+    """Of this node's memory, and, for the lowest of these ranks, its folder."""
+    far: Evidence | None = None
+    """Of the global tier, on rank 0."""
     generations: tuple[int, ...] = ()
     host: str = ""
     port: int = 0
@@ -110,7 +119,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         problem = f"rank {peers.rank}: {error}"
     _raise_first([data.decode() for data in peers.gather(problem.encode())])
     replicates = config.replication is not False and can_hold and peers.world_size > 1
-    seen = _look(directory, local, token, place, peers, writer, secret if replicates else None)
+    seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, secret if replicates else None)
     everyone = [msgspec.json.decode(data, type=_Seen) for data in peers.gather(msgspec.json.encode(seen))]
     if probe is not None:
         probe.unlink(missing_ok=True)
@@ -123,19 +132,21 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
             nodes[rank]: Target(node=nodes[rank], host=everyone[rank].host, port=everyone[rank].port)
             for rank in leaders
         }
-    known = [one.global_run for one in everyone] + [one.run for one in everyone]
+    known_run = choose_run(everyone[0].far, [place for one in everyone for place in one.near])
     return Places(
         directory=directory,
         local=local,
         memory=writer.outlives_worker,
         token=token,
-        run=next((run for run in known if run is not None), f"run-{token}"),
+        run=known_run if known_run is not None else f"run-{token}",
         node=nodes[peers.rank],
         nodes=nodes,
         leaders=leaders,
         targets=targets,
         generations=frozenset(generation for one in everyone for generation in one.generations),
         global_error=everyone[0].global_error,
+        seen_local=seen_local,
+        seen_global=seen_global,
     )
 
 
@@ -147,26 +158,32 @@ def _look(
     peers: Peers,
     writer: WriterClient,
     secret: bytes | None,
-) -> _Seen:
-    ranks, generations, run = [peers.rank], set[int](), None
-    global_run, global_error, host, port = None, None, "", 0
+) -> tuple[_Seen, Seen | None, Seen | None]:
+    """Return what all ranks have to know of what this one sees, and what lies in the local and the global tier."""
+    ranks, generations, near = [peers.rank], set[int](), list[Evidence]()
+    seen_local, seen_global = None, None
+    far, global_error, host, port = None, None, "", 0
     if directory is not None and peers.rank == 0:
         try:
-            global_run = directory.run()
-            generations.update(directory.generations())
+            looked = look_at(directory)
+            far = _evidence(looked, directory.named_runs())
+            generations.update(looked.generations)
+            seen_global = looked
         except (CheckpointError, OSError) as error:
             global_error = str(error)
     try:
         if local is not None:
             prefix = f".probe-{token}-"
             ranks = sorted(int(n.removeprefix(prefix)) for n in os.listdir(local.path) if n.startswith(prefix))
-            generations.update(local.generations())
-            run = local.run() or _run_of_newest(local)
+            seen_local = look_at(local)
+            generations.update(seen_local.generations)
+            if peers.rank == min(ranks):
+                near.append(_evidence(seen_local, local.named_runs()))
         if writer.outlives_worker:
             held, _ = writer.ask(f.List(), f.Listed, timeout_s=SERVE_TIMEOUT_S)
             manifests = [decode_manifest(one.manifest)[0] for one in held.generations]
             generations.update(manifest.iteration for manifest in manifests)
-            run = run or next((manifest.run for manifest in reversed(manifests)), None)
+            near += [Evidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
         if secret is not None:
             host = address_towards(place.master_addr or "localhost")
             folder = os.fspath(local.path) if local is not None else None
@@ -175,17 +192,25 @@ def _look(
             )
             port = serving.port
     except (OSError, CheckpointError) as error:
-        return _Seen(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}")
-    return _Seen(
+        return _Seen(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}"), None, None
+    seen = _Seen(
         node=place.node,
         ranks=tuple(ranks),
-        run=run,
-        global_run=global_run,
+        near=tuple(near),
+        far=far,
         generations=tuple(sorted(generations)),
         host=host,
         port=port,
         global_error=global_error,
     )
+    return seen, seen_local, seen_global
+
+
+def _evidence(seen: Seen, runs: Iterator[str]) -> Evidence:
+    """Return what a place says of its run, by what was seen there and the runs that its manifests name."""
+    owner = find_owner(seen.hint, runs)
+    proven = owner.run if owner is not None and owner.is_proven else None
+    return Evidence(seen.hint, proven, max(seen.generations, default=0))
 
 
 def _name_nodes(everyone: list[_Seen], *, by_folder: bool) -> tuple[str, ...]:
@@ -199,16 +224,6 @@ def _name_nodes(everyone: list[_Seen], *, by_folder: bool) -> tuple[str, ...]:
         same = firsts.setdefault(one.node, first) == first
         names.append(one.node if same else f"{one.node}.{first}")
     return tuple(names)
-
-
-def _run_of_newest(directory: Directory) -> str | None:
-    """Return the run that the newest readable manifest names: the folder's own word for it was lost."""
-    for iteration in directory.generations():
-        try:
-            return directory.manifest(iteration)[0].run
-        except CheckpointError:
-            continue  # the load says why
-    return None
 
 
 def _read_key(path: str) -> bytes:

@@ -51,7 +51,12 @@ def group_of(nodes: Sequence[str], parity: int, rank: int) -> tuple[int, ...]:
 
 
 def say_what_is_off(config: CheckpointConfig, places: Places) -> None:
-    """Say in the log why there are fewer copies than one might think. Rank 0 does."""
+    """Say in the log why there are fewer copies than one might think, or others. Rank 0 does."""
+    if config.non_persistent_local_ckpt_algo == "fully_parallel" and places.local is not None:
+        log.info(
+            "non_persistent_local_ckpt_algo=fully_parallel is understood as atomic: each rank's local file holds all "
+            "of its own state, so that a lost node takes no other rank's along"
+        )
     if config.replication is False:
         return
     if places.local is None and not places.memory:

@@ -35,10 +35,11 @@ class Reporter:
             None, run_id=place.run_id, job=place.job, node=place.node, proc=f"rank-{place.global_rank}"
         )
 
-    def scheduled(self, iteration: int, tiers: Collection[Tier], *, stall_s: float) -> None:
-        """A state was copied; its commit is under way."""
+    def scheduled(self, iteration: int, tiers: Collection[Tier], *, stall_s: float, is_async: bool) -> None:
+        """A state was copied; its commit is under way, and training goes on meanwhile or waits for it."""
         names = _names(tiers)
-        log.info("Scheduling async checkpoint save of iteration %d, tiers %s", iteration, ", ".join(names))
+        what = "Scheduling async checkpoint save" if is_async else "saving a checkpoint"
+        log.info("%s of iteration %d, tiers %s", what, iteration, ", ".join(names))
         self._journal.write(
             EventKind.SAVE_SCHEDULED, rank=self._place.global_rank, iteration=iteration, stall_s=stall_s, tiers=names
         )
@@ -88,6 +89,12 @@ class Reporter:
             restored.load_s,
             _count(restored.tiers),
         )
+        if not restored.finite and self._place.global_rank == 0:
+            log.warning(
+                "what was loaded, generation %d, holds numbers that are infinite or NaN: there is no older one without "
+                "them, or prefer_finite is off; if they do not belong there, training goes on from a broken state",
+                restored.generation,
+            )
         self._journal.write(
             EventKind.RESTORED,
             rank=self._place.global_rank,

@@ -81,4 +81,6 @@ def _is_nested(value: Any) -> bool:
 
 def _is_same_memory(live: torch.Tensor, found: torch.Tensor) -> bool:
     """Whether what was saved was read straight into the live tensor."""
+    if type(live) not in (torch.Tensor, torch.nn.Parameter):
+        return False  # a DTensor or a subclass: its memory is that of its parts
     return live.device.type == "cpu" and live.data_ptr() == found.data_ptr() and live.stride() == found.stride()

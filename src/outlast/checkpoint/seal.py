@@ -7,11 +7,13 @@ from typing import TypeVar
 
 import msgspec
 
-from outlast.errors import Corrupt, Untrusted
+from outlast.errors import CheckpointError, Corrupt, Untrusted
 
-__all__ = ["seal", "unseal"]
+__all__ = ["run_of", "seal", "unseal"]
 
 T = TypeVar("T", bound=msgspec.Struct)
+MAX_SCHEMA = 1
+"""Up to which manifests of any tier name their run in the same field."""
 
 
 class _Sealed(msgspec.Struct, frozen=True):
@@ -21,6 +23,12 @@ class _Sealed(msgspec.Struct, frozen=True):
 
 class _Schema(msgspec.Struct, frozen=True):
     schema: int
+
+
+class _Named(msgspec.Struct, frozen=True):
+    schema: int
+    run: str
+    iteration: int
 
 
 def seal(manifest: msgspec.Struct) -> bytes:
@@ -55,3 +63,20 @@ def unseal(data: bytes, kind: type[T], *, schema: int) -> tuple[T, str]:
         return msgspec.json.decode(body, type=kind), sealed.sha256
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Corrupt(f"the manifest cannot be read ({error})") from error
+
+
+def run_of(data: bytes, iteration: int) -> str | None:
+    """Return the run that the file of a manifest names, whichever tier's it is.
+
+    Args:
+        data: The file.
+        iteration: Of the generation in whose folder it lies.
+
+    Returns:
+        The run; ``None``: it cannot be trusted, or is another generation's.
+    """
+    try:
+        named, _ = unseal(data, _Named, schema=MAX_SCHEMA)
+    except CheckpointError:
+        return None
+    return named.run if named.iteration == iteration else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,6 +26,7 @@ __all__ = [
     "Span",
     "digest",
     "digest_pieces",
+    "digests",
     "num_chunks",
     "read_head",
     "read_header",
@@ -45,6 +46,9 @@ DTYPE_NAMES = {
     "torch.bfloat16": "BF16",
     "torch.float8_e4m3fn": "F8_E4M3",
     "torch.float8_e5m2": "F8_E5M2",
+    "torch.float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "torch.float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "torch.float8_e8m0fnu": "F8_E8M0",
     "torch.complex64": "C64",
     "torch.int64": "I64",
     "torch.int32": "I32",
@@ -98,12 +102,25 @@ def digest(chunk: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(chunk)
 
 
+def digests(data: bytes) -> tuple[str, ...]:
+    """Return the digest of every chunk of a small file."""
+    return tuple(digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))
+
+
 def digest_pieces(pieces: Iterable[memoryview]) -> str:
     """Return the digest of a chunk that is given piece by piece."""
     state = xxhash.xxh3_64()
     for piece in pieces:
         state.update(piece)
     return state.hexdigest()
+
+
+class _Entry(msgspec.Struct, frozen=True, gc=False):
+    """A tensor in the header."""
+
+    dtype: str
+    shape: Sequence[int]
+    data_offsets: tuple[int, int]
 
 
 class Layout:
@@ -113,38 +130,39 @@ class Layout:
         tensors: Name, safetensors element type, shape, number of bytes, bytes of an element.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> None:
-        offset, texts, self._spans = 0, [], list[Span]()
-        for name, dtype, shape, num_bytes, _ in sorted(tensors, key=lambda tensor: -tensor[4]):  # stable: else as given
-            texts.append(_describe(name, dtype, shape, offset, num_bytes))
-            self._spans.append(Span(name, dtype, shape, offset, num_bytes))
-            offset += num_bytes
-        self._text, self._num_bytes = ",".join(texts), offset
-        self._placed: dict[int, list[Span]] = {}
+    def __init__(self, tensors: Sequence[tuple[str, str, Sequence[int], int, int]]) -> None:
+        kinds: dict[tuple[int, str], list[int]] = {}
+        for index, (_, dtype, _, _, width) in enumerate(tensors):
+            kinds.setdefault((-width, dtype), []).append(index)
+        self.order = [index for kind in sorted(kinds) for index in kinds[kind]]
+        """Indices of the tensors as they lie in the shard: wide elements first, so that each is aligned; those of one
+        type side by side; else as given."""
+        self.offsets: list[int] = []
+        """Of the tensors, in that order, from where the data begins."""
+        offset, entries = 0, {}
+        for index in self.order:
+            name, dtype, shape, num_bytes, _ = tensors[index]
+            end = offset + num_bytes
+            entries[name] = _Entry(dtype, shape, (offset, end))
+            self.offsets.append(offset)
+            offset = end
+        self._text, self._num_bytes = msgspec.json.encode(entries)[1:-1], offset
 
-    def place(self, identity: Identity, tree_bytes: int) -> tuple[bytes, list[Span], int]:
-        """Return a shard's head up to where the data begins, its tensors' places, and its size in bytes.
+    def place(self, identity: Identity, tree_bytes: int) -> tuple[bytes, Span, int]:
+        """Return a shard's head up to where the data begins, where its plain values lie, and its size in bytes.
 
         Args:
             identity: Whose shard it is.
             tree_bytes: Length of its plain values, which come last.
         """
-        told = json.dumps({"outlast": msgspec.json.encode(identity).decode()}, separators=(",", ":"))
-        tree = _describe(TREE, "U8", (tree_bytes,), self._num_bytes, tree_bytes)
-        text = ("{" + ",".join(filter(None, (f'"__metadata__":{told}', self._text, tree))) + "}").encode()
+        told = msgspec.json.encode({"__metadata__": {"outlast": msgspec.json.encode(identity).decode()}})[1:-1]
+        end = self._num_bytes + tree_bytes
+        span = {TREE: _Entry("U8", (tree_bytes,), (self._num_bytes, end))}
+        text = b"{" + b",".join(filter(None, (told, self._text, msgspec.json.encode(span)[1:-1]))) + b"}"
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        head = len(text).to_bytes(8, "little") + text
-        start = len(head)
-        if start not in self._placed:
-            spans = [Span(s.name, s.dtype, s.shape, s.offset + start, s.num_bytes) for s in self._spans]
-            self._placed = {start: spans}
-        tree_span = Span(TREE, "U8", (tree_bytes,), start + self._num_bytes, tree_bytes)
-        return head, [*self._placed[start], tree_span], start + self._num_bytes + tree_bytes
-
-
-def _describe(name: str, dtype: str, shape: tuple[int, ...], offset: int, num_bytes: int) -> str:
-    entry = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
-    return json.dumps({name: entry}, separators=(",", ":"))[1:-1]
+        start = 8 + len(text)
+        tree = Span(TREE, "U8", (tree_bytes,), start + self._num_bytes, tree_bytes)
+        return len(text).to_bytes(8, "little") + text, tree, start + end
 
 
 def read_head(fd: int, size: int) -> bytes:

@@ -2,38 +2,69 @@
 
 The tree is msgpack: what msgpack can say is said in it, tensors are referred to by name, and the rest is
 ``torch.save`` bytes, which are read back with ``weights_only=True`` and tried at the save already: state that
-could not be loaded must not look saved.
+could not be loaded must not look saved. A tensor subclass is taken apart with its own ``__tensor_flatten__``.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
+import datetime
+import enum
+import gc
 import io
-import pickle
-from collections.abc import Callable, Mapping
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 import torch
 
+from outlast.checkpoint.layouts import Layout, describe_layout, distribute, is_distributed, own_part
 from outlast.checkpoint.shard import DTYPE_NAMES
 from outlast.errors import CheckpointError
 
-__all__ = ["FlatState", "NamedTensor", "capture", "decode", "flatten", "is_stateful", "may_be_absent"]
+__all__ = [
+    "FlatState",
+    "NamedTensor",
+    "Wrapped",
+    "capture",
+    "decode",
+    "flatten",
+    "is_stateful",
+    "layouts_of",
+    "may_be_absent",
+    "without_collection",
+]
 
 _SCALARS = (str, int, float, bool, bytes, type(None))
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
+_MAX_DEPTH = 100
+"""Containers within one another; what is deeper most likely contains itself."""
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_DTYPES = frozenset(getattr(torch, name.removeprefix("torch.")) for name in DTYPE_NAMES)
+_ZEROS = tuple((0,) * dim for dim in range(65))
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTensor:
+_named_tensor = tuple.__new__
+"""Makes a :class:`NamedTensor` in half the time; there may be very many."""
+
+
+class NamedTensor(NamedTuple):
     """One tensor of a rank's shard."""
 
-    name: str
     tensor: torch.Tensor
     """This rank's part; not a copy."""
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    """Of this rank's part."""
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
 
@@ -46,6 +77,54 @@ class FlatState:
     tree: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A tensor subclass, taken apart."""
+
+    kind: str
+    """Module and name of the class."""
+    dtype: torch.dtype
+    """What it shows itself as."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    context: Any
+    parts: dict[str, Any]
+    """The tensors that it consists of, by attribute."""
+
+    def made(self) -> torch.Tensor:
+        """Put it together again.
+
+        Raises:
+            CheckpointError: This process does not know the class, or it refuses its parts.
+        """
+        kind = self._find_kind()
+        try:
+            made = kind.__tensor_unflatten__(self.parts, self.context, torch.Size(self.shape), self.stride)
+        except Exception as error:  # a class of somebody else's
+            raise CheckpointError(
+                f"{self.kind.replace(':', '.')} does not take what it was saved as: {error}"
+            ) from error
+        return cast(torch.Tensor, made)
+
+    def outline(self) -> torch.Tensor:
+        """Return a plain tensor of the shape and type that it shows, which takes no memory.
+
+        Raises:
+            CheckpointError: This process does not know the class.
+        """
+        self._find_kind()  # before anything live is overwritten
+        return torch.empty((), dtype=self.dtype).expand(self.shape)
+
+    def _find_kind(self) -> Any:
+        kind = _find_class(self.kind)
+        if kind is None:
+            raise CheckpointError(
+                f"a tensor was saved as {self.kind.replace(':', '.')}, which this process has not imported; import it "
+                "before the state is loaded"
+            )
+        return kind
+
+
 def is_stateful(value: object) -> bool:
     """Return whether a value saves and loads itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
@@ -56,23 +135,48 @@ def may_be_absent(value: object) -> bool:
     return is_stateful(value) and getattr(value, "may_be_absent", False) is True
 
 
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Keep the garbage collector still, which many small containers would have look through the whole process."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def capture(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with everything that has a state of its own replaced by that state."""
-    return {name: _capture(value) for name, value in state.items()}
+    """Return ``state`` with everything that has a state of its own replaced by that state.
+
+    Raises:
+        CheckpointError: It contains itself, or is nested too deeply.
+    """
+    try:
+        return {name: _capture(value, 1) for name, value in state.items()}
+    except _TooDeepError:
+        raise _explain_depth(state, "state") from None
 
 
-def _capture(value: Any) -> Any:
+class _TooDeepError(Exception):
+    """More containers within one another than can be saved."""
+
+
+def _capture(value: Any, depth: int) -> Any:
+    if type(value) in _PLAIN_TYPES:
+        return value
     if is_stateful(value):
         return value.state_dict()
-    if isinstance(value, Mapping) and _holds_stateful(value):
-        return {name: _capture(inner) for name, inner in value.items()}
-    return value
-
-
-def _holds_stateful(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return any(_holds_stateful(inner) for inner in value.values())
-    return is_stateful(value)
+        if depth > _MAX_DEPTH:
+            raise _TooDeepError
+        captured = {
+            name: inner if type(inner) in _PLAIN_TYPES else _capture(inner, depth + 1) for name, inner in value.items()
+        }
+        if any(captured[name] is not inner for name, inner in value.items()):
+            return captured
+    return value
 
 
 def flatten(value: Any) -> FlatState:
@@ -82,8 +186,14 @@ def flatten(value: Any) -> FlatState:
         CheckpointError: A value could not be read back; its place is named.
     """
     flattener = _Flattener()
-    node = flattener.node(value, "")
-    return FlatState(flattener.tensors, msgspec.msgpack.encode(node))
+    try:
+        with torch.no_grad():
+            tree = msgspec.msgpack.encode(flattener.node(value, ""))
+    except (_TooDeepError, RecursionError):
+        raise _explain_depth(value, "") from None
+    except UnicodeEncodeError:
+        raise _explain_text(value) from None
+    return FlatState(flattener.tensors, tree)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -95,169 +205,363 @@ class _Flattener:
     def __init__(self) -> None:
         self.tensors: list[NamedTensor] = []
         self._names: set[str] = set()
+        self._depth = 0
+        self._places: dict[Any, tuple[Layout, tuple[int, ...], tuple[int, ...]]] = {}
+        self._tried: set[type] = set()
 
-    def node(self, value: Any, path: str) -> list[Any]:
+    def node(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if _is_scalar(value):
-            return ["v", value]
+        if kind in _PLAIN_TYPES and _can_be_named(value):
+            shape = value.shape
+            return "T", self._add(value, path, shape, _ZEROS[len(shape)])
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if kind is dict or kind is collections.OrderedDict:
-            if all(_is_scalar(key) for key in value):
-                items = [[key, self.node(item, f"{path}.{key}" if path else str(key))] for key, item in value.items()]
-                if kind is dict:
-                    return ["d", items]
-                # A module's state carries the modules' versions beside its items; without them it looks outdated.
-                return ["D", items, self.node(getattr(value, "_metadata", None), f"{path}._metadata")]
-        elif kind is list or kind is tuple:
-            if all(_is_scalar(item) for item in value):
-                return ["L" if kind is list else "P", list(value)]
-            return ["l" if kind is list else "p", [self.node(item, f"{path}.{i}") for i, item in enumerate(value)]]
-        elif kind is np.ndarray and value.dtype.kind in "biuf" and value.dtype.isnative:
-            try:
-                tensor = torch.from_numpy(value if value.flags.writeable else value.copy())
-            except (TypeError, ValueError):  # a dtype that torch lacks, or negative strides
-                return self._pickled(value, path)
-            node = self._tensor(tensor, path)
-            return ["n", node[1]] if node[0] == "T" else self._pickled(value, path)
-        elif isinstance(value, np.generic) and value.dtype.kind in "biuf":
-            return ["g", value.dtype.str, value.tobytes()]
+        if _is_scalar(value):
+            return "v", value
+        if kind is dict or kind is collections.OrderedDict or kind is list or kind is tuple:
+            self._depth += 1
+            if self._depth > _MAX_DEPTH:
+                raise _TooDeepError
+            node = self._container(value, kind, path)
+            self._depth -= 1
+            return node
+        if kind is np.ndarray and not value.dtype.hasobject:
+            return self._array(value, path)
+        if isinstance(value, np.generic) and value.dtype.kind in "biufcSUMm" and value.dtype.itemsize:
+            return "g", value.dtype.str, value.tobytes()
+        if kind is torch.dtype:
+            return "t", str(value).removeprefix("torch.")
         return self._pickled(value, path)
 
-    def _tensor(self, value: torch.Tensor, path: str) -> list[Any]:
-        value = value.detach()
-        layout = None
-        global_shape = tuple(value.shape)
-        global_offset = (0,) * value.dim()
-        if _is_dtensor(value):
-            layout = _describe_layout(value, path)
-            global_offset = _global_offset(value)
-            value = cast(Any, value).to_local()
-        plain = value.layout == torch.strided and not value.is_quantized and type(value) is torch.Tensor
-        if not plain or str(value.dtype) not in DTYPE_NAMES or value.device.type == "meta":
-            if layout is not None:
-                raise CheckpointError(f"state {path!r}: a DTensor of {value.dtype} cannot be saved; convert it")
-            return self._pickled(value, path)
-        name = path
-        while name in self._names:
-            name += "'"  # keys 1 and "1" of one dict
-        self._names.add(name)
-        self.tensors.append(NamedTensor(name, value, global_shape, global_offset))
-        return ["T", name] if layout is None else ["T", name, layout]
+    def _container(self, value: Any, kind: type, path: str) -> Any:
+        if kind is list or kind is tuple:
+            if all(_is_scalar(item) for item in value):
+                return "L" if kind is list else "P", list(value)
+            return "l" if kind is list else "p", [self.node(item, f"{path}.{i}") for i, item in enumerate(value)]
+        items, before = [], f"{path}." if path else ""
+        for key, item in value.items():
+            if type(key) is not str and not _is_scalar(key):
+                return self._pickled(value, path)
+            here = f"{before}{key}"
+            if type(item) in _PLAIN_TYPES and _can_be_named(item):  # as node() does, for there may be very many
+                shape = item.shape
+                items.append((key, ("T", self._add(item, here, shape, _ZEROS[len(shape)]))))
+            else:
+                items.append((key, self.node(item, here)))
+        if kind is dict:
+            return "d", items
+        # A module's state carries the modules' versions beside its items; without them it looks outdated.
+        return "D", items, self.node(getattr(value, "_metadata", None), f"{path}._metadata")
 
-    def _pickled(self, value: Any, path: str) -> list[Any]:
+    def _array(self, value: Any, path: str) -> Any:
+        if value.dtype.kind in "biufc" and value.dtype.isnative:
+            try:
+                is_plain = value.flags.writeable and all(stride >= 0 for stride in value.strides)
+                tensor = torch.from_numpy(value if is_plain else value.copy(order="C"))
+            except (TypeError, ValueError):  # a type that torch lacks
+                pass
+            else:
+                if tensor.dtype in _DTYPES:
+                    return "n", self._add(tensor, path, tensor.shape, _ZEROS[tensor.dim()])
+        buffer = io.BytesIO()
+        np.save(buffer, value, allow_pickle=False)
+        return "a", buffer.getvalue()
+
+    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        layout, shape, offset = None, tuple(value.shape), (0,) * value.dim()
+        if is_distributed(value):
+            layout, part, offset = self._place(value, path)
+            value = cast(Any, value).to_local()
+            if tuple(value.shape) != part:
+                raise CheckpointError(
+                    f"state {path!r}: this rank's part of a DTensor of {shape} is {tuple(value.shape)}, its placement "
+                    f"means {part}; give it a first dimension that the ranks divide evenly"
+                )
+        value = value.detach()
+        if type(value).__name__ == "AsyncCollectiveTensor":
+            value = cast(Any, value).wait()
+        if type(value) in _PLAIN_TYPES and _can_be_named(value):
+            name = self._add(value, path, shape, offset)
+            return ("T", name) if layout is None else ("T", name, layout)
+        if hasattr(value, "__tensor_flatten__") and all(type(number) is int for number in value.shape):
+            return self._wrapped(value, path, layout, shape, offset)
+        if layout is not None:
+            raise CheckpointError(
+                f"state {path!r}: a DTensor of {_type_name(value)} with {value.dtype} elements cannot be saved; "
+                "convert its elements, or save its to_local()"
+            )
+        return self._pickled(value, path)
+
+    def _place(self, value: Any, path: str) -> tuple[Layout, tuple[int, ...], tuple[int, ...]]:
+        key = (id(value.device_mesh), value.placements, value.shape, value.stride())
+        if key not in self._places:
+            self._places[key] = (describe_layout(value, path), *own_part(value, path))
+        return self._places[key]
+
+    def _wrapped(
+        self, value: Any, path: str, layout: Layout | None, shape: tuple[int, ...], offset: tuple[int, ...]
+    ) -> Any:
+        """Take a tensor subclass apart."""
+        kind = type(value)
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        if _find_class(name) is not kind:
+            raise CheckpointError(
+                f"state {path!r}: {_type_name(value)} cannot be found again by its name when it is loaded; define the "
+                "class at the top of a module"
+            )
+        attributes, context = value.__tensor_flatten__()
+        found = {attribute: getattr(value, attribute) for attribute in attributes}
+        first = found[attributes[0]]
+        is_whole = (
+            len(attributes) == 1
+            and type(first) in _PLAIN_TYPES
+            and (first.shape, first.dtype) == (value.shape, value.dtype)
+            and _can_be_named(first)
+        )
+        if is_whole:  # it only does something else with the same numbers: others may read these as the tensor
+            parts = [(attributes[0], ("T", self._add(first, path, shape, offset)))]
+        else:
+            parts = [(attribute, self.node(part, f"{path}.{attribute}")) for attribute, part in found.items()]
+        told = self.node(context, f"{path}.<{kind.__name__}>")
+        if kind not in self._tried:
+            self._tried.add(kind)
+            again = decode(msgspec.msgpack.encode(told), {one.name: one.tensor for one in self.tensors}.__getitem__)
+            Wrapped(name, value.dtype, value.shape, value.stride(), again, found).made()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return "w", name, dtype, list(value.shape), list(value.stride()), told, parts, is_whole, layout
+
+    def _add(
+        self, tensor: torch.Tensor, path: str, global_shape: tuple[int, ...], global_offset: tuple[int, ...]
+    ) -> str:
+        while path in self._names:
+            path += "'"  # keys 1 and "1" of one dict
+        self._names.add(path)
+        what = (tensor, path, tensor.dtype, tensor.device, tensor.shape, global_shape, global_offset)
+        self.tensors.append(_named_tensor(NamedTensor, what))
+        return path
+
+    def _pickled(self, value: Any, path: str) -> Any:
         buffer = io.BytesIO()
         try:
-            torch.save(value, buffer)
-            _load_pickled(buffer.getvalue())
-        except (pickle.PickleError, AttributeError, TypeError, RuntimeError, ValueError) as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, about types that it means to drop
+                torch.save(value, buffer)
+                _load_pickled(buffer.getvalue())
+        except Exception as error:  # any class may raise anything when it is pickled
             raise CheckpointError(
-                f"state {path!r} of type {type(value).__name__} cannot be saved so that it can be loaded safely "
-                f"({str(error).splitlines()[0][:200]}); save numbers, texts, lists, dicts and tensors instead"
+                f"state {path!r} of type {_type_name(value)} cannot be saved so that it can be loaded safely; "
+                f"{_remedy(value)}"
             ) from error
-        return ["o", buffer.getvalue()]
+        return "o", buffer.getvalue()
+
+
+def _can_be_named(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's bytes can be given to a file as they are."""
+    return tensor.dtype in _DTYPES and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _load_pickled(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
-def decode(tree: bytes, get: Callable[[str], torch.Tensor], meshes: list[Any] | None = None) -> Any:
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _remedy(value: Any) -> str:
+    """Return what to save instead."""
+    if isinstance(value, torch.Tensor):
+        return f"save a plain tensor instead: dequantize it, or convert its {value.dtype} elements"
+    if is_stateful(value):
+        return "save its state_dict(), or give it a name of its own in a dict of the state"
+    if type(value) in (dict, collections.OrderedDict):
+        return "save a dict whose keys are texts or numbers instead"
+    kinds: tuple[tuple[Any, str], ...] = (
+        (enum.Enum, "save its .value or .name instead"),
+        (torch.Generator, "save its get_state() instead"),
+        (np.ndarray, "save a plain array of numbers instead, made with numpy.asarray() or tolist()"),
+        (os.PathLike, "save str() of it instead"),
+        ((datetime.date, datetime.time), "save its isoformat() instead"),
+        (datetime.timedelta, "save its total_seconds() instead"),
+        (collections.abc.Set, "save a sorted list of numbers or texts instead"),
+        (Mapping, "save dict() of it instead"),
+        ((collections.deque, range), "save list() of it instead"),
+    )
+    for kind, remedy in kinds:
+        if isinstance(value, kind):
+            return remedy
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return "save its _asdict() or tuple() instead"
+    if isinstance(value, list | tuple):
+        return "save list() of it instead"
+    if dataclasses.is_dataclass(value):
+        return "save dataclasses.asdict() of it instead"
+    return "save numbers, texts, lists, dicts and tensors instead"
+
+
+def _explain_depth(value: Any, path: str) -> CheckpointError:
+    """Return the error of a state that has too many containers within one another."""
+    stack: list[tuple[int, str, Any]] = [(0, path, value)]
+    above: list[int] = []
+    while stack:
+        depth, here, one = stack.pop()
+        del above[depth:]
+        if id(one) in above:
+            return CheckpointError(f"state {here!r} contains itself; save each part in one place")
+        if depth > _MAX_DEPTH:
+            short = here if len(here) <= 80 else f"{here[:80]}..."
+            return CheckpointError(
+                f"state {short!r} is nested more than {_MAX_DEPTH} levels deep; save it in fewer levels"
+            )
+        above.append(id(one))
+        stack += [(depth + 1, inner_path, inner) for inner_path, inner in _children(one, here)]
+    return CheckpointError("the state is nested too deeply for this call stack; save it in fewer levels")
+
+
+def _explain_text(value: Any, path: str = "") -> CheckpointError:
+    """Return the error of a state with text that is not Unicode."""
+    found = next(_find_bad_text(value, path, 0), path)
+    return CheckpointError(
+        f"state {ascii(found)[1:-1]!r} has text with lone surrogates, which is not Unicode; "
+        'save its encode("utf-8", "surrogateescape") instead'
+    )
+
+
+def _find_bad_text(value: Any, path: str, depth: int) -> Iterator[str]:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            yield path
+    elif depth <= _MAX_DEPTH:
+        for here, inner in _children(value, path):
+            yield from _find_bad_text(here, here, depth + 1)
+            yield from _find_bad_text(inner, here, depth + 1)
+
+
+def _children(value: Any, path: str) -> list[tuple[str, Any]]:
+    before = f"{path}." if path else ""
+    if isinstance(value, Mapping):
+        return [(f"{before}{key}", inner) for key, inner in value.items()]
+    if type(value) in (list, tuple):
+        return [(f"{before}{index}", inner) for index, inner in enumerate(value)]
+    return []
+
+
+def decode(
+    tree: bytes,
+    get: Callable[[str], torch.Tensor],
+    meshes: list[Any] | None = None,
+    *,
+    rewrap: Callable[[Wrapped], Any] = Wrapped.made,
+) -> Any:
     """Put a state together again.
 
     Args:
         tree: As made by :func:`flatten`.
         get: Returns a tensor by name.
         meshes: Device meshes in use by the live state, for its DTensors.
+        rewrap: Makes what stands for a tensor subclass.
 
     Raises:
-        CheckpointError: The tree is not one, or holds a DTensor over a mesh that the live state does not use.
+        CheckpointError: The tree is not one, or holds a tensor subclass that this process does not know.
+        OtherLayout: It holds a DTensor over a mesh that the live state does not use.
     """
+    return _Decoder(get, meshes or [], rewrap).value(_decoded(tree))
+
+
+def _decoded(tree: bytes) -> Any:
     try:
-        node = msgspec.msgpack.decode(tree)
-    except msgspec.DecodeError as error:
+        return msgspec.msgpack.decode(tree)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointError(f"the tree of plain values cannot be read ({error})") from error
-    return _decode(node, get, meshes or [])
 
 
-def _decode(node: list[Any], get: Callable[[str], torch.Tensor], meshes: list[Any]) -> Any:
-    match node:
-        case ["v" | "L", value]:
-            return value
-        case ["P", items]:
-            return tuple(items)
-        case ["l", items]:
-            return [_decode(item, get, meshes) for item in items]
-        case ["p", items]:
-            return tuple(_decode(item, get, meshes) for item in items)
-        case ["d", items]:
-            return {key: _decode(item, get, meshes) for key, item in items}
-        case ["D", items, metadata]:
-            ordered = collections.OrderedDict((key, _decode(item, get, meshes)) for key, item in items)
-            if (found := _decode(metadata, get, meshes)) is not None:
-                ordered._metadata = found  # type: ignore[attr-defined]
-            return ordered
-        case ["T", name]:
-            return get(name)
-        case ["T", name, layout]:
-            return _with_layout(get(name), layout, meshes)
-        case ["n", name]:
-            return get(name).numpy().copy()
-        case ["g", dtype, data]:
-            return np.frombuffer(data, dtype=dtype)[0]
-        case ["o", data]:
-            return _load_pickled(data)
-    raise CheckpointError(f"the tree of plain values has an unknown node {str(node)[:80]}")
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    get: Callable[[str], torch.Tensor]
+    meshes: list[Any]
+    rewrap: Callable[[Wrapped], Any]
+
+    def value(self, node: list[Any]) -> Any:
+        match node:
+            case ["v" | "L", value]:
+                return value
+            case ["P", items]:
+                return tuple(items)
+            case ["l", items]:
+                return [self.value(item) for item in items]
+            case ["p", items]:
+                return tuple([self.value(item) for item in items])
+            case ["d", items]:
+                return {key: self.value(item) for key, item in items}
+            case ["D", items, metadata]:
+                ordered = collections.OrderedDict((key, self.value(item)) for key, item in items)
+                if (found := self.value(metadata)) is not None:
+                    ordered._metadata = found  # type: ignore[attr-defined]
+                return ordered
+            case ["T", name]:
+                return self.get(name)
+            case ["T", name, layout]:
+                return distribute(self.get(name), layout, self.meshes)
+            case ["w", kind, dtype, shape, stride, context, parts, _, layout]:
+                found = {attribute: self.value(part) for attribute, part in parts}
+                saved = Wrapped(kind, _dtype(dtype), tuple(shape), tuple(stride), self.value(context), found)
+                local = self.rewrap(saved)
+                return local if layout is None else distribute(local, layout, self.meshes)
+            case ["n", name]:
+                return self.get(name).numpy().copy()
+            case ["a", data]:
+                return np.load(io.BytesIO(data), allow_pickle=False)
+            case ["g", dtype, data]:
+                return np.frombuffer(data, dtype=dtype)[0]
+            case ["t", name]:
+                return _dtype(name)
+            case ["o", data]:
+                return _load_pickled(data)
+        raise CheckpointError(f"the tree of plain values has an unknown node {str(node)[:80]}")
 
 
-def _is_dtensor(value: Any) -> bool:
-    return hasattr(value, "to_local") and hasattr(value, "placements")
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"the tree of plain values has an unknown element type {name[:80]!r}")
+    return found
 
 
-def _describe_layout(value: Any, path: str) -> list[Any]:
-    placements: list[int | None] = []
-    for placement in value.placements:
-        if type(placement).__name__ not in ("Shard", "Replicate"):
-            raise CheckpointError(f"state {path!r}: a DTensor placed as {placement} cannot be saved; reduce it first")
-        placements.append(placement.dim if placement.is_shard() else None)
-    return [placements, *_describe_mesh(value.device_mesh), list(value.shape), list(value.stride())]
+def layouts_of(tree: bytes) -> dict[str, Layout | None]:
+    """Return the layout of each tensor of a tree that :func:`flatten` made, ``None`` where it is not distributed."""
+    found: dict[str, Layout | None] = {}
+
+    def visit(node: Any) -> None:
+        match node:
+            case ["T", name, *layout]:
+                found[name] = layout[0] if layout else None
+            case ["w", *_, [[_, ["T", name]]], True, layout]:
+                found[name] = layout
+            case ["w", *_, parts, False, layout]:
+                for _, part in parts:
+                    visit([*part[:2], layout] if layout is not None and part[0] == "T" else part)
+            case ["d" | "D", items, *_]:
+                for _, item in items:
+                    visit(item)
+            case ["l" | "p", items]:
+                for item in items:
+                    visit(item)
+
+    visit(_decoded(tree))
+    return found
 
 
-def _global_offset(value: Any) -> tuple[int, ...]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return tuple(int(number) for number in offset)
-
-
-def _describe_mesh(mesh: Any) -> list[Any]:
-    return [list(mesh.mesh.shape), list(mesh.mesh_dim_names or [])]
-
-
-def _with_layout(local: torch.Tensor, layout: list[Any], meshes: list[Any]) -> Any:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    placements, mesh_shape, mesh_names, shape, stride = layout
-    for mesh in meshes:
-        if _describe_mesh(mesh) == [mesh_shape, mesh_names]:
-            return DTensor.from_local(
-                local.to(mesh.device_type),
-                mesh,
-                [Replicate() if dim is None else Shard(dim) for dim in placements],
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=tuple(stride),
-            )
-    raise CheckpointError(
-        f"the generation holds a DTensor over a mesh {mesh_shape} {mesh_names} that the state given does not use; "
-        "build the model with the same parallelism"
-    )
-
-
-def meshes_of(value: Any) -> list[Any]:
-    """Return the device meshes of all DTensors in a captured state."""
-    if isinstance(value, Mapping):
-        return [mesh for inner in value.values() for mesh in meshes_of(inner)]
-    if isinstance(value, list | tuple):
-        return [mesh for inner in value for mesh in meshes_of(inner)]
-    return [cast(Any, value).device_mesh] if isinstance(value, torch.Tensor) and _is_dtensor(value) else []
+def _find_class(name: str) -> Any:
+    """Return the tensor subclass of this name, if this process has imported it; nothing is imported for it."""
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__"):
+        return found
+    return None

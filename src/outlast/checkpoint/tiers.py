@@ -41,7 +41,8 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     reason: str
     kind: str
-    """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError``."""
+    """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError``; ``NotFinite``: it is whole,
+    but holds numbers that are infinite or NaN, and an older generation holds none."""
 
     def __str__(self) -> str:
         return f"generation {self.generation}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
@@ -59,6 +60,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks whose parities are there, and the ranks that share each of them."""
     world_size: int = 0
     """Of the generation, in the global tier, where any number of ranks can load it."""
+    finite: bool = True
+    """Whether no number in it is infinite or NaN."""
 
 
 class _Listing(msgspec.Struct, frozen=True):
@@ -79,6 +82,8 @@ class Table:
     rejected: list[Rejection]
     members: dict[str, dict[int, str]] = field(default_factory=dict)
     """Attempt to the ranks whose shard and parity lie on the same node, and that node."""
+    not_finite: set[tuple[int, str]] = field(default_factory=set)
+    """Iteration and attempt of the generations that hold numbers that are infinite or NaN."""
     seen: set[int] = field(default_factory=set)
     """Generations that exist somewhere, whole or not."""
 
@@ -102,6 +107,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topolog
         lineage={held.attempt: held.restored_attempt for one in listings for held in one.held},
         world_sizes={held.attempt: held.world_size for held in listings[0].held if held.tier == Tier.GLOBAL},
         rejected=[rejection for one in listings for rejection in one.rejected],
+        not_finite={(held.generation, held.attempt) for one in listings for held in one.held if not held.finite},
     )
     for rank, listing in enumerate(listings):
         for held in listing.held:
@@ -236,6 +242,7 @@ def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> 
                         tier=Tier.GLOBAL,
                         ranks=(),
                         world_size=found.world_size,
+                        finite=found.finite,
                     )
                 )
 
@@ -270,6 +277,7 @@ def _held(manifest: Manifest, tier: Tier, ranks: tuple[int, ...], parities: Sequ
         restored_attempt=manifest.restored_attempt,
         tier=tier,
         ranks=ranks,
+        finite=manifest.finite,
         groups={rank: group_of(manifest.nodes, manifest.parity, rank) for rank in parities if manifest.parity},
     )
 

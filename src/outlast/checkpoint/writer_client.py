@@ -6,10 +6,12 @@ import logging
 import os
 import socket
 import threading
+import time
 from typing import TypeVar
 
 import msgspec
 
+from outlast import clock
 from outlast.checkpoint import frames as f
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.errors import CheckpointError
@@ -18,6 +20,7 @@ __all__ = ["WriterClient"]
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=msgspec.Struct)
+_AGAIN_S = 0.05
 
 
 class WriterClient:
@@ -26,12 +29,13 @@ class WriterClient:
     Args:
         address: The agent's; ``None``: start one for this process, when first asked.
         arguments: More arguments for a process of its own, for fault injection.
+        patience_s: Seconds to wait for another writer at the address, where the owner of the first one may be replaced.
 
     Thread: any; each request has a connection for itself while it runs.
     """
 
-    def __init__(self, address: str | None, arguments: tuple[str, ...] = ()) -> None:
-        self._address, self._arguments = address, arguments
+    def __init__(self, address: str | None, arguments: tuple[str, ...] = (), *, patience_s: float = 0.0) -> None:
+        self._address, self._arguments, self._patience_s = address, arguments, patience_s
         self._own: WriterProcess | None = None
         self._idle: list[socket.socket] = []
         self._busy: set[socket.socket] = set()
@@ -143,15 +147,23 @@ class WriterClient:
                     return connection
                 connection.close()
             address = self._address if self._own is None else self._own.address
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._busy.add(connection)
-        try:
-            connection.settimeout(max(0.001, timeout_s))
-            connection.connect(b"\0" + (address or "").encode())
-        except OSError as error:
-            self._drop(connection)
-            raise CheckpointError(f"there is no checkpoint writer ({error})") from None
-        return connection
+        end_s = clock.now_s() + (min(self._patience_s, timeout_s) if self._own is None else 0.0)
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise CheckpointError("the checkpoint writer was ended")
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._busy.add(connection)
+            try:
+                connection.settimeout(max(0.001, timeout_s))
+                connection.connect(b"\0" + (address or "").encode())
+            except OSError as error:
+                self._drop(connection)
+                if not isinstance(error, ConnectionRefusedError) or clock.now_s() >= end_s:
+                    raise CheckpointError(f"there is no checkpoint writer ({error})") from None
+            else:
+                return connection
+            time.sleep(_AGAIN_S)
 
     def _drop(self, connection: socket.socket) -> None:
         with self._lock:

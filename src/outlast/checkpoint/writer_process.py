@@ -6,12 +6,14 @@ connects meanwhile waits in the socket's queue for the next one; what the dead o
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from outlast import clock
@@ -24,6 +26,8 @@ BACKLOG = 128
 MAX_DEATHS = 5
 """Deaths within ``DEATHS_WITHIN_S`` after which no other writer is started: something else is wrong."""
 DEATHS_WITHIN_S = 60.0
+_NAME_FREE_S = 10.0
+"""Seconds in which the writer of an owner that is gone lets go of its name."""
 
 
 class WriterProcess:
@@ -31,20 +35,23 @@ class WriterProcess:
 
     Args:
         arguments: More arguments for the first process, for fault injection.
+        address: Name of the socket, of one whose owner is gone; empty = the kernel draws one.
         on_death: Called with a line for people when a writer died by itself. Thread: one of its own.
 
     Raises:
         OSError: The system gives no socket or starts no process.
     """
 
-    def __init__(self, arguments: tuple[str, ...] = (), *, on_death: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, arguments: tuple[str, ...] = (), *, address: str = "", on_death: Callable[[str], None] | None = None
+    ) -> None:
         self._on_death = on_death
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lock = threading.Lock()
         self._closed = False
         self._deaths: list[int] = []
         try:
-            self._socket.bind("")  # the kernel draws an abstract name
+            self._bind(address)
             self._socket.listen(BACKLOG)
             self._process = self._start(arguments)
         except OSError:
@@ -81,9 +88,19 @@ class WriterProcess:
             if self._watcher.is_alive():  # in the kernel, writing to a disk that does not answer
                 log.warning("writer process %d does not end; it is left to the system", self._process.pid)
 
+    def _bind(self, address: str) -> None:
+        end_s = clock.now_s() + _NAME_FREE_S
+        while True:
+            try:
+                return self._socket.bind(b"\0" + address.encode() if address else "")  # the kernel draws a name
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or clock.now_s() >= end_s:
+                    raise
+            time.sleep(0.05)
+
     def _start(self, arguments: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         fd = self._socket.fileno()
-        command = [sys.executable, "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid()), *arguments]
+        command = [sys.executable, "-P", "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid()), *arguments]
         return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
 
     def _watch(self) -> None:

@@ -119,7 +119,10 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
                 num_bytes_read += verified.num_bytes_read
             places.append(msgspec.structs.replace(one.entry, generations=tuple(entries)))
     ok = not code and all(
-        place.generations and all(entry.valid and not entry.problems for entry in place.generations) for place in places
+        place.generations
+        and not place.problems
+        and all(entry.valid and not entry.problems for entry in place.generations)
+        for place in places
     )
     if as_json:
         _print_json({"schema": SCHEMA, "ok": ok, "num_bytes_read": num_bytes_read, "places": places})

@@ -37,18 +37,25 @@ def render_places(places: Iterable[Place], *, now_ns: int) -> Iterator[Table | s
 
 def render_verified(places: Sequence[Place], num_bytes_read: int) -> Iterator[Table | str]:
     """Yield what ``verify`` prints."""
-    num_generations = num_bad = 0
+    num_generations = num_bad = num_problems = 0
     for place in places:
         yield from _render_place(place, word="verified")
         num_generations += len(place.generations)
+        num_problems += len(place.problems)
         num_bad += sum(not entry.valid or bool(entry.problems) for entry in place.generations)
     if not num_generations:
         yield "[red]there is no generation[/red]"
     elif num_bad:
         bad = f"{num_bad} of {_count(num_generations)} with bad or missing parts"
         yield f"[red]{bad}[/red], {_size(num_bytes_read)} read"
+    elif num_problems:
+        yield f"[yellow]the generations are right, not all beside them[/yellow], {_size(num_bytes_read)} read"
     else:
         yield f"[green]every byte of {_count(num_generations)} is right[/green], {_size(num_bytes_read)} read"
+    unverified = [name for place in places for entry in place.generations for name in entry.unverified]
+    if unverified:
+        more = f" and {len(unverified) - 1} more" if len(unverified) > 1 else ""
+        yield f"not compared, since an earlier version kept no digest: {escape(unverified[0])}{more}"
 
 
 def render_plan(place: Place, plan: Plan, *, is_done: bool) -> Iterator[str]:
@@ -112,6 +119,8 @@ def _render_place(place: Place, *, word: str) -> Iterator[Table | str]:
     if place.latest is not None:
         facts.append(f"latest {place.latest}")
     yield f"[bold]{escape(place.path)}[/bold]  {escape(', '.join(facts) if place.tier != 'empty' else 'empty')}"
+    for problem in place.problems:
+        yield f"  [yellow]{escape(str(problem))}[/yellow]"
     if not place.generations:
         yield "  no generation"
         return

@@ -103,13 +103,11 @@ def _load(path: str | None) -> Config | None:
 
 
 def _health(settings: Config | None, commands: tuple[str, ...], timeout: float | None) -> HealthConfig:
-    import dataclasses
-
     from outlast.config import HealthConfig
 
     health = settings.health if settings is not None and settings.health is not None else HealthConfig()
-    health = dataclasses.replace(health, commands=(*health.commands, *commands))
-    return health if timeout is None else dataclasses.replace(health, check_timeout=timeout)
+    health = health.changed(commands=(*health.commands, *commands))
+    return health if timeout is None else health.changed(check_timeout=timeout)
 
 
 def _places_of(settings: Config | None) -> tuple[str, ...]:

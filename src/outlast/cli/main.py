@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from outlast import __version__
 from outlast.errors import ConfigError, ExitReason
@@ -29,6 +30,7 @@ _COMMANDS = {
     "doctor": ("outlast.cli.doctor:doctor", "Say whether this node is fit to train."),
     "slurm": ("outlast.cli.slurm:slurm", "Make and submit Slurm jobs, give them back to the queue."),
     "bench": ("outlast.cli.bench:bench", "Measure outlast beside its peers."),
+    "completion": ("outlast.cli.completion:completion", "Print what bash, zsh or fish needs to complete commands."),
 }
 
 
@@ -49,8 +51,13 @@ class _LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [CompletionItem(name, help=text) for name, (_, text) in _COMMANDS.items() if name.startswith(incomplete)]
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             from outlast.config.base import nearest
 
             raise ConfigError(f"there is no command {args[0]!r}; {nearest(args[0], _COMMANDS)}")

@@ -45,8 +45,8 @@ class Config:
     """Where and how often to save; none = nothing is saved or restored."""
 
     fault_tolerance: FaultToleranceConfig | None = None
-    """Timeouts and budgets; none = those of ``outlast run``, else the defaults. ``outlast run``'s ``--ft-*``
-    options come before this."""
+    """Timeouts and budgets; none = those of ``outlast run``, else the defaults. Field by field, ``outlast run``'s
+    ``--ft-*`` options come before its ``--config`` file, and that before this."""
 
     rerun_state_machine: RerunStateMachineConfig | None = None
     """What counts as an invalid result of a step that the script validates, and what follows; none = the defaults."""
@@ -62,14 +62,14 @@ class Config:
     restart in process; on, too, where ``in_process_restart.enabled`` is."""
 
     in_process_restart: InProcessRestartConfig | None = None
-    """Settings for that ``Wrapper``; none = the defaults."""
+    """Settings for that ``Wrapper``, which takes this config: ``Wrapper("outlast.toml")``; none = the defaults."""
 
     preemption: PreemptionConfig | None = None
     """What tells the run to leave, and how long it may take to; none = the defaults, which listen to SIGTERM."""
 
     health: HealthConfig | None = None
-    """What a node must have to train, for `outlast doctor` and `outlast run --health-config`, and how often ranks ask
-    each other whether they are there; none = the defaults."""
+    """What a node must have to train, for `outlast doctor` and `outlast run --config`, and how often ranks ask each
+    other whether they are there; none = the defaults."""
 
     fault_plan: str | None = None
     """File (TOML, YAML or JSON) with a plan of faults to cause on purpose, in a test; none = no plan."""
@@ -79,10 +79,11 @@ class Config:
     them."""
 
     def __post_init__(self) -> None:
-        require(
-            self.fault_tolerance is None or not self.fault_tolerance.enable_ft_package or self.checkpoint is not None,
-            "fault_tolerance.enable_ft_package is on, but there is no checkpoint.directory to come back from; name one",
-        )
-        if self.in_process_restart is not None and self.in_process_restart.enabled:
+        restart = self.in_process_restart
+        if restart is not None and restart.enabled:
             object.__setattr__(self, "in_process", True)
+        require(
+            not self.in_process or restart is None or restart.given.get("enabled") is not False,
+            "in_process is on, but in_process_restart.enabled is off: the Wrapper would protect nothing; leave one out",
+        )
         require(self.seed is None or self.seed >= 0, f"seed={self.seed} must not be negative")

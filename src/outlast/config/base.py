@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from outlast.errors import ConfigError
 
 __all__ = [
     "FieldDoc",
+    "Partial",
     "describe_fields",
     "from_mapping",
     "is_none",
@@ -34,6 +35,57 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+P = TypeVar("P", bound="Partial")
+
+
+class Partial:
+    """Base of a config that knows which of its fields it was given; the others hold their defaults.
+
+    Settings that come from several sources are put together field by field, and a default never replaces what
+    another source gives. :meth:`changed` makes one from another. One that is given every field, as by
+    ``dataclasses.replace``, was given those that differ from their defaults.
+    """
+
+    __slots__ = ("_given",)
+    _given: frozenset[str]
+
+    def __new__(cls, *_: Any, **values: Any) -> Any:
+        """Make the config, and note what it is given."""
+        config = super().__new__(cls)
+        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
+        given = set(values)
+        if len(values) == len(fields):
+            given = {field.name for field in fields if values[field.name] != _default_of(field)}
+        object.__setattr__(config, "_given", frozenset(given))
+        return config
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that were given, by name."""
+        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in fields if field.name in self._given}
+
+    def changed(self, **changes: Any) -> Self:
+        """Return the same with other values; what was given stays given, defaults included.
+
+        Raises:
+            ConfigError: A value is out of range or contradicts another.
+        """
+        return _make(type(self), {**self.given, **changes})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle what was given, and no more."""
+        return _make, (type(self), self.given)
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _make(cls: type[P], values: Mapping[str, Any]) -> P:
+    config = cls(**values)
+    object.__setattr__(config, "_given", frozenset(values))
+    return config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

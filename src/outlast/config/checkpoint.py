@@ -82,6 +82,10 @@ class CheckpointConfig:
     """Iterations after a load in which an invalid result casts doubt on what was loaded; one generation older than
     that is always kept."""
 
+    prefer_finite: bool = True
+    """Load an older generation rather than one that holds numbers that are infinite or NaN; a newer one that is passed
+    over is named in the log. Off: always load the newest, for states that hold such numbers now and then."""
+
     max_consecutive_save_failures: int = 5
     """Failed saves in a row after which training stops with the last error; 0 = never."""
 
@@ -98,8 +102,17 @@ class CheckpointConfig:
     """Megatron's name of ``local_directory``."""
 
     non_persistent_local_ckpt_algo: str = "atomic"
-    """``atomic``: each rank's local file holds all of its state. Megatron's ``fully_parallel``, where ranks hold parts
-    of each other's state, is refused: one lost node would take others' state along."""
+    """``atomic`` or Megatron's ``fully_parallel``, with one meaning: each rank's local file holds all of its own state.
+    There ranks hold parts of each other's state, and one lost node takes others' state along."""
+
+    non_persistent_ckpt_type: str | None = None
+    """Megatron's choice of where non-persistent saves go: ``local`` = memory, replicas and ``local_directory``, which
+    must be set; ``in_memory`` = memory and replicas, without a ``local_directory``; none = as the other settings say.
+    ``global`` is refused: ``save_interval`` and ``save_retain_interval`` say that."""
+
+    ckpt_format: str = "torch_dist"
+    """Megatron's name of the format of ``torch.distributed.checkpoint``, in which the global tier is written; others
+    are refused."""
 
     def __post_init__(self) -> None:
         require_finite(self)
@@ -135,10 +148,37 @@ class CheckpointConfig:
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be above 0 seconds")
         require(self.rank_mttf_hours > 0, f"rank_mttf_hours={self.rank_mttf_hours} must be above 0")
         self._check_replication()
+        self._check_megatrons_choices()
+
+    def _check_megatrons_choices(self) -> None:
+        algo, kind = self.non_persistent_local_ckpt_algo, self.non_persistent_ckpt_type
         require(
-            self.non_persistent_local_ckpt_algo == "atomic",
-            f"non_persistent_local_ckpt_algo={self.non_persistent_local_ckpt_algo!r} is not supported; use 'atomic' "
-            "(each rank's local file holds all of its state)",
+            algo in ("atomic", "fully_parallel"),
+            f"non_persistent_local_ckpt_algo={algo!r} must be atomic or fully_parallel; both mean that each rank's "
+            "local file holds all of its state",
+        )
+        require(
+            kind != "global",
+            "non_persistent_ckpt_type='global' is not supported: non-persistent generations stay near their ranks; to "
+            f"save more often to the global tier, write save_interval={self.non_persistent_save_interval}, and "
+            f"save_retain_interval={self.save_interval} for those to keep",
+        )
+        require(
+            kind in (None, "local", "in_memory"),
+            f"non_persistent_ckpt_type={kind!r} must be local or in_memory; leave it out to use all near tiers",
+        )
+        require(
+            kind != "local" or self.local_directory is not None,
+            "non_persistent_ckpt_type='local' needs local_directory (non_persistent_local_ckpt_dir); name a folder",
+        )
+        require(
+            kind != "in_memory" or self.local_directory is None,
+            f"non_persistent_ckpt_type='in_memory' contradicts local_directory={self.local_directory!r}; leave one out",
+        )
+        require(
+            self.ckpt_format == "torch_dist",
+            f"ckpt_format={self.ckpt_format!r} is not supported: generations are written in the format of torch."
+            "distributed.checkpoint, beside training and for any number of ranks; leave it out, or write torch_dist",
         )
 
     def _check_replication(self) -> None:

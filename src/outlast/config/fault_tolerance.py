@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from outlast.config.base import from_mapping, require, require_finite
+from outlast.config.base import Partial, from_mapping, require, require_finite
 
-__all__ = ["FaultToleranceConfig"]
+__all__ = ["LAUNCHERS_OWN", "FaultToleranceConfig"]
+
+LAUNCHERS_OWN = ("max_no_progress_cycles", "max_node_faults", "min_nodes", "node_heartbeat_timeout", "shutdown_grace")
+"""Fields that a launcher carries out: without one of ours they have no effect."""
 
 
 def _check_seconds(name: str, value: float | None) -> None:
@@ -17,7 +20,7 @@ def _check_seconds(name: str, value: float | None) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultToleranceConfig:
+class FaultToleranceConfig(Partial):
     """What is watched, for how long, and how often a job may be restarted.
 
     Raises:
@@ -25,18 +28,23 @@ class FaultToleranceConfig:
     """
 
     enable_ft_package: bool = False
-    """Watch heartbeats and sections of the workers; off: only their deaths are noticed. ``outlast run``
-    switches it on unless told otherwise. In a session's config it needs a checkpoint directory."""
+    """Watch heartbeats and sections of the workers; off: only their deaths are noticed. Where it is not given,
+    ``outlast run`` watches, and a session under another launcher does if a timeout is given."""
 
     calc_ft_timeouts: bool = False
-    """Learn section timeouts from observed durations and keep them in ft_state.json for the next cycle and
-    job."""
+    """Learn timeouts of sections and heartbeats from observed durations, and keep them in ft_state.json for the next
+    cycle and job."""
 
     initial_rank_heartbeat_timeout: float | None = None
-    """Longest time in seconds from a worker's start to its first heartbeat; none = not enforced."""
+    """Longest time in seconds from a worker's start to its first heartbeat; none = not enforced. Where it is not given,
+    ``outlast run`` enforces 1800 s, or ``rank_heartbeat_timeout`` if that is longer, on ranks with a session. Where
+    their section is given a longer timeout or none, or the time outside sections a longer one, that holds instead."""
 
     rank_heartbeat_timeout: float | None = None
-    """Longest time in seconds between two heartbeats of a worker; none = not enforced."""
+    """Longest time in seconds between two heartbeats of a worker; none = not enforced. Where it is not given, ``outlast
+    run`` enforces 1800 s on ranks with a session, while they are in its loop. Where their section is given a longer
+    timeout or none, or the time outside sections a longer one, that holds instead. An evaluation within the loop sends
+    none: sections find a hang much sooner."""
 
     rank_section_timeouts: Mapping[str, float | None] = field(default_factory=dict)
     """Longest time in seconds in each section, as setup:600,step:180,checkpointing:420; a section that is not
@@ -129,10 +137,19 @@ class FaultToleranceConfig:
         )
 
     def to_json(self) -> str:
-        """Return the settings as JSON, for a worker's environment."""
-        return json.dumps(asdict(self))
+        """Return the fields that were given as JSON, for another process."""
+        return json.dumps(self.given)
 
     @classmethod
     def from_json(cls, text: str) -> FaultToleranceConfig:
-        """Read what :meth:`to_json` wrote."""
-        return from_mapping(cls, json.loads(text), where="fault tolerance settings")
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: It is something else, or was cut.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = None
+        require(isinstance(values, dict), f"{text[:80]!r} are no fault tolerance settings; run one outlast everywhere")
+        return from_mapping(cls, values, where="fault tolerance settings")

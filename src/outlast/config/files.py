@@ -7,7 +7,9 @@ with the line where that is known.
 
 from __future__ import annotations
 
+import difflib
 import json
+import logging
 import os
 import re
 import tomllib
@@ -17,10 +19,13 @@ from typing import Any
 
 from outlast.config import Config
 from outlast.config.base import from_mapping
-from outlast.config.known_names import Translation
+from outlast.config.known_names import KNOWN_NAMES, Translation
+from outlast.env import read_worker
 from outlast.errors import ConfigError
 
 __all__ = ["load_config", "load_values"]
+
+log = logging.getLogger(__name__)
 
 
 def load_config(path: str | os.PathLike[str]) -> Config:
@@ -41,7 +46,29 @@ def load_config(path: str | os.PathLike[str]) -> Config:
         return where if line is None else f"{where}:{line}"
 
     known = Translation(values, place=place)
+    for section, keys in known.foreign.items():
+        _warn_of_foreign_keys(place((section,)), section, keys)
     return from_mapping(Config, known.values, where=where, locate=lambda keys: _find_line(text, known.origin(keys)))
+
+
+def _warn_of_foreign_keys(where: str, section: str, keys: list[str]) -> None:
+    """Log which keys of another system's section are not read here. Rank 0 of a job does."""
+    if read_worker().global_rank != 0:
+        return
+    hints = [f"{key} (or {near}?)" if (near := _nearest_known(section, key)) else key for key in keys]
+    log.warning(
+        "%s: [%s] has keys that are no settings of outlast and have no effect on it: %s; those that it reads there: %s",
+        where,
+        section,
+        ", ".join(hints),
+        ", ".join(KNOWN_NAMES[section]),
+    )
+
+
+def _nearest_known(section: str, key: str) -> str | None:
+    """Return the setting that a key may be meant to be."""
+    close = difflib.get_close_matches(key.replace("-", "_"), KNOWN_NAMES[section], n=1, cutoff=0.85)
+    return close[0] if close else None
 
 
 def load_values(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str]:

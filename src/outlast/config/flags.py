@@ -19,15 +19,19 @@ _TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
 
 
 def add_ft_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the ``--ft-*`` options to ``parser``, and switch its abbreviations off.
+    """Add the ``--ft-*`` options to ``parser``; they have no abbreviations, whatever other options have.
 
-    With abbreviations a mistyped or shortened name would silently pass for another option.
+    Many begin alike: a mistyped or shortened name would silently pass for another option.
     """
-    parser.allow_abbrev = False
+    others, complete = set(parser._actions), parser._get_option_tuples
     group = parser.add_argument_group("fault tolerance", "what is watched, for how long, how often to restart")
     for field in describe_fields(FaultToleranceConfig):
         add = _add_switch if field.type_name == "bool" else _add_option
         add(group, field)
+    whole = set(parser._actions) - others
+    parser._get_option_tuples = lambda option_string: [  # type: ignore[method-assign]
+        match for match in complete(option_string) if match[0] not in whole
+    ]
 
 
 def _add_option(group: argparse._ArgumentGroup, field: FieldDoc) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outlast.config.base import require, require_finite
+from outlast.config.base import Partial, require, require_finite
 
 __all__ = ["HealthConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HealthConfig:
+class HealthConfig(Partial):
     """What a node must have to train, and how it is looked at.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outlast.config.base import require, require_finite
+from outlast.config.base import Partial, require, require_finite
 
 __all__ = ["InProcessRestartConfig"]
 
@@ -36,7 +36,7 @@ _SMALLER = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InProcessRestartConfig:
+class InProcessRestartConfig(Partial):
     """What is noticed by ``outlast.inprocess.Wrapper``, after how long, and how often it calls the function again.
 
     Raises:
@@ -44,8 +44,8 @@ class InProcessRestartConfig:
     """
 
     enabled: bool = False
-    """Let a session that finds these settings in its config take part in restarts in process, as its ``in_process``
-    does. A ``Wrapper`` that a script makes itself protects its function either way."""
+    """On: a session with these settings has to be in a function that a ``Wrapper`` protects. Off, where it is given: a
+    ``Wrapper`` with these settings calls its function as it is. Where it is not given, a ``Wrapper`` protects."""
 
     active_world_size: int | None = None
     """Ranks that run the function; the others are warm reserves. none = all."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outlast.config.base import nearest
 from outlast.errors import ConfigError
 
 __all__ = ["KNOWN_NAMES", "Translation"]
@@ -16,7 +15,8 @@ KNOWN_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "nccl_health_check_interval": ("health", "process_group_interval"),
     },
 }
-"""Section and key of another system, to section and key of ours; unit and the meaning of 0 are the same."""
+"""Section and key of another system, to section and key of ours; unit and the meaning of 0 are the same. What else
+stands in such a section is that system's: the training script reads it."""
 
 
 class Translation:
@@ -27,11 +27,13 @@ class Translation:
         place: Tells file and line of keys that stand there, for errors.
 
     Raises:
-        ConfigError: A known section has a key that is not known, or a setting is given under both names.
+        ConfigError: A known section is none, or a setting is given under both names.
     """
 
     def __init__(self, values: Mapping[str, Any], *, place: Callable[[tuple[str, ...]], str]) -> None:
         self.values: dict[str, Any] = {key: value for key, value in values.items() if key not in KNOWN_NAMES}
+        self.foreign: dict[str, list[str]] = {}
+        """Section to its keys that are none of ours."""
         self._origins: dict[tuple[str, ...], tuple[str, ...]] = {}
         for section, known in KNOWN_NAMES.items():
             if section not in values:
@@ -42,7 +44,8 @@ class Translation:
             for key, value in given.items():
                 name, here = str(key).replace("-", "_"), (section, str(key))
                 if name not in known:
-                    raise ConfigError(f"{place(here)}: {section}: unknown key {key!r}; {nearest(name, known)}")
+                    self.foreign.setdefault(section, []).append(str(key))
+                    continue
                 ours, there = known[name]
                 beside = self.values.get(ours, {})
                 if not isinstance(beside, Mapping) or there in {str(other).replace("-", "_") for other in beside}:

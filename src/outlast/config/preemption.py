@@ -114,7 +114,7 @@ class PreemptionConfig:
 
     @property
     def signal_names(self) -> tuple[str, ...] | None:
-        """The signals by name; ``None`` = the default ones."""
+        """The signals by name, each once; ``None`` = the default ones."""
         if self.exit_signal is None:
             return None
-        return tuple(name.strip() for name in self.exit_signal.split(","))
+        return tuple(dict.fromkeys(name.strip() for name in self.exit_signal.split(",")))

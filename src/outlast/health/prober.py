@@ -110,7 +110,7 @@ class Prober:
         self._answers, theirs = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "outlast.health.probe", str(theirs), str(os.getpid())],
+                [sys.executable, "-P", "-m", "outlast.health.probe", str(theirs), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

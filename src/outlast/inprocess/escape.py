@@ -20,9 +20,11 @@ from collections.abc import Callable, Collection
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from outlast.runtime import async_exceptions
+
 __all__ = ["Escape"]
 
-_OWN_FILES = frozenset({__file__, __file__.replace("escape.py", "interruption.py")})
+_OWN_FILES = frozenset({__file__, __file__.replace("escape.py", "interruption.py"), async_exceptions.__file__})
 
 
 class Escape:
@@ -46,6 +48,7 @@ class Escape:
         """Begin to look, from this frame on and in the frames that called it; again: be content with less."""
         if self._active and not self._has_raised:
             self._allowed += 1  # nothing was found since
+        async_exceptions.settle()  # whoever left one: tracing would never get on
         self._active, self._has_raised = True, False
         self._trace_from(frame)
 

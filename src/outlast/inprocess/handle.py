@@ -7,6 +7,8 @@ import typing
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from outlast.config.in_process_restart import InProcessRestartConfig
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -63,6 +65,7 @@ class Handle:
         page: Page,
         on_first_ping: Callable[[], None],
         kept: dict[str, Any],
+        config: InProcessRestartConfig | None = None,
     ) -> None:
         self._state = state
         self._page = page
@@ -74,6 +77,8 @@ class Handle:
         self._callbacks: list[Callable[[], None]] = []
         self._looks: list[Callable[[], None]] = []
         self._kept = kept
+        self.config = config or InProcessRestartConfig()
+        """The settings of the wrapper."""
 
     @property
     def state(self) -> State:

@@ -69,6 +69,7 @@ class MonitorLink:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",
                     "-m",
                     "outlast.inprocess.monitor_process",
                     str(theirs.fileno()),

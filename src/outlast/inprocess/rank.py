@@ -84,12 +84,12 @@ class Rank:
         name = handle_parameter(function)
         if name is not None and name in kwargs:
             name = None
-        device.settle_collectives()
         self._interruption.install()
         stacks.register()
         noting = connections.Noting(self._check_group)
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
         try:
+            before |= device.settle_collectives()
             self._said = Announcements(self._place, self._config)
             self._background = Background()
             self._host = own_address(self._place)
@@ -228,6 +228,7 @@ class Rank:
             page=self._page,
             on_first_ping=self._thread.count_pings_only,
             kept=self._kept,
+            config=self._config,
         )
         if handle_name is not None:
             kwargs = {**kwargs, handle_name: handle}

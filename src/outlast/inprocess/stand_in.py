@@ -59,7 +59,7 @@ class StandIn:
     ) -> None:
         self._selector, self._on_answer = selector, on_answer
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "outlast.inprocess.stand_in"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-m", "outlast.inprocess.stand_in"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._is_asking = True
         self._answer = b""

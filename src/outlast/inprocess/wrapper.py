@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from outlast.config import Config
+from outlast.config.files import load_config
 from outlast.config.in_process_restart import InProcessRestartConfig
+from outlast.errors import ConfigError
+from outlast.inprocess.handle import handle_parameter
 from outlast.inprocess.plugins import Plugins
 from outlast.inprocess.rank import Rank
 
@@ -37,7 +43,9 @@ class Wrapper:
     is raised again at the end.
 
     Args:
-        config: Timeouts and the like; ``None`` = the defaults.
+        config: Timeouts and the like; also the whole config of a session, or the path of its file, of which
+            ``in_process_restart`` counts; ``None`` = the defaults. With ``enabled=False`` the function is called as
+            it is.
         initialize: Called with :class:`~outlast.inprocess.State` before each call of the function, on active ranks, as
             if it were the function's first line: it may be interrupted, and what it raises is a fault.
         abort: Called with the state on the monitor thread while the main thread is still in the function that it has to
@@ -58,7 +66,7 @@ class Wrapper:
 
     def __init__(
         self,
-        config: InProcessRestartConfig | None = None,
+        config: InProcessRestartConfig | Config | str | os.PathLike[str] | None = None,
         *,
         initialize: Callable[[Any], Any] | None = None,
         abort: Callable[[Any], Any] | None = None,
@@ -68,6 +76,10 @@ class Wrapper:
         completion: Callable[[Any], Any] | None = None,
         terminate: Callable[[Any], Any] | None = None,
     ) -> None:
+        if isinstance(config, str | os.PathLike):
+            config = load_config(config)
+        if isinstance(config, Config):
+            config = config.in_process_restart
         self.config = config if config is not None else InProcessRestartConfig()
         self._plugins = Plugins.settle(
             self.config,
@@ -81,7 +93,14 @@ class Wrapper:
         )
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Return the function, protected."""
+        """Return the function, protected.
+
+        Raises:
+            ConfigError: It is not to be protected, and needs a :class:`~outlast.inprocess.Handle`.
+        """
+        if self.config.given.get("enabled") is False:
+            _check_needs_no_handle(function)
+            return function
 
         @functools.wraps(function)
         def protected(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -89,3 +108,12 @@ class Wrapper:
             return value
 
         return protected
+
+
+def _check_needs_no_handle(function: Callable[..., Any]) -> None:
+    name = handle_parameter(function)
+    if name is not None and inspect.signature(function).parameters[name].default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"in_process_restart.enabled is off, but {function.__qualname__}() takes a Handle, which only a protected "
+            f"call has; give {name} a default of None, or leave enabled out"
+        )

@@ -8,6 +8,7 @@ Keys: ``job`` (names the job), ``host`` (names the node that hosts the store), `
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import logging
 import threading
@@ -17,8 +18,8 @@ from pathlib import Path
 from torch.distributed import DistError
 
 from outlast import clock
-from outlast.config import FaultToleranceConfig
-from outlast.errors import RendezvousError
+from outlast.config.precedence import LayeredSettings
+from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind
 from outlast.launch import messages as m
 from outlast.launch.coordinator import Coordinator
@@ -57,7 +58,7 @@ class ControlServer:
         run_dir: Where ``ladder.json`` and ``ft_state.json`` are kept; ``None``: nowhere.
         run_id: Name of the run.
         node: Name of this node, for the journal.
-        config: Says whether and how timeouts are learned.
+        layers: What options and file of ``outlast run`` set; what they do not, the script's config may.
         on_error: Called in the server's thread with what ended it before its time.
 
     Thread: owns one; :meth:`start` and :meth:`close` are called by the agent's main thread.
@@ -71,18 +72,18 @@ class ControlServer:
         run_dir: Path | None,
         run_id: str,
         node: str,
-        config: FaultToleranceConfig,
+        layers: LayeredSettings,
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._store = store
         self._settings = settings
         self._run_dir = run_dir
-        self._config = config
+        self._layers, self._config = layers, layers.config
         self._on_error = on_error
         self._journal = Journal(run_dir, run_id=run_id, job=settings.job, node=node, proc="coordinator")
         self._coordinator = Coordinator(
             settings,
-            load_ladder(run_dir, is_new_job=settings.former_host is None),
+            load_ladder(run_dir, is_new_job=settings.former_host is None, is_named=settings.is_named),
             record=self._record,
             remember=self._remember,
             learn=self._learn,
@@ -134,6 +135,8 @@ class ControlServer:
         except RendezvousError as error:
             log.warning("%s", error)
             return True
+        if isinstance(message, m.ScriptSettings):
+            self._take_script_settings(message)
         now_s = clock.now_s()
         outbox = self._coordinator.handle(message, now_s)
         if isinstance(message, m.Tick):
@@ -152,6 +155,29 @@ class ControlServer:
         beats = {node.name: int(counter) for node, counter in zip(nodes, counters, strict=True)}
         since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
         return self._coordinator.judge_beats(beats, now_s, since_last_s=since_s)
+
+    def _take_script_settings(self, told: m.ScriptSettings) -> None:
+        """Use what the script's config sets and no option or file does; it may be another one in the next cycle."""
+        try:
+            self._layers = self._layers.with_script(told.fault_tolerance or "{}")
+        except ConfigError as error:
+            log.warning("the settings of node %s's script are not used: %s", told.node, error)
+            return
+        self._config = config = self._layers.config
+        settings = self._coordinator.settings
+        least = config.min_nodes
+        if least is not None and least > settings.num_slots:
+            log.warning(
+                "fault_tolerance.min_nodes=%d of the script's config is more than the %d nodes of --nnodes; not used",
+                *(least, settings.num_slots),
+            )
+            least = settings.min_nodes
+        limits = dataclasses.replace(
+            settings.limits,
+            max_no_progress_cycles=config.max_no_progress_cycles,
+            max_node_faults=config.max_node_faults,
+        )
+        self._coordinator.resettle(dataclasses.replace(settings, limits=limits, min_nodes=least))
 
     def _on_death(self, node: str, epoch: str, reason: str) -> None:
         self._store.queue_push("inbox", m.encode(m.Dead(node=node, epoch=epoch, reason=reason)))

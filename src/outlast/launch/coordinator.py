@@ -107,6 +107,11 @@ class Coordinator:
         """What the ladder remembers of the run."""
         return self._rulings.state
 
+    def resettle(self, settings: JobSettings) -> None:
+        """Go on with other settings of the same job."""
+        self.settings = self._forming.settings = settings
+        self._rulings.limits = settings.limits
+
     # -- what comes in -----------------------------------------------------------------------------------------
 
     def handle(self, message: m.ToCoordinator, now_s: float) -> Outbox:
@@ -118,7 +123,7 @@ class Coordinator:
                 self._on_register(message, now_s)
             case m.Unhealthy():
                 self._on_unhealthy(message, now_s)
-            case m.Tick() | m.Quit():
+            case m.Tick() | m.Quit() | m.ScriptSettings():
                 pass
             case _:
                 node = self.nodes.get(message.node)

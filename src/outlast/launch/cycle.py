@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,20 @@ import msgspec
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from outlast import env
-from outlast.config import FaultToleranceConfig
-from outlast.errors import ExitReason
+from outlast.config.precedence import SCRIPT, LayeredSettings
+from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import messages as m
 from outlast.launch.in_process import InProcess, Mended
 from outlast.launch.logs import CycleLogs
-from outlast.launch.options import RunOptions
+from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.worker_process import WorkerProcess
 from outlast.monitor.examine import examine
-from outlast.monitor.learned import observe
+from outlast.monitor.learned import LearnedTimeouts, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.culprit import Position
-from outlast.policy.deadlines import Timeouts
+from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
+from outlast.policy.in_process import InProcessState
 from outlast.policy.quarantine import Load, tier_of_load
 from outlast.policy.rerun import Diagnosis
 from outlast.policy.slots import OWN_VERDICTS
@@ -34,8 +36,14 @@ from outlast.runtime.zygote import Exited, Spawn
 
 __all__ = ["ALONE_S", "Cycle"]
 
+log = logging.getLogger(__name__)
 ALONE_S = 5.0
 """What workers that were told to leave have left when one of them ended without having saved."""
+_WITHOUT_EFFECT = {
+    "node_heartbeat_timeout": "agents need it before the script runs; give outlast run --ft-node_heartbeat_timeout, or "
+    "--config with a file that has it",
+    "rank_termination_signal": NO_TERMINATION_SIGNAL,
+}
 
 
 @dataclass(slots=True)
@@ -55,13 +63,20 @@ class Cycle:
     workers: dict[int, WorkerProcess]
     """Key in the zygote's messages to worker."""
     spawns: list[Spawn]
-    fault_tolerance: FaultToleranceConfig
-    """The timeouts in force, learned ones in the place of configured ones."""
     in_process: InProcess
     """How the workers stand with restarts inside their processes."""
     watchdog: Watchdog | None = None
+    layers: LayeredSettings = field(init=False)
+    """The fault tolerance settings in force: those of the launcher, and of the script once it told them."""
+    script_settings: str | None = None
+    """What the script's config sets, as text; ``None`` while no rank has attached to the board."""
+    _strangers: set[int] = field(default_factory=set)
+    """Local ranks whose scripts set something else than the first one's."""
     over: bool = False
     """Nothing that happens in it counts any more."""
+
+    def __post_init__(self) -> None:
+        self.layers = self.options.layers
 
     @property
     def number(self) -> int:
@@ -71,10 +86,72 @@ class Cycle:
     def watch(self, on_hang: Callable[[HangReport], None], on_error: Callable[[BaseException], None]) -> None:
         """Watch the workers, now that they were told to start, and copy their output."""
         self.logs.start()
-        if self.options.fault_tolerance.enable_ft_package:
-            timeouts = Timeouts.from_config(self.fault_tolerance)
-            self.watchdog = Watchdog(self.board, timeouts, node=self.node, on_hang=on_hang, on_error=on_error)
+        if self.layers.config.enable_ft_package:
+            self.watchdog = Watchdog(self.board, None, node=self.node, on_hang=on_hang, on_error=on_error)
             self.watchdog.start()
+        else:
+            self._say_off()
+
+    def settle(self) -> None:
+        """Enforce the timeouts that are in force, once a rank has attached to the board and told what its config sets.
+
+        The first rank's settings count; another rank that has others is told so.
+        """
+        for local_rank in range(self.board.num_ranks):
+            text = self.board.settings(local_rank)
+            if text is None or text == self.script_settings:
+                continue
+            if self.script_settings is None:
+                self.script_settings = text
+                self._enforce(text)
+            elif local_rank not in self._strangers:
+                self._strangers.add(local_rank)
+                log.warning(
+                    "[outlast] the fault tolerance settings of local rank %d differ from another rank's, which are in "
+                    "force; give all ranks the same config",
+                    local_rank,
+                )
+
+    def _enforce(self, text: str) -> None:
+        try:
+            self.layers = self.layers.with_script(text or "{}")
+        except ConfigError as error:
+            log.warning("[outlast] the fault tolerance settings of the script's config are not used: %s", error)
+        config, source = self.layers.config, self.layers.source
+        for name, why in _WITHOUT_EFFECT.items():
+            if source(name) == SCRIPT:
+                log.warning("[outlast] fault_tolerance.%s of the script's config has no effect: %s", name, why)
+        if self.watchdog is None:
+            return
+        if not config.enable_ft_package:
+            self.watchdog.stop()
+            self.watchdog = None
+            self._say_off()
+            return
+        timeouts = configured = Timeouts.from_config(config, with_defaults=True)
+        if config.calc_ft_timeouts:
+            timeouts = LearnedTimeouts.load(self.options.run_dir).apply_to(configured)
+
+        def origin(name: str) -> str:
+            field = FIELD_OF_SETTING[name]
+            return "learned" if getattr(timeouts, field) != getattr(configured, field) else source(name)
+
+        self.watchdog.enforce(timeouts, timeouts.describe(origin))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether hangs would be noticed, but no worker of this node has anything yet that shows them."""
+        states = self.board.read_all()
+        return self.watchdog is not None and not any(
+            state.attached or state.in_process != InProcessState.OFF for state in states
+        )
+
+    def _say_off(self) -> None:
+        where = self.layers.source("enable_ft_package")
+        log.warning(
+            "[outlast] hang detection is off: enable_ft_package is false (%s); only deaths of workers are noticed",
+            where,
+        )
 
     def look(self) -> None:
         """Have the workers judged afresh: something about them changed."""
@@ -205,19 +282,18 @@ class Cycle:
         )
 
     def examine(self, report: HangReport | None) -> tuple[Position, ...]:
-        """Look where the ranks are, and dump their stacks.
+        """Look where the ranks are that take part, and dump their stacks; workers that were lost do not.
 
-        Blocks: up to about half a second.
+        Blocks: up to about two seconds.
         """
-        expired = tuple(report.expired) if report else ()
-        return tuple(
-            examine(
-                self.board,
-                node=self.node,
-                stacks_dir=self.options.run_dir / "stacks" / f"cycle-{self.number}",
-                expired=expired,
-            )
+        positions = examine(
+            self.board,
+            node=self.node,
+            stacks_dir=self.options.run_dir / "stacks" / f"cycle-{self.number}",
+            expired=report.expired if report else (),
         )
+        lost = {worker.pid for worker in self.workers.values() if worker.lost is not None}
+        return tuple(one for one in positions if one.pid not in lost)
 
     def facts(self, incident: Incident | None, positions: tuple[Position, ...] = ()) -> m.CycleFacts:
         """Return what this node knows of the cycle."""

@@ -152,26 +152,23 @@ def _by_who_saw_it(incident: Incident, diagnosis: Diagnosis) -> Incident:
 
 
 def _with_culprit(incident: Incident, positions: list[Position]) -> Incident:
-    """Return the incident of a hang with the one rank that all others waited for."""
+    """Return the incident of a hang with the rank that all others waited for, if one can be told."""
     culprit = find_culprit(positions)
     position = culprit.position
-    evidence = {
-        **incident.evidence,
-        "summary": culprit.reason,
-        "first_reported_rank": incident.rank,
-        "process_state": position.process_state,
-    }
+    evidence = {**incident.evidence, "summary": culprit.reason, "first_reported_rank": incident.rank}
+    if position is None:
+        return msgspec.structs.replace(
+            incident, node=culprit.node, rank=None, pid=None, section=None, iteration=None, evidence=evidence
+        )
+    evidence["process_state"] = position.process_state
     if position.stack_line:
         evidence["stack_line"] = position.stack_line
-    return Incident(
-        kind=incident.kind,
-        job=incident.job,
-        cycle=incident.cycle,
+    return msgspec.structs.replace(
+        incident,
         node=position.node,
         rank=position.global_rank,
         pid=position.pid,
         section="/".join(position.sections) or incident.section,
         iteration=position.iteration,
-        detected_after_s=incident.detected_after_s,
         evidence=evidence,
     )

@@ -116,38 +116,49 @@ class InProcess:
 
     @property
     def owes_word(self) -> bool:
-        """Whether the board tells of a restart whose faults were not told yet; they come with the next datagram."""
+        """Whether the board tells of a restart not all of which is known yet: its faults, or a dead worker's end."""
         newest = self._newest()
-        return newest > self._reached and newest not in self._told
+        return newest > self._reached and (newest not in self._told or self._awaits_exit(newest))
 
     def take_mended(self, *, waits: bool = True) -> Mended | None:
         """Return the newest restart after which workers run their function again, unless it was returned before.
 
         Args:
-            waits: Leave out one whose faults were not told yet: a worker's words on the board come before its datagram.
-                ``False``: the datagram is lost.
+            waits: Leave out one whose faults were not told yet, as a worker's words on the board come before its
+                datagram, and one after a death that this node's zygote has not reported yet. ``False``: no longer.
         """
         self._receive()
         newest = self._newest()
-        if newest <= self._reached or (waits and newest not in self._told):
+        if newest <= self._reached or (waits and (newest not in self._told or self._awaits_exit(newest))):
             return None
         self._reached = newest
         self._told = {one for one in self._told if one > newest}
-        faults = self._faults.get(newest, ())
+        cause = self._cause_of(newest)
         self._faults.clear()
         if newest[1] == 0:  # another call of a wrapped function begins
             return None
-        cause = next((fault for fault in faults if not fault.is_consequence), faults[0] if faults else None)
         return Mended(call=newest[0], iteration=newest[1], fault=cause)
+
+    def _cause_of(self, restart: tuple[int, int]) -> InProcessFault | None:
+        faults = self._faults.get(restart, ())
+        return next((fault for fault in faults if not fault.is_consequence), faults[0] if faults else None)
+
+    def _awaits_exit(self, restart: tuple[int, int]) -> bool:
+        """Return whether peers saw a worker of this node die before this restart, and its end is not known yet."""
+        cause = self._cause_of(restart)
+        if cause is None or cause.kind != IncidentKind.WORKER_DIED:
+            return False
+        return any(worker.global_rank == cause.rank and worker.lost is None for worker in self.workers.values())
 
     def incident_of(self, mended: Mended, *, job: str, cycle: int, node: str) -> Incident:
         """Return the incident that a restart mended; of a worker that this node lost, what its end told."""
         fault = mended.fault
         if fault is None:
             summary = f"the ranks left restart iteration {mended.iteration - 1} for a reason that none of them told"
-            return Incident(
-                kind=IncidentKind.WORKER_FAILED, job=job, cycle=cycle, node=node, evidence={"summary": summary}
-            )
+            return Incident(kind=IncidentKind.WORKER_FAILED, job=job, cycle=cycle, evidence={"summary": summary})
+        if fault.is_consequence and fault.kind == IncidentKind.WORKER_HUNG:
+            summary = f"every rank that exceeded its timeout waited for others; the first to tell: {fault.summary}"
+            return Incident(kind=fault.kind, job=job, cycle=cycle, evidence={"summary": summary})
         worker = next((one for one in self.workers.values() if one.global_rank == fault.rank), None)
         if worker is not None and worker.lost is not None:
             if fault.kind != IncidentKind.WORKER_HUNG:
@@ -189,7 +200,9 @@ class InProcess:
     def _receive(self) -> None:
         while True:
             try:
-                change = _decoder.decode(self._channel.recv(_MAX_DATAGRAM))
+                if not (data := self._channel.recv(_MAX_DATAGRAM)):
+                    continue  # a worker attached to the board
+                change = _decoder.decode(data)
             except BlockingIOError:
                 return
             except msgspec.DecodeError as error:

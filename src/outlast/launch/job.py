@@ -24,6 +24,8 @@ class JobSettings:
     min_nodes: int | None = None
     """Smallest world to shrink to when no spare is left; ``None`` = never shrink."""
     limits: Limits = field(default_factory=Limits)
+    is_named: bool = True
+    """The run has an id or a directory of its own: once finished, it is not trained again."""
     join_timeout_s: float = 600.0
     """How long an incomplete cycle may wait for nodes before the job stops."""
     node_timeout_s: float = 5.0

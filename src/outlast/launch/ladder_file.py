@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from outlast.errors import ConfigError
-from outlast.policy.ladder import LadderState, begin_job
+from outlast.policy.ladder import LadderState, begin_job, begin_run
 from outlast.runtime.files import write_atomically
 
 __all__ = ["load_ladder", "save_ladder"]
@@ -17,8 +17,14 @@ def _path(run_dir: Path) -> Path:
     return run_dir / "ladder.json"
 
 
-def load_ladder(run_dir: Path | None, *, is_new_job: bool) -> LadderState:
+def load_ladder(run_dir: Path | None, *, is_new_job: bool, is_named: bool = True) -> LadderState:
     """Return what earlier jobs of the run, or this one, left in ``ladder.json``.
+
+    Args:
+        run_dir: The run directory; ``None`` = nothing is kept.
+        is_new_job: The state is for a new job, not for one that is in progress.
+        is_named: The run has an id or a directory of its own. Without one its directory may be that of an earlier run
+            which had none either: if that has finished, another begins.
 
     Raises:
         ConfigError: The file is there and is no ladder state.
@@ -31,7 +37,9 @@ def load_ladder(run_dir: Path | None, *, is_new_job: bool) -> LadderState:
         raise ConfigError(
             f"{_path(run_dir)} cannot be used ({error}); move it away to begin with fresh budgets"
         ) from error
-    return begin_job(state) if is_new_job else state
+    if not is_new_job:
+        return state
+    return begin_run(state) if state.finished and not is_named else begin_job(state)
 
 
 def save_ladder(run_dir: Path, state: LadderState) -> None:

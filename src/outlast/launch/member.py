@@ -32,6 +32,7 @@ class Member:
         self._place: m.Place | None = None
         self._ended: m.CycleFacts | None = None
         self._distrusted: tuple[Distrusted, ...] = ()
+        self._script_settings: str | None = None
 
     def take_place(self, start: m.Start) -> bool:
         """Note the place in a cycle; return False for one that was taken before (told twice, after a reconnection)."""
@@ -63,6 +64,12 @@ class Member:
             )
         )
 
+    def report_settings(self, text: str) -> None:
+        """Tell what the script's config sets, empty for nothing, unless that was told before."""
+        if text != self._script_settings:
+            self._script_settings = text
+            self.link.send(m.ScriptSettings(node=self.node, epoch=self._epoch, fault_tolerance=text))
+
     def finish(self, facts: m.CycleFacts) -> None:
         """Tell that every worker of this node ended with 0, or could be spared."""
         self._ended = facts
@@ -82,6 +89,9 @@ class Member:
                 distrusted=self._distrusted,
             )
         )
+        if self._script_settings is not None:
+            told, self._script_settings = self._script_settings, None
+            self.report_settings(told)
         if is_joining:
             self.join(self._ended)
         elif has_finished and self._ended is not None:

@@ -16,8 +16,8 @@ from outlast.launch.workers import Workers
 __all__ = ["Mending"]
 
 log = logging.getLogger(__name__)
-_WORD_S = 0.25
-"""How long a worker's datagram may come after its words on the board."""
+_WORD_S = 2.0
+"""How long a worker's datagram may come after its words on the board, and its end after its peers saw it."""
 
 
 class Mending:

@@ -28,6 +28,7 @@ __all__ = [
     "Register",
     "Remark",
     "Restarted",
+    "ScriptSettings",
     "Start",
     "Stop",
     "Tick",
@@ -142,6 +143,15 @@ class Restarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaul
     progress_known: bool = False
 
 
+class ScriptSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the config of this node's script sets; the coordinator uses what no option and no file sets."""
+
+    node: str
+    epoch: str
+    fault_tolerance: str
+    """As ``FaultToleranceConfig.to_json`` writes it; empty = nothing."""
+
+
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """This node's agent was told to leave, and its workers are gone."""
 
@@ -238,7 +248,21 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-ToCoordinator = Join | Register | Hung | Master | Restarted | Finished | Leave | Unhealthy | Bye | Dead | Tick | Quit
+ToCoordinator = (
+    Join
+    | Register
+    | Hung
+    | Master
+    | Restarted
+    | Finished
+    | ScriptSettings
+    | Leave
+    | Unhealthy
+    | Bye
+    | Dead
+    | Tick
+    | Quit
+)
 ToNode = Wait | Prepare | Start | CycleOver | Remark | Stop
 
 _encoder = msgspec.json.Encoder()

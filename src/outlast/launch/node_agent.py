@@ -25,8 +25,8 @@ from outlast.launch.mending import Mending
 from outlast.launch.news import Broken, Hang, Notice, WriterDied
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
-from outlast.launch.rendezvous import open_cycle_store
 from outlast.launch.timers import Timers
+from outlast.launch.torchrun_backend import open_cycle_store
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.store import TCPStore
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
@@ -35,6 +35,8 @@ __all__ = ["NodeAgent"]
 
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
+_PLAIN_AFTER_S = 60.0
+"""A script that has shown no sign of life by then may well have no session."""
 
 
 class NodeAgent:
@@ -79,7 +81,7 @@ class NodeAgent:
         )
         self._start: m.Start | None = None  # a cycle to start once the zygote has cleared away the last one
         self._cycle_store: TCPStore | None = None
-        self._signal, self._final = 0, False
+        self._signal, self._final, self._has_warned = 0, False, False
 
     @property
     def job(self) -> str:
@@ -111,12 +113,15 @@ class NodeAgent:
         readable, _, _ = select.select(sources, [], [], self._timers.until_next_s())
         if told in readable and cycle is not None:
             self._mending.look(cycle)
+            self._take_settings(cycle)
         if self._workers.fileno() in readable:
             self._on_news(self._workers.receive())
         if self._mailbox.fileno() in readable:
             for news in self._mailbox.take_all():
                 self._on_news(news)
         self._timers.fire()
+        if cycle is not None and cycle.script_settings is None:
+            self._take_settings(cycle)  # whatever else looked may have taken the word of a worker that attached
 
     def _on_news(self, news: object) -> None:
         match news:
@@ -227,6 +232,25 @@ class NodeAgent:
             self._crew.start(self._mailbox.put)
         except OutlastError as error:
             self._fail(self._journal.incident(IncidentKind.CANNOT_START, str(error)))
+        self._timers.set("plain", _PLAIN_AFTER_S, self._warn_if_plain)
+
+    def _take_settings(self, cycle: Cycle) -> None:
+        """Use what the script's config sets, now that a worker may have told it."""
+        if cycle.over:
+            return
+        cycle.settle()
+        if cycle.script_settings is not None:
+            self._member.report_settings(cycle.script_settings)
+
+    def _warn_if_plain(self) -> None:
+        """Say once that hangs of a script that has shown no sign of life are not noticed."""
+        cycle = self._crew.on_duty
+        if cycle is not None and not cycle.all_ended and cycle.is_plain and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "[outlast] no worker has called outlast.init() or made an outlast.monitor.RankMonitor yet; until one "
+                "does, a hung rank is not noticed"
+            )
 
     def _on_started(self, news: Started) -> None:
         if (cycle := self._crew.note_started(news)) is not None:
@@ -245,6 +269,7 @@ class NodeAgent:
         self._journal.write_exited(worker, news, killed_by_us=killed_by_us)
         if spared:
             self._mending.go_on_without(worker, news.key, cycle)
+            self._mending.look(cycle)
         if killed_by_us:
             if self._state == State.STOPPING and cycle.all_ended:
                 self._finish(self.stop)
@@ -350,7 +375,7 @@ class NodeAgent:
             log.info("[outlast] received %s: leaving", name)
             self._leave(whole_job=self._state != State.FINISHED and self._crew.cycle is not None)
             return
-        grace_s = self.options.fault_tolerance.shutdown_grace
+        grace_s = cycle.layers.config.shutdown_grace
         log.info("[outlast] received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
         self._state = State.LEAVING
         self._workers.notify(cycle)
@@ -388,7 +413,7 @@ class NodeAgent:
         self._state = State.STOPPING
         self._workers.notify(cycle)
         preempted = stop.exit_code == ExitReason.PREEMPTED
-        grace_s = self.options.fault_tolerance.shutdown_grace if preempted else self.options.workers_stop_timeout_s
+        grace_s = cycle.layers.config.shutdown_grace if preempted else self.options.workers_stop_timeout_s
         self._timers.set("grace", grace_s, self._on_grace_over)
 
     def _finish(self, stop: m.Stop) -> None:

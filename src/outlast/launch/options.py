@@ -7,21 +7,23 @@ import datetime
 import difflib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from outlast import clock, env
-from outlast.config import FaultToleranceConfig, HealthConfig
-from outlast.config.base import from_mapping
+from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.flags import add_ft_arguments, ft_config_from, unknown_flag_message
+from outlast.config.precedence import LayeredSettings
 from outlast.errors import ConfigError
 from outlast.launch.torchrun_parser import make_torchrun_parser
 
-__all__ = ["RunOptions", "make_parser", "parse_options"]
+__all__ = ["RunOptions", "given_options", "make_parser", "parse_options"]
 
 DEFAULT_MAX_RESTARTS = 3
+NO_TERMINATION_SIGNAL = "outlast run ends a hung worker with SIGKILL; leave it out"
+"""Why ``rank_termination_signal`` has no effect."""
 _BACKENDS = ("static", "c10d", "outlast")
 _EPILOG = """examples:
   outlast run --nproc-per-node=8 train.py --lr 3e-4
@@ -29,6 +31,7 @@ _EPILOG = """examples:
       --ft-rank_section_timeouts=setup:600,step:180,checkpointing:420 train.py
 
 --nnodes=MIN:MAX trains on MIN nodes; the others, up to MAX, wait as warm spares and take the slots of lost nodes.
+Options may be abbreviated as long as they stay distinct, other than --ft-*.
 """
 
 
@@ -46,7 +49,8 @@ class RunOptions:
     node_name: str
     node_name_given: bool
     wish: int | None
-    fault_tolerance: FaultToleranceConfig
+    layers: LayeredSettings
+    """The fault tolerance settings of each source."""
     health: HealthConfig | None
     """What the node must have; ``None`` = it is not looked at."""
     health_places: tuple[str, ...]
@@ -57,6 +61,15 @@ class RunOptions:
     restart_grace_s: float
     workers_stop_timeout_s: float
     join_timeout_s: float
+    is_named: bool
+    """The run has an id or a directory of its own, so that a later job goes on with it; once finished, it stays so."""
+    notes: tuple[str, ...]
+    """What to log at the start: settings that mean something else than they do to torchrun."""
+
+    @property
+    def fault_tolerance(self) -> FaultToleranceConfig:
+        """What is in force before the script runs."""
+        return self.layers.config
 
 
 class _Parser:
@@ -75,14 +88,36 @@ class _Parser:
             if action.dest == "max_restarts" and action.default == 0:
                 action.default = DEFAULT_MAX_RESTARTS
                 action.help = "Restarts in a row without progress in between (torchrun: in all); default 3."
+            elif action.dest == "nnodes":
+                action.help = "Nodes: N, or MIN:MAX, of which MIN train and the others wait as spares."
+            elif action.dest == "node_rank" and action.default == 0:
+                action.default = None  # so that a given 0 differs from none
+        self._torchruns = set(self.parser._actions)
         self._add_ours()
         add_ft_arguments(self.parser)
+        self._abbreviated: Callable[[str], list[Any]] = self.parser._get_option_tuples
+        self.parser._get_option_tuples = self._complete  # type: ignore[assignment, method-assign]
+
+    def _complete(self, text: str) -> list[Any]:
+        """Return the option that an abbreviation stands for, in a list that is empty where that is not certain.
+
+        What torchrun takes for one of its own options means that option here, too, whatever we have added. argparse
+        asks this of the script's arguments as well, which must not be refused; so no error is raised here.
+        """
+        found = {match[0]: match for match in self._abbreviated(text)}
+        matches = [match for action, match in found.items() if action in self._torchruns] or list(found.values())
+        return matches if len(matches) == 1 else []
 
     def _refuse(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments:"):
             flag = message.removeprefix("unrecognized arguments:").split()[0]
             if flag.startswith("--ft"):
                 raise ConfigError(unknown_flag_message(flag))
+            short = flag.partition("=")[0]
+            candidates = {match[0] for match in self._abbreviated(short)}
+            longs = {next(name for name in one.option_strings if name.startswith("--")) for one in candidates}
+            if len(longs) > 1:
+                raise ConfigError(f"{short} may be {' or '.join(sorted(longs))}; write the option in full")
             known = {option.lstrip("-") for action in self.parser._actions for option in action.option_strings}
             close = difflib.get_close_matches(flag.lstrip("-").partition("=")[0], sorted(known), n=1, cutoff=0.7)
             hint = f"did you mean --{close[0]}?" if close else "see outlast run --help"
@@ -107,12 +142,14 @@ class _Parser:
             metavar="NAME",
             help="Name of this node, unique in the job; default Slurm's, without it the host's.",
         )
-        add(
-            "health-config",
+        # One option: the second name is our own former one, the others are those of ft_launcher.
+        group.add_argument(
+            "--config",
+            *("--health-config", "--health_config", "--ft-cfg-path", "--ft-cfg_path", "--ft_cfg_path"),
             default=None,
             metavar="FILE",
-            help="The run's settings, as for outlast doctor --config: its tiers and its [health] limits are looked at "
-            "before this node joins.",
+            help="The run's settings: [fault_tolerance] comes after the --ft-* options and before the script's own "
+            "config; tiers and [health] limits are looked at before this node joins; run_dir is that of --run-dir.",
         )
         add(
             "no-health-check",
@@ -158,6 +195,18 @@ def make_parser() -> argparse.ArgumentParser:
     return _Parser().parser
 
 
+def given_options(argv: Sequence[str]) -> frozenset[str]:
+    """Return which options a command line gives, as names of attributes; what follows the script does not count.
+
+    Raises:
+        ConfigError: A value does not fit its option, or there is no script.
+    """
+    parser = make_parser()
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return frozenset(vars(parser.parse_known_args(list(argv))[0]))
+
+
 def parse_options(argv: Sequence[str]) -> RunOptions:
     """Parse and check the command line, before anything is started.
 
@@ -169,9 +218,13 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     num_slots, max_nodes = _parse_nnodes(args.nnodes)
-    fault_tolerance = from_mapping(
-        FaultToleranceConfig, {"enable_ft_package": True, **ft_config_from(args)}, where="--ft"
+    config = _read_config(args.config)
+    layers = LayeredSettings(
+        options=ft_config_from(args),
+        file=config.fault_tolerance.given if config.fault_tolerance is not None else {},
+        file_name=args.config or "",
     )
+    fault_tolerance = layers.config
     _require(args.max_restarts >= 0, f"--max-restarts={args.max_restarts} must not be negative")
     total = args.max_restarts_total
     _require(total is None or total >= 0, f"--max-restarts-total={total} must not be negative")
@@ -198,10 +251,10 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
     parse_endpoints(endpoints)
     run_id = args.rdzv_id
     if run_id == "none" or args.standalone:
-        run_id = _fresh_run_id() if alone else "none"
-    conf = _parse_conf(args.rdzv_conf)
-    run_dir = _make_run_dir(args.run_dir, run_id)
-    health, places = _health(args, run_dir)
+        run_id = _fresh_run_id() if alone or max_nodes == 1 else "none"
+    conf, ignored = _parse_conf(args.rdzv_conf)
+    run_dir = _make_run_dir(args.run_dir or config.run_dir, run_id)
+    health, places = _health(args, config, run_dir)
     return RunOptions(
         torchrun=args,
         num_slots=num_slots,
@@ -211,8 +264,8 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         run_dir=run_dir,
         node_name=env.clean_name(args.node_name or env.node_name()),
         node_name_given=args.node_name is not None,
-        wish=args.node_rank if not alone and any(a.startswith(("--node-rank", "--node_rank")) for a in argv) else None,
-        fault_tolerance=fault_tolerance,
+        wish=None if alone else args.node_rank,
+        layers=layers,
         health=health,
         health_places=places,
         max_restarts_total=total,
@@ -220,7 +273,9 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         warm_start=not args.no_warm_start,
         restart_grace_s=args.restart_grace,
         workers_stop_timeout_s=args.workers_stop_timeout if args.shutdown_timeout is None else args.shutdown_timeout,
-        join_timeout_s=conf.get("join_timeout", 600.0),
+        join_timeout_s=conf.get("join_timeout", conf.get("timeout", 600.0)),
+        is_named=run_id != "none" or args.run_dir is not None or config.run_dir is not None,
+        notes=(*_describe_spares(num_slots, max_nodes), *ignored),
     )
 
 
@@ -229,18 +284,27 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _health(args: argparse.Namespace, run_dir: Path) -> tuple[HealthConfig | None, tuple[str, ...]]:
-    """Return what this node must have, and where the run writes on it."""
-    path, places = args.health_config, [str(run_dir)]
-    if args.no_health_check:
-        _require(path is None, "--no-health-check and --health-config contradict each other; leave one out")
-        return None, ()
+def _read_config(path: str | None) -> Config:
+    """Return the run's settings from the file of ``--config``."""
     if path is None:
-        return HealthConfig(), tuple(places)
+        return Config()
     from outlast.config.files import load_config
+
+    return load_config(path)
+
+
+def _health(args: argparse.Namespace, config: Config, run_dir: Path) -> tuple[HealthConfig | None, tuple[str, ...]]:
+    """Return what this node must have, and where the run writes on it."""
+    places = [str(run_dir)]
+    if args.no_health_check:
+        _require(
+            config.health is None, "--no-health-check and [health] of --config contradict each other; leave one out"
+        )
+        return None, ()
+    if args.config is None:
+        return HealthConfig(), tuple(places)
     from outlast.health.node import places_of
 
-    config = load_config(path)
     places += [place for place in places_of(config) if place != config.run_dir]
     return config.health or HealthConfig(), tuple(dict.fromkeys(places))
 
@@ -281,21 +345,40 @@ def _check_script(args: argparse.Namespace) -> None:
         _require(os.access(script, os.R_OK), f"the script {script!r} cannot be read; check its mode")
 
 
-def _parse_conf(text: str) -> dict[str, float]:
-    known, values = ("join_timeout", "timeout", "read_timeout"), {}
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        _require(bool(equals), f"--rdzv-conf: {part!r} is not in the form name=value")
-        if name not in known:
+def _describe_spares(num_slots: int, max_nodes: int) -> tuple[str, ...]:
+    """Say which nodes train, where torchrun would train on all of them."""
+    if num_slots == max_nodes:
+        return ()
+    spares = max_nodes - num_slots
+    train = "1 node trains" if num_slots == 1 else f"{num_slots} nodes train"
+    wait = "1 more waits as a spare" if spares == 1 else f"up to {spares} more wait as spares"
+    return (
+        f"--nnodes={num_slots}:{max_nodes}: {train}, {wait}; to train on {max_nodes} and go on with {num_slots} where "
+        f"one is lost, write --nnodes={max_nodes} --ft-min_nodes={num_slots}",
+    )
+
+
+def _parse_conf(text: str) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return the timeouts of ``--rdzv-conf``, and a line on what else it holds.
+
+    Quotes around the whole may have come through from a script or a YAML file; torchrun takes them, too.
+    """
+    values: dict[str, float] = {}
+    others: list[str] = []
+    for part in filter(None, (part.strip() for part in text.strip(" '\"").split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        _require(bool(name and equals and value), f"--rdzv-conf: {part!r} is not in the form name=value")
+        if name not in ("join_timeout", "timeout"):
+            others.append(name)
             continue
         try:
             values[name] = float(value)
         except ValueError:
             raise ConfigError(f"--rdzv-conf: {name}={value!r} is no number of seconds") from None
         _require(values[name] > 0, f"--rdzv-conf: {name}={value} must be above 0 seconds")
-    if "timeout" in values:
-        values.setdefault("join_timeout", values["timeout"])
-    return values
+    if not others:
+        return values, ()
+    return values, (f"--rdzv-conf: {', '.join(others)}: without effect; outlast's rendezvous knows join_timeout",)
 
 
 def _fresh_run_id() -> str:

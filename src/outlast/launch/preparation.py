@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.utils.api import macros
 
 from outlast import env
 from outlast.launch import messages as m
@@ -16,7 +17,6 @@ from outlast.launch.in_process import InProcess
 from outlast.launch.logs import CycleLogs
 from outlast.launch.options import RunOptions
 from outlast.launch.worker_process import WorkerProcess
-from outlast.monitor.learned import LearnedTimeouts
 from outlast.policy.quarantine import encode_distrusted
 from outlast.policy.rerun import encode_replay
 from outlast.runtime.board import Board
@@ -56,9 +56,6 @@ def prepare(
         writer: Address of the node's checkpoint writer; empty = there is none.
     """
     board = Board.create_anonymous(num_ranks=spec.local_world_size)
-    fault_tolerance = options.fault_tolerance
-    if fault_tolerance.calc_ft_timeouts:
-        fault_tolerance = LearnedTimeouts.load(options.run_dir).apply(fault_tolerance)
     shared = {
         **base_env,
         env.RUN_ID: options.run_id,
@@ -67,7 +64,8 @@ def prepare(
         env.CYCLE: str(start.cycle),
         env.NODE: node,
         env.BOARD: board.path,
-        env.CONFIG: fault_tolerance.to_json(),
+        env.CONFIG: options.layers.launcher.to_json(),
+        env.CONFIG_FILE: options.layers.file_name,
         env.WRITER: writer,
         env.UNTRUSTED: encode_distrusted(start.distrusted) if start.distrusted else "",
         env.REPLAY: encode_replay(start.replay) if start.replay is not None else "",
@@ -99,11 +97,12 @@ def prepare(
         global_rank = start.base_rank + local_rank
         workers[key] = WorkerProcess(local_rank=local_rank, global_rank=global_rank)
         in_python = kind != "exec"
+        own_argv = tuple(macros.substitute(list(argv), str(local_rank)))  # ${local_rank}
         spawns.append(
             Spawn(
                 key=key,
                 kind=kind,
-                argv=_with_numa(argv, local_rank, spec) if kind == "exec" else argv,
+                argv=_with_numa(own_argv, local_rank, spec) if kind == "exec" else own_argv,
                 env={**shared, **worker_env},
                 stdout=logs.destinations.stdouts.get(local_rank) or "",
                 stderr=logs.destinations.stderrs.get(local_rank) or "",
@@ -120,7 +119,6 @@ def prepare(
         logs=logs,
         workers=workers,
         spawns=spawns,
-        fault_tolerance=fault_tolerance,
         in_process=in_process,
     )
 

@@ -36,13 +36,13 @@ class Rulings:
     def __init__(
         self, state: LadderState, limits: Limits, *, record: Record, remember: Callable[[LadderState], None]
     ) -> None:
-        self.state = state
-        self._limits, self._record, self._remember = limits, record, remember
+        self.state, self.limits = state, limits
+        self._record, self._remember = record, remember
 
     def rule(self, end: CycleEnd) -> Verdict:
         """Return the verdict on a cycle's end, or on what its workers went on after."""
         before = self.state.distrusted
-        state, verdict = ladder.decide(self.state, end, self._limits)
+        state, verdict = ladder.decide(self.state, end, self.limits)
         self._keep(state)
         for one in state.distrusted:
             if one not in before and not one.settled:
@@ -58,7 +58,7 @@ class Rulings:
 
     def would_replace(self, end: CycleEnd) -> bool:
         """Return whether the node would be replaced if a cycle ended so; nothing is decided by asking."""
-        return ladder.decide(self.state, end, self._limits)[1].rung == Rung.REPLACE_NODE
+        return ladder.decide(self.state, end, self.limits)[1].rung == Rung.REPLACE_NODE
 
     def bar(self, node: str) -> None:
         """Give a node no slot any more in this job."""

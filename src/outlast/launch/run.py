@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from outlast import clock, env
 from outlast.checkpoint.writer_process import WriterProcess
+from outlast.config.precedence import DEFAULT
 from outlast.errors import ConfigError, ExitReason
 from outlast.launch.checkups import Checkups, Occasion
 from outlast.launch.job import JobSettings, name_job
 from outlast.launch.ladder_file import load_ladder
 from outlast.launch.news import Notice, WriterDied
-from outlast.launch.options import RunOptions
+from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.summary import summarise
 from outlast.runtime.endpoints import parse_endpoints
 from outlast.runtime.mailbox import Mailbox
@@ -48,15 +50,20 @@ def launch(options: RunOptions) -> int:
     Blocks: until the job is over.
     """
     started_s = clock.now_s()
+    for note in options.notes:
+        log.info("[outlast] %s", note)
     remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is said before all else
     job = name_job(env.environ().get("SLURM_JOB_ID"), remembered)
+    env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported: here, and in the workers' zygote
     worker_env = _worker_base_env(options)
-    env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if options.layers.source("rank_termination_signal") != DEFAULT:
+        log.warning("rank_termination_signal has no effect: %s", NO_TERMINATION_SIGNAL)
     kind, argv = _command(options)
-    preload = (*PRELOAD, *options.preload) if options.warm_start and kind != "exec" else ()
+    preload, own_preload = (PRELOAD, options.preload) if options.warm_start and kind != "exec" else ((), ())
+    folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(argv[0]))
 
     def new_zygote() -> Zygote:
-        return Zygote(preload=preload, env=worker_env)
+        return Zygote(preload=preload, own_preload=own_preload, folder=folder, env=worker_env)
 
     # Both import torch, at the same time: the zygote for the workers, this process for the agent.
     zygote, mailbox = new_zygote(), Mailbox[object]()
@@ -68,7 +75,7 @@ def launch(options: RunOptions) -> int:
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
-        agent.run()
+        _run_as_torch_knows_it(agent, options.torchrun.event_log_handler)
     finally:
         zygote.close()
         if checkups is not None:
@@ -88,6 +95,18 @@ def launch(options: RunOptions) -> int:
         options.run_dir,
     )
     return stop.exit_code
+
+
+def _run_as_torch_knows_it(agent: Agent, event_log_handler: str) -> None:
+    """Run the agent; tell torch's event log how that ended, as torchrun does."""
+    from torch.distributed.elastic import events
+
+    try:
+        agent.run()
+    except Exception:
+        events.record(agent.get_event_failed(), event_log_handler)
+        raise
+    events.record(agent.get_event_succeeded(), event_log_handler)
 
 
 def _start_writer(mailbox: Mailbox[object]) -> WriterProcess | None:
@@ -132,8 +151,8 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     rest = tuple(args.training_script_args)
     if args.no_python and not args.run_path:
         return "exec", (args.training_script, *rest)
-    if not options.warm_start or args.numa_binding is not None:
-        python = env.environ().get("PYTHON_EXEC", sys.executable)
+    python = env.environ().get("PYTHON_EXEC", sys.executable)
+    if not options.warm_start or args.numa_binding is not None or python != sys.executable:
         module = ("-m",) if args.module else ()
         return "exec", (python, "-u", *module, args.training_script, *rest)
     return ("module" if args.module else "script"), (args.training_script, *rest)
@@ -151,6 +170,7 @@ def _make_agent(
     base_env: dict[str, str],
 ) -> Agent:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.events.handlers import get_logging_handler
     from torch.distributed.run import determine_local_world_size
     from torch.numa.binding import AffinityMode, NumaOptions
 
@@ -159,13 +179,17 @@ def _make_agent(
     from outlast.launch.link import JobInProgress, Link, LinkFailed
     from outlast.launch.logs import make_logs_specs
     from outlast.launch.member import Member
-    from outlast.launch.rendezvous import NamedRendezvous
+    from outlast.launch.torchrun_backend import NamedRendezvous
     from outlast.launch.workers import Workers
     from outlast.policy.ladder import Limits
     from outlast.runtime.store import TCPStore
 
     args, ft = options.torchrun, options.fault_tolerance
     endpoints = parse_endpoints(options.endpoints)
+    try:
+        get_logging_handler(args.event_log_handler)
+    except KeyError:  # torch would find out once the job is over
+        raise ValueError(f"--event-log-handler={args.event_log_handler} is no handler; write console or null") from None
 
     def serve(store: TCPStore, former: JobInProgress | None) -> ControlServer:
         return ControlServer(
@@ -183,12 +207,13 @@ def _make_agent(
                     max_node_faults=ft.max_node_faults,
                 ),
                 join_timeout_s=options.join_timeout_s,
+                is_named=options.is_named,
                 node_timeout_s=ft.node_heartbeat_timeout,
             ),
             run_dir=options.run_dir,
             run_id=options.run_id,
             node=options.node_name,
-            config=ft,
+            layers=options.layers,
             on_error=lambda error: mailbox.put(LinkFailed(f"the coordinator ended: {error!r}")),
         )
 

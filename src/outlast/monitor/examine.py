@@ -13,21 +13,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from outlast.monitor import stacks
+from outlast.monitor.collectives import Books, waits_in
 from outlast.monitor.responder import ANSWER, QUESTION, address
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
 
-__all__ = ["ANSWER_S", "DUMP_S", "examine"]
+__all__ = ["ANSWER_S", "BOOKS_S", "DUMP_S", "examine"]
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 0.15
-"""Seconds that a rank has to answer."""
-DUMP_S = 0.3
+ANSWER_S = 1.0
+"""Seconds that a rank has to answer; on a machine that swaps or has too few cores a healthy one takes its time."""
+DUMP_S = 2.0
 """Seconds that a rank has to write its stacks."""
+BOOKS_S = 2.0
+"""Seconds that a rank has to say which collective it waits in, where no rank of the node is stopped or silent."""
 _LOOK_S = 0.003
+_MAX_ANSWER = 1 << 16
+_decoder = msgspec.json.Decoder(Books)
 
 
 @dataclass(slots=True)
@@ -39,6 +46,7 @@ class _Rank:
     complete: bool = False
     responsive: bool = True
     collectives: int = -1
+    books: Books | None = None
 
 
 def examine(
@@ -54,7 +62,7 @@ def examine(
         stacks_dir: Where each rank's stacks are written, as ``rank-<global rank>.txt``; ``None`` = nowhere.
         expired: Timeouts that were exceeded.
 
-    Blocks: about 20 ms when every rank answers, at most about half a second when some do not; where py-spy is
+    Blocks: about 0.1 s when every rank answers, about 1 s when one cannot, two seconds at most; where py-spy is
     installed, one second more for each rank that could not write its stacks.
     """
     # The state is read before a process is touched: afterwards it tells what was done here.
@@ -81,6 +89,7 @@ def examine(
 
 
 def _collect(ranks: list[_Rank], answers: _Answers, started: float) -> None:
+    is_told_apart = not all(rank.responsive for rank in ranks)
     while True:
         for rank in ranks:
             if rank.dump is not None and rank.dump.requested and not rank.complete and rank.dump.is_complete():
@@ -90,14 +99,17 @@ def _collect(ranks: list[_Rank], answers: _Answers, started: float) -> None:
         waited_s = time.monotonic() - started
         dumping = any(rank.dump and rank.dump.requested and not rank.complete for rank in ranks)
         dumping = dumping and waited_s < DUMP_S
-        asking = bool(answers.missing) and waited_s < ANSWER_S
+        answer_s = ANSWER_S if answers.missing else BOOKS_S
+        asking = bool(answers.missing) if is_told_apart else answers.are_due
+        asking = asking and waited_s < answer_s
         if not dumping and not asking:
             break
-        answers.receive(_LOOK_S if dumping else ANSWER_S - waited_s)
+        answers.receive(_LOOK_S if dumping else answer_s - waited_s)
     for rank in ranks:
         if rank.state.local_rank in answers.missing:
             rank.responsive = False
         rank.collectives = answers.counts.get(rank.state.local_rank, -1)
+        rank.books = answers.books.get(rank.state.local_rank)
 
 
 class _Answers:
@@ -106,6 +118,8 @@ class _Answers:
     def __init__(self, board: Board, ranks: list[_Rank]) -> None:
         self.missing = {rank.state.local_rank for rank in ranks}
         self.counts: dict[int, int] = {}
+        self.books: dict[int, Books] = {}
+        self._asked = frozenset(self.missing)
         self._number = secrets.randbits(63)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(b"\0outlast-examiner-%016x" % self._number)
@@ -121,6 +135,11 @@ class _Answers:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
+    @property
+    def are_due(self) -> bool:
+        """Whether somebody has not said everything yet."""
+        return len(self.books) < len(self._asked)
+
     def receive(self, timeout_s: float) -> None:
         """Take in what comes within a time."""
         poll = select.poll()
@@ -129,14 +148,22 @@ class _Answers:
             return
         while True:
             try:
-                answer = self._socket.recv(ANSWER.size + 1)
+                answer = self._socket.recv(_MAX_ANSWER)
             except BlockingIOError:
                 return
-            if len(answer) == ANSWER.size:
-                number, local_rank, count = ANSWER.unpack(answer)
-                if number == self._number and local_rank in self.missing:
-                    self.missing.discard(local_rank)
-                    self.counts[local_rank] = count
+            if len(answer) < ANSWER.size:
+                continue
+            number, local_rank, count = ANSWER.unpack_from(answer)
+            if number != self._number or local_rank not in self._asked:
+                continue
+            self.missing.discard(local_rank)
+            self.counts.setdefault(local_rank, count)
+            if len(answer) > ANSWER.size:
+                try:
+                    self.books[local_rank] = _decoder.decode(answer[ANSWER.size :])
+                except msgspec.DecodeError as error:
+                    log.debug("what rank %d says of its collectives cannot be read: %s", local_rank, error)
+                    self.books[local_rank] = Books()
 
 
 def _position(rank: _Rank, node: str, late: set[int], stacks_dir: str | os.PathLike[str] | None) -> Position:
@@ -145,6 +172,7 @@ def _position(rank: _Rank, node: str, late: set[int], stacks_dir: str | os.PathL
     stack = stacks.parse(text)
     if rank.dump is not None and not stack.frames and (seen := stacks.py_spy(state.pid, timeout_s=1.0)):
         text, stack = text + seen, stacks.parse(seen)
+    waits, collective = waits_in(stack, rank.books)
     position = Position(
         node=node,
         global_rank=state.global_rank,
@@ -153,10 +181,12 @@ def _position(rank: _Rank, node: str, late: set[int], stacks_dir: str | os.PathL
         sections=tuple(section.name for section in state.sections),
         num_entries=state.num_entries_in_iteration,
         collectives=rank.collectives,
+        groups={} if rank.books is None else rank.books.groups,
+        waiting_in=collective,
         responsive=rank.responsive,
         process_state=rank.process_state,
         stack_line=stack.line,
-        waits_in_collective=stack.waits_in_collective,
+        waits_in_collective=waits,
         expired=state.local_rank in late,
         attached=state.attached,
         finished=state.finished,

@@ -6,14 +6,13 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.policy import timeouts as policy
-from outlast.policy.deadlines import Expired, Timeouts
+from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Timeouts
 from outlast.policy.timeouts import Learned, Observation
 from outlast.runtime.board import RankState
 from outlast.runtime.files import write_atomically
@@ -73,15 +72,15 @@ class LearnedTimeouts:
         return self._state.learned
 
     def apply(self, config: FaultToleranceConfig) -> FaultToleranceConfig:
-        """Return the config with learned timeouts in the place of configured ones."""
-        timeouts = policy.apply(Timeouts.from_config(config), self.learned)
-        return replace(
-            config,
-            initial_rank_heartbeat_timeout=timeouts.initial_heartbeat_s,
-            rank_heartbeat_timeout=timeouts.heartbeat_s,
-            rank_section_timeouts=timeouts.sections,
-            rank_out_of_section_timeout=timeouts.out_of_section_s,
-        )
+        """Return the config with learned timeouts in the place of configured ones; what was not given stays so."""
+        timeouts = self.apply_to(Timeouts.from_config(config))
+        learned = {name: getattr(timeouts, field) for name, field in FIELD_OF_SETTING.items()}
+        changed = {name: value for name, value in learned.items() if value != getattr(config, name)}
+        return config.changed(**changed)
+
+    def apply_to(self, timeouts: Timeouts) -> Timeouts:
+        """Return timeouts with learned ones in their place."""
+        return policy.apply(timeouts, self.learned)
 
     def merge(
         self,

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.config.precedence import merge_under
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
 from outlast.monitor import side_process, stacks
@@ -21,6 +23,7 @@ from outlast.monitor.learned import LearnedTimeouts, observe
 from outlast.monitor.responder import Responder
 from outlast.policy.deadlines import STEP, Timeouts
 from outlast.runtime.board import Board, LoadedCopy, RankState
+from outlast.runtime.in_process_mark import address as agent_address
 
 __all__ = ["RankMonitor", "SectionTimer"]
 
@@ -81,7 +84,8 @@ class RankMonitor:
 
     Args:
         env: This worker's place; ``None`` = as its environment says.
-        config: Timeouts and the like; an agent's settings go before it, so that both use the same.
+        config: Timeouts and the like. Under an agent what that was given comes before it, field by field, and the agent
+            uses what is left.
         run_dir: The run directory (stacks, learned timeouts); ``None`` = the agent's, if any.
 
     Raises:
@@ -105,7 +109,7 @@ class RankMonitor:
         self.env = env if env is not None else read_worker()
         folder = run_dir if run_dir is not None else self.env.run_dir
         self._run_dir = None if folder is None else Path(folder)
-        self._configured = self._settle(config)
+        self._configured = merge_under(self.env.fault_tolerance if self.env.board is not None else None, config)
         self.config = self._configured
         """The settings in force, learned timeouts included."""
         self.pid = os.getpid()
@@ -121,18 +125,23 @@ class RankMonitor:
             local_rank = self.env.local_rank
         else:
             self._board, local_rank = Board.create_anonymous(num_ranks=1), 0
-            if self._configured.calc_ft_timeouts and self._run_dir is not None:
-                self.config = LearnedTimeouts.load(self._run_dir).apply(self._configured)
+        if self._configured.calc_ft_timeouts and self._run_dir is not None:
+            self.config = LearnedTimeouts.load(self._run_dir).apply(self._configured)
         self._page = self._board.rank(local_rank)
         self._page.attach(
             pid=self.pid,
             global_rank=self.env.global_rank,
             cycle=self.env.cycle,
             warmup={STEP: self.config.num_warmup_iterations},
+            settings=config.to_json() if config is not None and config.given else "",
         )
-        self._timeouts = Timeouts.from_config(self.config)
+        self._timeouts = Timeouts.from_config(self.config, with_defaults=self.env.config_file is not None)
         log.info("[FaultTolerance] %s uses %s", self._who(), self._timeouts.describe())
-        child = self._start_side_process() if self.env.board is None else -1
+        if self.env.board is not None:
+            self._wake_agent()
+            child = -1
+        else:
+            child = self._start_side_process()
         try:
             self._responder = Responder(
                 self._board.token,
@@ -225,6 +234,11 @@ class RankMonitor:
         """
         self._page.set_restored(loaded)
 
+    def promise_heartbeats(self, promised: bool) -> None:
+        """Say whether this rank sends heartbeats as long as it is healthy: default timeouts are for those that do."""
+        if not self._closed:
+            self._page.promise_heartbeats(promised)
+
     def set_leaving(self, exit_code: int) -> None:
         """Say with which exit code this process is about to end, before its peers can notice that it does."""
         self._page.set_leaving(exit_code)
@@ -278,17 +292,22 @@ class RankMonitor:
         self._board.close()
         _open_monitor = None
 
-    # -- without an agent ----------------------------------------------------------------------------------
+    def _wake_agent(self) -> None:
+        """Have the agent look at the board. A full queue does no harm: what is in it makes the agent look."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
+            try:
+                channel.sendto(b"", agent_address(self._board.token))
+            except OSError as error:
+                log.debug("the agent was not told of local rank %d: %s", self.env.local_rank, error)
 
-    def _settle(self, config: FaultToleranceConfig | None) -> FaultToleranceConfig:
-        if self.env.board is not None and self.env.fault_tolerance is not None:
-            return FaultToleranceConfig.from_json(self.env.fault_tolerance)
-        return config if config is not None else FaultToleranceConfig()
+    # -- without an agent ----------------------------------------------------------------------------------
 
     def _start_side_process(self) -> int:
         """Start the side process, if there is something to enforce; return its pidfd, or -1."""
         if self._timeouts.smallest_s() is None:
-            log.info("[FaultTolerance] %s is not watched: no timeout is set", self._who())
+            off = self.config.given.get("enable_ft_package") is False
+            why = "enable_ft_package is off" if off else "no timeout is set"
+            log.info("[FaultTolerance] %s is not watched: %s", self._who(), why)
             return -1
         folder = None
         if self._run_dir is not None:

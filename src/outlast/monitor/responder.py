@@ -1,8 +1,9 @@
-"""The worker's answer to an examiner: how many collectives it has entered, and that its interpreter runs.
+"""The worker's answer to an examiner: that its interpreter runs, how many collectives it has entered, and which one.
 
 Ranks that wait in a collective are blocked in C with the GIL released, so a thread of theirs can answer. One
 that cannot, though its process lives, holds the GIL or is stopped: evidence in itself. Questions come as
-datagrams on an abstract unix socket, which leaves no file behind however the process ends.
+datagrams on an abstract unix socket, which leaves no file behind however the process ends. What the books of the
+collectives say takes longer to find out, and may have to wait for the device: it follows in a second datagram.
 """
 
 from __future__ import annotations
@@ -12,41 +13,28 @@ import os
 import select
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable
 
-__all__ = ["ANSWER", "QUESTION", "Responder", "address", "count_collectives"]
+import msgspec
+
+from outlast.monitor import stacks
+from outlast.monitor.collectives import count_collectives, read_books
+
+__all__ = ["ANSWER", "QUESTION", "Responder", "address"]
 
 log = logging.getLogger(__name__)
 
 QUESTION = struct.Struct("<Q")
 """The question's number."""
 ANSWER = struct.Struct("<QIq")
-"""The question's number, the local rank, the number of collectives (-1 = not known)."""
+"""The question's number, the local rank, the number of collectives (-1 = not known); the second time the process's
+:class:`~outlast.monitor.collectives.Books` follow it, as JSON."""
 
 
 def address(token: int, local_rank: int) -> bytes:
     """Return where a rank of the board with this token answers."""
     return b"\0outlast-%016x-%d" % (token, local_rank)
-
-
-def count_collectives() -> int:
-    """Return how many collectives this process has entered, over all its groups; -1 = not known.
-
-    Never imports torch: a process that has not, has entered none.
-    """
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None or not c10d.is_initialized():
-        return -1
-    total = 0
-    for group in list(c10d._world.pg_map):
-        try:
-            total += max(group._get_backend(device)._get_sequence_number_for_group() for device in group._device_types)
-        except (RuntimeError, ValueError, AttributeError) as error:  # a backend without numbers
-            log.debug("collectives of group %s are not known: %s", group, error)
-            return -1
-    return total
 
 
 class Responder:
@@ -132,5 +120,6 @@ class Responder:
             self._record(count)
             answer = ANSWER.pack(*QUESTION.unpack(question), self._local_rank, count)
             self._socket.sendto(answer, sender)
+            self._socket.sendto(answer + msgspec.json.encode(read_books(stacks.followed())), sender)
         except OSError as error:  # the examiner is gone, or its buffer is full
             log.debug("an examiner got no answer: %s", error)

@@ -59,7 +59,7 @@ def start(task: Task) -> subprocess.Popen[bytes]:
     package_root = str(Path(__file__).resolve().parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")]))
     return subprocess.Popen(
-        [sys.executable, "-m", "outlast.monitor.side_process", msgspec.json.encode(task).decode()],
+        [sys.executable, "-P", "-m", "outlast.monitor.side_process", msgspec.json.encode(task).decode()],
         stdin=subprocess.DEVNULL,
         pass_fds=[task.board_fd],
         env=variables,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import itertools
 import os
 import re
 import signal
@@ -20,7 +21,18 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DUMP_SIGNAL", "Dump", "Frame", "Stack", "follow", "parse", "process_state", "py_spy", "register"]
+__all__ = [
+    "DUMP_SIGNAL",
+    "Dump",
+    "Frame",
+    "Stack",
+    "follow",
+    "followed",
+    "parse",
+    "process_state",
+    "py_spy",
+    "register",
+]
 
 DUMP_SIGNAL = signal.SIGRTMIN + 10
 """The real-time signal on which a registered process writes its stacks."""
@@ -32,6 +44,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<n
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")
 _MAIN = re.compile(r"^main thread 0x(?P<ident>[0-9a-f]+)$", re.MULTILINE)
 _registered_pid = 0
+_followed = 0
 _fd = -1
 
 
@@ -40,12 +53,13 @@ def register() -> None:
 
     Imports nothing but the standard library, so that it can be called first of all in a worker.
     """
-    global _registered_pid, _fd
+    global _registered_pid, _followed, _fd
     if _registered_pid == os.getpid():
         return
     if _fd >= 0:  # inherited through a fork: the parent's file is not ours to write
         faulthandler.unregister(DUMP_SIGNAL)
         os.close(_fd)
+        _followed = 0
     _fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
     os.set_blocking(_fd, True)
     os.write(_fd, _head(threading.main_thread().ident or 0))
@@ -59,8 +73,15 @@ def follow(ident: int) -> None:
     Args:
         ident: As ``threading.get_ident()`` says it in that thread; :func:`register` came before.
     """
+    global _followed
+    _followed = ident
     if _registered_pid == os.getpid():
         os.pwrite(_fd, _head(ident), 0)
+
+
+def followed() -> int:
+    """Return the identity of the thread whose stack tells what this process does: the main thread's by default."""
+    return _followed or threading.main_thread().ident or 0
 
 
 def _head(ident: int) -> bytes:
@@ -85,16 +106,18 @@ class Frame:
             or re.search(r"/lib/python3\.\d+/", self.file) is not None
         )
 
+    @property
+    def may_wait(self) -> bool:
+        """It belongs to a collective, or to a backward pass."""
+        return any(part in self.file for part in _WAITS)
+
     def __str__(self) -> str:
         return f'File "{self.file}", line {self.line} in {self.name}'
 
 
-_WAITS = (
-    "/torch/distributed/",
-    "/torch/autograd/",
-    "/torch/nn/parallel/distributed.py",
-    *(f"{_OUTLAST}runtime/{module}.py" for module in ("group", "dissemination", "consensus", "gathering")),
-)
+_AGREEMENT = tuple(f"{_OUTLAST}runtime/{module}.py" for module in ("group", "dissemination", "consensus", "gathering"))
+_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/distributed.py", *_AGREEMENT)
+_C10D = "/torch/distributed/distributed_c10d.py"
 _MAY_WAIT = re.compile(r"\.(wait|backward|item|synchronize|result|join)\(|\b(barrier|all_reduce|recv)\(")
 
 
@@ -120,15 +143,28 @@ class Stack:
         """
         if not self.frames:
             return None
-        for frame in self.frames:
-            if any(part in frame.file for part in _WAITS):
-                return True
-            if not frame.is_library:
-                break
+        if any(frame.may_wait for frame in self._library):
+            return True
         innermost = self.frames[0]
         if not innermost.is_library and _MAY_WAIT.search(_source_line(innermost)):
             return None
         return False
+
+    @property
+    def collective(self) -> str | None:
+        """The function of ``torch.distributed`` that the thread is in, such as ``all_reduce``; ``None`` = in none."""
+        inside = [frame.name for frame in self._library if frame.file.endswith(_C10D)]
+        return next((name for name in inside if not name.startswith("_")), inside[0] if inside else None)
+
+    @property
+    def is_in_agreement(self) -> bool:
+        """Whether the thread stands in a reduction or a gathering of our own, as at the end of a step."""
+        return any(frame.file in _AGREEMENT for frame in self._library)
+
+    @property
+    def _library(self) -> list[Frame]:
+        """The frames above the innermost line of the user's code; torch may be no installed package, but a checkout."""
+        return list(itertools.takewhile(lambda frame: frame.is_library or frame.may_wait, self.frames))
 
 
 class Dump:

@@ -40,7 +40,7 @@ class Watchdog:
 
     Args:
         board: The node's board.
-        timeouts: What is enforced.
+        timeouts: What is enforced; ``None`` = nothing until :meth:`enforce`.
         node: Name of the node.
         on_hang: Called from the watchdog's thread.
         on_error: Called from the watchdog's thread with what ended it: nothing is watched any more.
@@ -50,7 +50,7 @@ class Watchdog:
     def __init__(
         self,
         board: Board,
-        timeouts: Timeouts,
+        timeouts: Timeouts | None,
         *,
         node: str,
         on_hang: Callable[[HangReport], None],
@@ -58,7 +58,8 @@ class Watchdog:
         clock: Clock = MONOTONIC,
     ) -> None:
         self._board = board
-        self._timeouts = timeouts
+        self._timeouts = timeouts or Timeouts()
+        self._says = timeouts is not None
         self._node = node
         self._on_hang = on_hang
         self._on_error = on_error
@@ -71,13 +72,20 @@ class Watchdog:
 
     def start(self) -> None:
         """Say what is enforced, and start watching."""
-        log.info(
-            "[RankMonitorServer] node %s watches %d ranks: %s",
-            self._node,
-            self._board.num_ranks,
-            self._timeouts.describe(),
-        )
+        if self._says:
+            self._say(self._timeouts.describe())
+        else:
+            self._say("as soon as the script calls outlast.init() or makes a RankMonitor")
         self._thread.start()
+
+    def enforce(self, timeouts: Timeouts, description: str) -> None:
+        """Enforce other timeouts from now on, and say so. Thread: any."""
+        self._timeouts = timeouts
+        self._say(description)
+        self._wake.set()
+
+    def _say(self, description: str) -> None:
+        log.info("[RankMonitorServer] node %s watches %d ranks: %s", self._node, self._board.num_ranks, description)
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """End the thread; return whether it ended in time. Idempotent, also from ``on_hang``."""

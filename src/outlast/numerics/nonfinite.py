@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -18,7 +18,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from outlast.errors import ConfigError, NotFinite
+from outlast import env
+from outlast.errors import ConfigError, ExitReason, NotFinite
+from outlast.numerics.findings import Findings
+from outlast.policy.rerun import Diagnosis, Finding
 from outlast.runtime.dissemination import Dissemination
 
 __all__ = ["FiniteCheck", "NonFiniteAction", "NonFiniteDetector"]
@@ -82,6 +85,14 @@ class FiniteCheck:
         )
 
 
+class _LimitReached(NotFinite, SystemExit):
+    """The last of the checks in a row: who does not catch it ends with exit code 17, after which nothing restarts."""
+
+    def __init__(self, message: str, *, rank: int, iteration: int) -> None:
+        super().__init__(message, rank=rank, iteration=iteration)
+        self.code = int(ExitReason.FAILED_VALIDATION)
+
+
 class NonFiniteDetector:
     """Look for NaN and infinity in every step's loss and gradients, and have all ranks do the same about it.
 
@@ -99,7 +110,9 @@ class NonFiniteDetector:
     Args:
         action: What to do: ``warn``, ``skip``, ``raise`` or ``rollback``.
         max_consecutive: Checks in a row that may find something before the last of them raises
-            :class:`~outlast.errors.NotFinite`, whatever the action is; 0 = no limit.
+            :class:`~outlast.errors.NotFinite`, whatever the action is; 0 = no limit. Not caught, it ends the process
+            with exit code 17 (``ExitReason.FAILED_VALIDATION``): the run stops, instead of being restarted, so that
+            people can decide what to go back to.
         check_gradients: Look at the gradients too; one pass over them.
         on_rollback: Takes training back to the last good generation, on all ranks: loads it, or ends the process so
             that its launcher does. Called with the check's result once all ranks have agreed. May be bound later.
@@ -220,8 +233,17 @@ class NonFiniteDetector:
                 optimizer.zero_grad(set_to_none=True)
         rank = (found.loss_ranks or found.gradient_ranks)[0]
         if self.max_consecutive and self.num_consecutive >= self.max_consecutive:
-            text = f"{found.describe()}, which is the limit; look at the data and at the ranks named"
-            raise NotFinite(text, rank=rank, iteration=found.iteration)
+            text = f"{found.describe()}, which is the limit"
+            finding, bad = Finding.REPEATED, tuple(sorted({*found.loss_ranks, *found.gradient_ranks}))
+            diagnosis = Diagnosis(
+                finding=finding, rank=rank, iteration=found.iteration, message=text, rejected_ranks=bad
+            )
+            place = env.read_worker()
+            if dist.is_initialized():  # a script of its own need not have set RANK
+                place = replace(place, global_rank=dist.get_rank())
+            Findings(place, None).leave(diagnosis)
+            text += "; look at the data and at the ranks named"
+            raise _LimitReached(text, rank=rank, iteration=found.iteration)
         if self.action is NonFiniteAction.RAISE:
             text = f"{found.describe()}; look at the data and at the ranks named"
             raise NotFinite(text, rank=rank, iteration=found.iteration)

@@ -10,7 +10,7 @@ that waits there, as a reserve or for the others to finish, is not judged at all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -20,10 +20,25 @@ import msgspec
 from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.policy.in_process import InProcessState
 
-__all__ = ["STEP", "Expired", "Facts", "Section", "Subject", "Timeouts", "deadlines", "expired", "wake_at_ns"]
+__all__ = [
+    "DEFAULT_HEARTBEAT_S",
+    "FIELD_OF_SETTING",
+    "STEP",
+    "Expired",
+    "Facts",
+    "Section",
+    "Subject",
+    "Timeouts",
+    "deadlines",
+    "expired",
+    "wake_at_ns",
+]
 
 STEP = "step"
 """The section that is not enforced in a cycle's first iterations."""
+DEFAULT_HEARTBEAT_S = 1800.0
+"""Timeout of heartbeats under an agent, where the rank has a session and nobody sets one, nor a longer one for where it
+is."""
 
 
 class Section(Protocol):
@@ -56,6 +71,8 @@ class Facts(Protocol):
     def attached_ns(self) -> int: ...
     @property
     def last_heartbeat_ns(self) -> int: ...
+    @property
+    def promises_heartbeats(self) -> bool: ...
     @property
     def sections(self) -> Sequence[Section]: ...
     @property
@@ -92,16 +109,35 @@ class Timeouts:
     out_of_section_s: float | None = None
     num_warmup_iterations: int = 0
     """The first sections ``step`` of a cycle, this many, are not enforced."""
+    defaults: frozenset[Subject] = frozenset()
+    """Timeouts of heartbeats that nobody set: enforced on ranks that promise heartbeats. A change of section counts as
+    a heartbeat there, and a longer timeout of an open section, or of the time outside all of them, holds instead."""
 
     @classmethod
-    def from_config(cls, config: FaultToleranceConfig) -> Timeouts:
-        """Take the timeouts out of a config."""
+    def from_config(cls, config: FaultToleranceConfig, *, with_defaults: bool = False) -> Timeouts:
+        """Take the timeouts out of a config; none where it says that nothing is watched.
+
+        Args:
+            config: The settings.
+            with_defaults: Heartbeats have a timeout, too, where the config was given none: those of an agent.
+        """
+        if config.given.get("enable_ft_package") is False:
+            return cls()
+        initial_s, later_s = config.initial_rank_heartbeat_timeout, config.rank_heartbeat_timeout
+        defaults = set()
+        if with_defaults and "rank_heartbeat_timeout" not in config.given:
+            later_s = DEFAULT_HEARTBEAT_S
+            defaults.add(Subject.HEARTBEAT)
+        if with_defaults and "initial_rank_heartbeat_timeout" not in config.given:
+            initial_s = max(DEFAULT_HEARTBEAT_S, later_s or 0.0)
+            defaults.add(Subject.INITIAL_HEARTBEAT)
         return cls(
-            initial_heartbeat_s=config.initial_rank_heartbeat_timeout,
-            heartbeat_s=config.rank_heartbeat_timeout,
+            initial_heartbeat_s=initial_s,
+            heartbeat_s=later_s,
             sections=dict(config.rank_section_timeouts),
             out_of_section_s=config.rank_out_of_section_timeout,
             num_warmup_iterations=config.num_warmup_iterations,
+            defaults=frozenset(defaults),
         )
 
     def smallest_s(self) -> float | None:
@@ -109,14 +145,32 @@ class Timeouts:
         every = (self.initial_heartbeat_s, self.heartbeat_s, self.out_of_section_s, *self.sections.values())
         return min((seconds for seconds in every if seconds is not None), default=None)
 
-    def describe(self) -> str:
-        """Return one line for people: every timeout by name."""
+    def describe(self, source: Callable[[str], str] | None = None) -> str:
+        """Return one line for people: every timeout by name.
+
+        Args:
+            source: Returns where a field of the config comes from; ``None``: that is not said.
+        """
+
+        def where(name: str) -> str:
+            return "" if source is None else f" ({source(name)})"
+
         parts = []
         named = [f"{name} {_seconds(seconds)}" for name, seconds in sorted(self.sections.items())]
-        parts.append("section timeouts: " + (", ".join(named) or "none"))
-        parts.append(f"out of section: {_seconds(self.out_of_section_s)}")
-        parts.append(f"heartbeats: first {_seconds(self.initial_heartbeat_s)}, later {_seconds(self.heartbeat_s)}")
+        parts.append("section timeouts: " + (", ".join(named) or "none") + where("rank_section_timeouts"))
+        parts.append(f"out of section: {_seconds(self.out_of_section_s)}" + where("rank_out_of_section_timeout"))
+        first = _seconds(self.initial_heartbeat_s) + where("initial_rank_heartbeat_timeout")
+        parts.append(f"heartbeats: first {first}, later {_seconds(self.heartbeat_s)}" + where("rank_heartbeat_timeout"))
         return "; ".join(parts)
+
+
+FIELD_OF_SETTING = {
+    "initial_rank_heartbeat_timeout": "initial_heartbeat_s",
+    "rank_heartbeat_timeout": "heartbeat_s",
+    "rank_section_timeouts": "sections",
+    "rank_out_of_section_timeout": "out_of_section_s",
+}
+"""Settings of timeouts, and what they are in :class:`Timeouts`."""
 
 
 class Expired(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,12 +226,14 @@ def _of(rank: Facts, timeouts: Timeouts) -> Iterator[_Deadline]:
         return
     is_restarted = rank.in_process == InProcessState.ACTIVE and rank.in_process_iteration > 0
     anew_ns = rank.in_process_since_ns if is_restarted else 0
-    if rank.last_heartbeat_ns:
-        if timeouts.heartbeat_s is not None:
-            yield _Deadline(Subject.HEARTBEAT, None, max(rank.last_heartbeat_ns, anew_ns), timeouts.heartbeat_s)
-    elif timeouts.initial_heartbeat_s is not None:
-        since_ns = max(rank.attached_ns, anew_ns)
-        yield _Deadline(Subject.INITIAL_HEARTBEAT, None, since_ns, timeouts.initial_heartbeat_s)
+    beat = Subject.HEARTBEAT if rank.last_heartbeat_ns else Subject.INITIAL_HEARTBEAT
+    seconds = timeouts.heartbeat_s if rank.last_heartbeat_ns else timeouts.initial_heartbeat_s
+    since_ns = max(rank.last_heartbeat_ns or rank.attached_ns, anew_ns)
+    if beat in timeouts.defaults:
+        since_ns = max(since_ns, rank.left_ns, *(section.start_ns for section in rank.sections))
+        seconds = _unless_given(rank, timeouts, seconds)
+    if seconds is not None and (beat not in timeouts.defaults or rank.promises_heartbeats):
+        yield _Deadline(beat, None, since_ns, seconds)
     for section in rank.sections:
         seconds = timeouts.sections.get(section.name)
         if seconds is None or (section.name == STEP and section.ordinal < timeouts.num_warmup_iterations):
@@ -186,6 +242,16 @@ def _of(rank: Facts, timeouts: Timeouts) -> Iterator[_Deadline]:
             yield _Deadline(Subject.SECTION, section.name, section.start_ns, seconds)
     if not rank.depth and rank.left_ns and timeouts.out_of_section_s is not None:
         yield _Deadline(Subject.OUT_OF_SECTION, None, max(rank.left_ns, anew_ns), timeouts.out_of_section_s)
+
+
+def _unless_given(rank: Facts, timeouts: Timeouts, default_s: float | None) -> float | None:
+    """Return a default, or the longest of what is given for where the rank is, if that is longer or ``None``."""
+    given = [timeouts.sections[section.name] for section in rank.sections if section.name in timeouts.sections]
+    if not rank.depth and timeouts.out_of_section_s is not None:
+        given.append(timeouts.out_of_section_s)
+    if default_s is None or None in given:
+        return None
+    return max([default_s, *(seconds for seconds in given if seconds is not None)])
 
 
 def deadlines(rank: Facts, timeouts: Timeouts) -> list[int]:

@@ -71,6 +71,8 @@ def answer(state: LadderState, end: CycleEnd, limits: Limits) -> Answer:
         return _disambiguate(state, end, end.incident, limits, what)
     if diagnosis is not None and diagnosis.finding == Finding.CORRECT:
         return Answer(what=what, action="stopping: training would come to the same result again", stops=True)
+    if diagnosis is not None and diagnosis.finding == Finding.REPEATED:
+        return Answer(what=what, action="stopping: it came in as many steps in a row as are allowed", stops=True)
     if diagnosis is not None and diagnosis.finding == Finding.PERSISTENT:
         return _blame(state, end, diagnosis, what)
     if diagnosis is None:

@@ -35,12 +35,12 @@ from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung, Verdict
 from outlast.policy.budgets import count_of_restart, resume_point, spent_budget
 from outlast.policy.invalid_results import Answer, answer
-from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, Limits, Step, begin_job
+from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, Limits, Step, begin_job, begin_run
 from outlast.policy.quarantine import settle
 from outlast.policy.replays import file_case, open_cases
 from outlast.policy.slow_node import judge_slow_rank, slow_node
 
-__all__ = ["CycleEnd", "LadderState", "Limits", "Step", "begin_job", "decide", "drop_replay"]
+__all__ = ["CycleEnd", "LadderState", "Limits", "Step", "begin_job", "begin_run", "decide", "drop_replay"]
 
 
 def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderState, Verdict]:
@@ -155,7 +155,7 @@ def _judge(
 ) -> Verdict:
     what = incident.describe()
     if end.exit_code == ExitReason.NO_PROGRESS:
-        reason = f"{what}: the worker itself gave up for want of progress"
+        reason = f"{what}: the worker itself gave up: another try would get no further"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0

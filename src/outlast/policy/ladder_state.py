@@ -12,7 +12,7 @@ from outlast.policy.quarantine import Distrusted, Load
 from outlast.policy.replays import Case
 from outlast.policy.rerun import Diagnosis, Replay
 
-__all__ = ["MAX_HISTORY", "CycleEnd", "LadderState", "Limits", "Step", "begin_job"]
+__all__ = ["MAX_HISTORY", "CycleEnd", "LadderState", "Limits", "Step", "begin_job", "begin_run"]
 
 MAX_HISTORY = 64
 """How many of the newest entries each of the ladder's lists keeps."""
@@ -174,3 +174,12 @@ def begin_job(state: LadderState) -> LadderState:
             state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted, cases=()
         )
     return msgspec.structs.replace(state, stopped_with=None)
+
+
+def begin_run(state: LadderState) -> LadderState:
+    """Return the state of a new run in the directory of a finished one: all budgets afresh.
+
+    What was saved is known by the names of its job and cycle: those that were given stay remembered, and so do the
+    copies that are not to be loaded.
+    """
+    return LadderState(loads=state.loads, distrusted=state.distrusted, history=state.history)

@@ -3,6 +3,10 @@
 A *copy* is one rank's part of a generation in one place. Two attempts at the same iteration are two generations:
 their parts are never mixed. The rule: the newest generation of which every rank has a copy that nobody refused; of
 each rank's copies of it, the one in the nearest tier.
+
+What there are reasons against without proof comes after all else: copies that are doubtful (:mod:`policy.quarantine`),
+and before them generations with numbers that are infinite or NaN. Such a state may be right, with masks for example,
+but then so are all its generations: a newer one is left aside only for an older one that is finite.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = ["Copy", "RecoveryPoint", "Tier", "choose_recovery_point"]
+__all__ = ["Copy", "RecoveryPoint", "Tier", "choose_best_point", "choose_recovery_point"]
 
 
 class Tier(IntEnum):
@@ -86,6 +90,34 @@ def choose_recovery_point(
     attempts = sorted(key[1] for key in complete if key[0] == generation)
     attempt = min(reversed(attempts), key=lambda name: sum(nearest[generation, name].tier for nearest in best))
     return RecoveryPoint(generation, attempt, tuple(nearest[generation, attempt] for nearest in best))
+
+
+def choose_best_point(
+    copies: Copies,
+    refused: Mapping[int, Collection[Copy]],
+    *,
+    doubtful: Copies = (),
+    not_finite: Collection[tuple[int, str]] = (),
+) -> RecoveryPoint | None:
+    """Choose as :func:`choose_recovery_point`, but what there are reasons against only if nothing else is left.
+
+    Args:
+        copies: For each rank, what it could load.
+        refused: For each rank, copies that are never loaded.
+        doubtful: For each rank, copies that are loaded if there are no others; empty = none.
+        not_finite: Iteration and attempt of the generations that hold numbers that are infinite or NaN; they are loaded
+            if there are no others, be those doubtful or not.
+
+    Returns:
+        The choice; ``None`` when nothing is complete that nobody refused.
+    """
+    unsure = [set(doubtful[rank]) if doubtful else set() for rank in range(len(copies))]
+    infinite = [{copy for copy in held if (copy.generation, copy.attempt) in not_finite} for held in copies]
+    for left_out in ((unsure, infinite), (infinite,), (unsure,), ()):
+        bad = {rank: set(refused.get(rank, ())).union(*(one[rank] for one in left_out)) for rank in range(len(copies))}
+        if (point := choose_recovery_point(copies, bad)) is not None:
+            return point
+    return None
 
 
 def _place(copy: Copy) -> tuple[Tier, str]:

@@ -22,7 +22,7 @@ TOLD_TO_LEAVE = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 140: "SIGUSR2", 1
 _FOR_A_PERSON = {
     ExitReason.BAD_INPUT: "the command line or a setting is wrong",
     ExitReason.FAILED_VALIDATION: "an invalid result was judged, the diagnosis is in the journal",
-    ExitReason.NO_PROGRESS: "all restarts are spent without progress",
+    ExitReason.NO_PROGRESS: "another try would get no further",
 }
 _FOR_ANOTHER_TRY = {
     ExitReason.RESUME_TO_DISAMBIGUATE: "an invalid result to disambiguate",

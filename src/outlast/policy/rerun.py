@@ -46,6 +46,8 @@ class Finding(StrEnum):
     """The run that was to confirm it did not come to the same validation."""
     UNDECIDED = "undecided"
     """None of these; in particular, run again it was invalid in another way."""
+    REPEATED = "repeated"
+    """It came in too many steps in a row: the run stops, for people to decide."""
     SPLIT = "split"
     """Replicas differ, and no majority says whose is bad: no rank, node or device is blamed."""
     SLOW = "slow"
@@ -59,6 +61,7 @@ _MEANING = {
     Finding.CORRECT: "correct, since another device gives an invalid result too: the data or the model is at fault",
     Finding.UNREACHED: "the run that was to confirm it did not reach this validation",
     Finding.UNDECIDED: "undecided",
+    Finding.REPEATED: "the run stops, so that people can look at the data and at the ranks named, and go back",
     Finding.SLOW: "all ranks leave, so that its node can be replaced",
     Finding.SPLIT: "culprit unknown, as no majority says which replica is bad",
 }

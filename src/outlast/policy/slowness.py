@@ -21,7 +21,7 @@ from enum import StrEnum
 
 from outlast.policy.timings import RankTimings, Timing, lower_median
 
-__all__ = ["KERNELS", "Basis", "Slowness", "measure_individual", "measure_relative", "score_ranks"]
+__all__ = ["KERNELS", "Z_LIMIT", "Basis", "Slowness", "measure_individual", "measure_relative", "score_ranks"]
 
 KERNELS = "kernels"
 """Name of what is measured by all kernels of a rank together."""

@@ -22,6 +22,7 @@ from outlast.config.straggler_detection import StragglerDetectionConfig
 from outlast.policy.slowness import (
     KERNELS,
     MIN_SAMPLES,
+    Z_LIMIT,
     Basis,
     Slowness,
     measure_individual,
@@ -174,7 +175,7 @@ def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetec
         notes=tuple(remarks(ranks)),
         below_threshold=_below_threshold(named, relative, individual, config),
     )
-    return after, findings if named else replace(findings, why_nobody=_why_nobody(findings, ranks, config))
+    return after, findings if named else replace(findings, why_nobody=_why_nobody(findings, ranks, config, limits))
 
 
 def _excuse(
@@ -294,7 +295,12 @@ def _below_threshold(
     return tuple(dict.fromkeys(found))
 
 
-def _why_nobody(findings: Findings, ranks: Sequence[RankTimings], config: StragglerDetectionConfig) -> str:
+def _why_nobody(
+    findings: Findings,
+    ranks: Sequence[RankTimings],
+    config: StragglerDetectionConfig,
+    limits: Mapping[Basis, float],
+) -> str:
     """Return why no rank is named."""
     if findings.suspects:
         first = findings.suspects[0]
@@ -318,4 +324,13 @@ def _why_nobody(findings: Findings, ranks: Sequence[RankTimings], config: Stragg
         )
     if findings.waiting:
         return findings.waiting[0].describe()
+    unsure = [
+        one for one in findings.measured if one.is_judged and one.is_relevant and 1 / one.ratio < limits[one.basis]
+    ]
+    if unsure:
+        worst = max(unsure, key=lambda one: (one.z, one.excess_s))
+        return (
+            f"rank {worst.rank} takes {worst.ratio:.2f} times as long in {worst.name!r}, but the others differ too "
+            f"much among themselves to say that it is slow ({worst.z:.1f} of {Z_LIMIT:g} standard deviations)"
+        )
     return "all ranks are within noise of each other"

@@ -111,7 +111,8 @@ def learn(
     if finished and all_trusted and "" in seen.longest_s and Subject.OUT_OF_SECTION not in bad:
         outside = value(seen.longest_s[""], earlier.out_of_section_s)
         learned = msgspec.structs.replace(learned, out_of_section_s=outside)
-    if seen.initial_heartbeat_s > 0 and Subject.INITIAL_HEARTBEAT not in bad:
+    whole_start = not seen.counts.get(SETUP) or _is_trusted(SETUP, seen)  # a load is part of the way to the first one
+    if seen.initial_heartbeat_s > 0 and whole_start and Subject.INITIAL_HEARTBEAT not in bad:
         first = value(seen.initial_heartbeat_s, earlier.initial_heartbeat_s)
         learned = msgspec.structs.replace(learned, initial_heartbeat_s=first)
     if seen.num_heartbeats > MIN_ITERATIONS and Subject.HEARTBEAT not in bad:
@@ -138,7 +139,15 @@ def apply(configured: Timeouts, learned: Learned) -> Timeouts:
 
     heartbeat = choose(configured.heartbeat_s, learned.heartbeat_s)
     initial = choose(configured.initial_heartbeat_s, learned.initial_heartbeat_s)
-    if initial is not None and heartbeat is not None:
+    if (
+        initial is not None
+        and heartbeat is not None
+        and (initial, heartbeat)
+        != (
+            configured.initial_heartbeat_s,
+            configured.heartbeat_s,
+        )
+    ):
         initial = max(initial, heartbeat)  # the first heartbeat also waits for start-up
     return replace(
         configured,

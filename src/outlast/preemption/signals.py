@@ -76,9 +76,9 @@ class SignalWatch:
         # Before the first signal can come: a thread that starts late would only see it late.
         self._thread = threading.Thread(target=self._watch, name="outlast-signals", daemon=True)
         self._thread.start()
-        for number in signals:
-            self._earlier[int(number)] = None
-            self._earlier[int(number)] = signal.signal(number, self._handle)
+        for number in dict.fromkeys(map(int, signals)):
+            self._earlier[number] = None
+            self._earlier[number] = signal.signal(number, self._handle)
         _open.add(self)
 
     def close(self) -> None:
@@ -99,17 +99,36 @@ class SignalWatch:
     def _restore(self) -> None:
         self._closed = True
         _open.discard(self)
+        for later in _open:  # one that was made after this one must not call it, nor wake it, any more
+            later._take_over(self)
         for number, handler in self._earlier.items():
             if signal.getsignal(number) == self._handle:  # somebody who came after us keeps theirs
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if (current := signal.set_wakeup_fd(self._earlier_fd)) != self._writer.fileno():
-            signal.set_wakeup_fd(current)
+        current = signal.set_wakeup_fd(-1)
+        wanted = self._earlier_fd if current == self._writer.fileno() else current
+        ours = {watch._writer.fileno() for watch in _open}
+        try:
+            signal.set_wakeup_fd(wanted, warn_on_full_buffer=wanted not in ours)
+        except (OSError, ValueError) as error:  # its owner closed it meanwhile
+            log.debug("the earlier wake-up descriptor is gone: %s", error)
+
+    def _take_over(self, closed: SignalWatch) -> None:
+        """Put what ``closed`` had found in its place."""
+        for number, handler in self._earlier.items():
+            if handler == closed._handle:
+                self._earlier[number] = closed._earlier[number]
+        if self._earlier_fd == closed._writer.fileno():
+            self._earlier_fd = closed._earlier_fd
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The wake-up descriptor did our part already, when the signal arrived.
         earlier = self._earlier.get(number)
         if callable(earlier) and earlier is not signal.default_int_handler:
             earlier(number, frame)
+        elif self._closed and earlier != signal.SIG_IGN and signal.getsignal(number) == self._handle:
+            # Other code kept this handler, and put it back after the end of the watch.
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+            signal.raise_signal(number)
 
     def _watch(self) -> None:
         try:

@@ -49,7 +49,8 @@ class ActorGroup:
             placement group of one's own with a bundle for each.
         backend: Of the process groups; ``None``: NCCL beside gloo with GPUs, else gloo.
         checkpoint: Where and how often state is saved; ``None``: nowhere, so a lost actor means to begin anew.
-        fault_tolerance: Timeouts of sections; ``None``: hangs are only found where actors do not answer at all.
+        fault_tolerance: Timeouts of sections and heartbeats; ``None``: hangs are only found where actors do not answer
+            at all. Limits of recoveries are ``recovery``'s: a field that nothing reads here is refused.
         recovery: Limits of recoveries; ``None``: the defaults.
         run_dir: Where the journal is written; ``None``: nowhere.
         runtime_env: As Ray takes it, for the actors.
@@ -92,6 +93,7 @@ class ActorGroup:
                 f"checkpoint is given, but {actor_class.__name__} does not say what its state is; derive it from "
                 "outlast.ray.TrainActor, or leave checkpoint out"
             )
+        _check_is_read(fault_tolerance)
         if num_spares < 0:
             raise ConfigError(f"num_spares={num_spares} must not be negative")
         self._actor_class = actor_class
@@ -246,3 +248,30 @@ class ActorGroup:
             raise ConfigError(f"{self._actor_class.__name__} has no method {name!r}; it has {', '.join(known)}")
         found: Callable[..., Any] = function
         return found
+
+
+_READ = frozenset(
+    {
+        "enable_ft_package",
+        "initial_rank_heartbeat_timeout",
+        "rank_heartbeat_timeout",
+        "rank_section_timeouts",
+        "rank_out_of_section_timeout",
+        "num_warmup_iterations",
+    }
+)
+"""Fields of the fault tolerance settings that a group of actors uses."""
+_INSTEAD = {
+    "max_no_progress_cycles": "set recovery.max_recoveries",
+    "node_heartbeat_timeout": "set recovery.ping_timeout",
+    "min_nodes": "set recovery.allow_shrink",
+    "shutdown_grace": "set recovery.close_timeout",
+    "calc_ft_timeouts": "name the timeouts in rank_section_timeouts",
+}
+
+
+def _check_is_read(config: FaultToleranceConfig | None) -> None:
+    for name in config.given if config is not None else ():
+        if name not in _READ:
+            instead = _INSTEAD.get(name, "leave it out")
+            raise ConfigError(f"fault_tolerance.{name} is not for ActorGroup, where nothing reads it; {instead}")

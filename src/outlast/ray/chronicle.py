@@ -60,6 +60,13 @@ class Chronicle:
             report=msgspec.to_builtins(report, str_keys=True),
         )
 
+    def note_keeper(self, node: str) -> None:
+        """Write down that the keeper of a node's checkpoint writer died, and that another one is on its way."""
+        summary = "its keeper died; another one takes its place, what the writer held in memory is gone"
+        incident = Incident(kind=IncidentKind.WRITER_LOST, job=self._group, node=node, evidence={"summary": summary})
+        log.warning("%s: %s", self._group, incident.describe())
+        self._journal.write(EventKind.INCIDENT, incident=msgspec.to_builtins(incident))
+
     def close(self) -> None:
         """Close the journal. Idempotent."""
         self._journal.close()

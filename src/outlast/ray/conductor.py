@@ -26,7 +26,7 @@ from outlast.ray.pool import Pool
 from outlast.ray.recovery import Crew, Recovery, cause_of
 from outlast.ray.report import LossKind, RecoveryReport
 from outlast.ray.watch import Gathered, Watch
-from outlast.ray.words import Call
+from outlast.ray.words import Call, FailureKind
 
 __all__ = ["Conductor", "Order"]
 
@@ -267,6 +267,8 @@ class Conductor:
         self._pool.poll()
         self.spares = tuple(spare.pid for spare in self._pool.spares)
         self._keep_nodes()
+        for node in self._keepers.look() if self._keepers is not None else ():
+            self._chronicle.note_keeper(node)
 
     def _keep_nodes(self) -> None:
         """Have a writer start where a spare waits, so that nobody waits for it once the spare takes a seat."""
@@ -305,7 +307,10 @@ def _wants(order: Order, crew: Crew, rank: int) -> bool:
 
 def _describe(gathered: Gathered) -> str:
     lost = [f"rank {rank} {one.kind}: {one.evidence}" for rank, one in gathered.lost.items()]
-    failed = [f"rank {rank} failed: {one.summary}" for rank, one in gathered.failed.items()]
+    ranks: dict[str, list[int]] = {}
+    for rank, one in gathered.failed.items():
+        ranks.setdefault(one.summary, []).append(rank)
+    failed = [f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))} failed: {why}" for why, who in ranks.items()]
     return "; ".join(lost + failed) or "answers were lost"
 
 
@@ -315,6 +320,6 @@ def _failed_again(method: str, gathered: Gathered, report: RecoveryReport) -> Ac
     return ActorFailed(
         f"{method!r} failed again after it was repeated ({why}); the group stands at iteration {report.iteration} and "
         "can be used: correct the method or its data",
-        rank=next(iter(gathered.failed), None),
+        rank=next((rank for rank, one in gathered.failed.items() if one.kind == FailureKind.RAISED), None),
         iteration=report.iteration,
     )

@@ -9,7 +9,6 @@ whoever does not come out in time is of no use any more.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import sys
@@ -20,6 +19,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from outlast import clock
+from outlast.runtime import async_exceptions
 
 __all__ = ["Abandoned", "Interruption", "Outcome"]
 
@@ -58,6 +58,7 @@ class Interruption:
         self._left = -1
         self._ordered_ns = 0
         self._num_calm = 0
+        self._was_poked = False
         self._boundary: frozenset[CodeType] = frozenset(
             one.__code__ for one in (Interruption.run, Interruption._enter, Interruption._leave)
         )
@@ -141,7 +142,8 @@ class Interruption:
             frame = sys._current_frames().get(self._thread)
             if frame is None or frame.f_code in self._boundary or self._is_unsafe(frame):
                 return
-            _leave_exception(self._thread, Abandoned)
+            self._was_poked = True
+            async_exceptions.leave_for(self._thread, Abandoned)
 
     def wait_outside(self, timeout_s: float) -> bool:
         """Wait until the working thread is inside of nothing; return whether it is. Blocks: up to ``timeout_s``."""
@@ -162,7 +164,9 @@ class Interruption:
             if self.is_wanted and not isinstance(outcome.error, Abandoned):
                 outcome.value, outcome.error = None, Abandoned()  # what it brought may be no message of a peer
             self._number = -1
-            _leave_exception(self._thread, None)
+            if self._was_poked:
+                async_exceptions.settle()
+                self._was_poked = False
             self._outside.set()
 
     def _is_unsafe(self, frame: FrameType | None) -> bool:
@@ -177,9 +181,3 @@ class Interruption:
                 return True
             frame = frame.f_back
         return False
-
-
-def _leave_exception(thread: int, kind: type[BaseException] | None) -> None:
-    """Leave an exception for a thread, or take back the one that is left for it."""
-    argument = ctypes.py_object(kind) if kind is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)

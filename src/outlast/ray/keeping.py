@@ -12,7 +12,7 @@ from outlast import clock
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
-from outlast.monitor.responder import count_collectives
+from outlast.monitor.collectives import count_collectives
 from outlast.ray.interruption import Interruption
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.gathering import gather_bytes

@@ -1,13 +1,16 @@
 """The checkpoint writer of each of Ray's nodes: it outlives its actors, and what it holds in memory with it.
 
 The writer is a process of its own, started and watched by an actor that needs no CPU. That actor is the driver's: it
-ends with the group, and so does its writer.
+ends with the group, and so does its writer. Should it die before, the driver starts another one, whose writer listens
+at the same address: the actors of the node save on without being told.
 """
 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -21,10 +24,15 @@ __all__ = ["NodeKeeper", "NodeKeepers"]
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 3.0
+_LOOK_S = 0.5
+"""From an answer of a keeper to the next question whether it lives."""
 
 
 class NodeKeeper:
     """Keep one node's writer.
+
+    Args:
+        address: Where the node's actors find it.
 
     Raises:
         OSError: The system starts no process.
@@ -32,8 +40,8 @@ class NodeKeeper:
     Thread: the actor's main thread; the writer ends with it.
     """
 
-    def __init__(self) -> None:
-        self._writer = WriterProcess()
+    def __init__(self, address: str) -> None:
+        self._writer = WriterProcess(address=address)
 
     def address(self) -> str:
         """Return where the node's actors find the writer."""
@@ -48,6 +56,17 @@ class NodeKeeper:
         self._writer.close()
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A keeper, and what is known of its life."""
+
+    handle: Any
+    question: Any = None
+    """The question that it has not answered."""
+    answered_s: float | None = None
+    """When it last did; ``None`` = it has not started yet."""
+
+
 class NodeKeepers:
     """Have one :class:`NodeKeeper` on each node that needs one.
 
@@ -55,7 +74,9 @@ class NodeKeepers:
     """
 
     def __init__(self) -> None:
-        self._keepers: dict[str, Any] = {}
+        self._keepers: dict[str, _Kept] = {}
+        self._name = f"outlast-keeper-{uuid.uuid4().hex}"
+        self._lost: list[str] = []
 
     def ensure(self, node_ids: Collection[str], timeout_s: float) -> dict[str, str]:
         """Return the writers' addresses by node; a node whose writer does not start in time is left out.
@@ -76,13 +97,32 @@ class NodeKeepers:
 
     def forget(self, node_id: str) -> None:
         """Give up the writer of a node that is gone. Idempotent. Blocks: never."""
-        keeper = self._keepers.pop(node_id, None)
-        if keeper is not None:
-            ray.kill(keeper)
+        kept = self._keepers.pop(node_id, None)
+        if kept is not None:
+            ray.kill(kept.handle)
+
+    def look(self) -> list[str]:
+        """Replace the keepers that died, and return the nodes that lost theirs since the last look. Blocks: never."""
+        now_s = clock.now_s()
+        for node_id, kept in list(self._keepers.items()):
+            if kept.question is None:
+                if kept.answered_s is None or now_s - kept.answered_s >= _LOOK_S:
+                    kept.question = kept.handle.pid.remote()
+                continue
+            if not ray.wait([kept.question], timeout=0, fetch_local=False)[0]:
+                continue
+            try:
+                ray.get(kept.question)
+                kept.question, kept.answered_s = None, now_s
+            except RayError as error:
+                if self._lose(node_id, error):
+                    self._start(node_id)
+        lost, self._lost = self._lost, []
+        return lost
 
     def close(self) -> None:
         """End all writers. Idempotent. Blocks: up to 3 s."""
-        closing = [keeper.close.remote() for keeper in self._keepers.values()]
+        closing = [kept.handle.close.remote() for kept in self._keepers.values()]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for node_id in list(self._keepers):
@@ -93,16 +133,14 @@ class NodeKeepers:
         asked = {}
         for node_id in node_ids:
             if node_id not in self._keepers:
-                pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-                self._keepers[node_id] = (
-                    ray.remote(NodeKeeper).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned).remote()
-                )
-            asked[node_id] = self._keepers[node_id].address.remote()
+                self._start(node_id)
+            asked[node_id] = self._keepers[node_id].handle.address.remote()
         found, gone = {}, []
         for node_id, address in asked.items():
             left_s = end_s - clock.now_s()
             try:
                 found[node_id] = ray.get(address, timeout=max(0.0, left_s))
+                self._keepers[node_id].answered_s = clock.now_s()
             except GetTimeoutError:
                 log.log(
                     logging.WARNING if left_s > 0 else logging.DEBUG,
@@ -110,7 +148,21 @@ class NodeKeepers:
                     node_id[:8],
                 )
             except RayError as error:
-                log.warning("node %s has no checkpoint writer (%s)", node_id[:8], type(error).__name__)
-                self.forget(node_id)
+                self._lose(node_id, error)
                 gone.append(node_id)
         return found, gone
+
+    def _start(self, node_id: str) -> None:
+        pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+        keeper = ray.remote(NodeKeeper).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
+        self._keepers[node_id] = _Kept(keeper.remote(f"{self._name}-{node_id}"))
+
+    def _lose(self, node_id: str, error: RayError) -> bool:
+        """Give up a keeper that died; return whether another one could take its place."""
+        had_started = self._keepers[node_id].answered_s is not None
+        self.forget(node_id)
+        log.warning("node %s has no checkpoint writer (%s)", node_id[:8], type(error).__name__)
+        node_lives = any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+        if had_started and node_lives:  # of a node that is gone the recovery tells
+            self._lost.append(node_id)
+        return had_started and node_lives

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from outlast.monitor.responder import count_collectives
+from outlast.monitor.collectives import read_books, waits_in
 from outlast.monitor.stacks import Frame, Stack
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Timeouts, expired
@@ -34,9 +34,10 @@ def position_of(state: RankState, timeouts: Timeouts, thread: int, *, node: str,
         node: Name of its node.
         now_ns: Monotonic nanoseconds.
 
-    Blocks: never.
+    Blocks: up to a tenth of a second.
     """
-    stack = stack_of(thread)
+    stack, books = stack_of(thread), read_books(thread)
+    waits, collective = waits_in(stack, books)
     return Position(
         node=node,
         global_rank=state.global_rank,
@@ -44,10 +45,12 @@ def position_of(state: RankState, timeouts: Timeouts, thread: int, *, node: str,
         iteration=state.iteration,
         sections=tuple(section.name for section in state.sections),
         num_entries=state.num_entries_in_iteration,
-        collectives=count_collectives(),
+        collectives=sum(books.groups.values()) if books.groups else -1,
+        groups=books.groups,
+        waiting_in=collective,
         process_state=Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[0],
         stack_line=stack.line,
-        waits_in_collective=stack.waits_in_collective,
+        waits_in_collective=waits,
         expired=bool(expired(state, timeouts, now_ns)),
         attached=state.attached,
         finished=state.finished,

@@ -105,9 +105,24 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
             not self._fault_tolerance.calc_ft_timeouts,
             "calc_ft_timeouts is not for Ray Train, where nobody learns timeouts; name them in rank_section_timeouts",
         )
+        for name in ("safety_factor", "max_node_faults", "min_nodes", "node_heartbeat_timeout"):
+            require(
+                name not in self._fault_tolerance.given,
+                f"fault_tolerance.{name} is not for Ray Train, which places the workers itself; leave it out",
+            )
+        for name in self.config.health.given if self.config.health is not None else ():
+            require(
+                name.startswith("process_group_"),
+                f"health.{name} is not for Ray Train, where no agent looks at nodes; leave it out",
+            )
         require(
             not self.config.in_process,
             "in_process_restart is not for Ray Train, which replaces all workers; switch it off",
+        )
+        restart = self.config.in_process_restart
+        require(
+            restart is None or not restart.given or restart.given.get("enabled") is False,
+            "in_process_restart is not for Ray Train, which replaces all workers; leave the section out",
         )
         self._attempt = -1
         self._was_watched = self._is_preempting = False

@@ -189,7 +189,9 @@ class TrainWatch:
             EventKind.INCIDENT, cycle=attempt, rank=incident.rank, iteration=incident.iteration, incident=incident
         )
         log.error("[RankMonitor] %s; stacks in %s", culprit.reason, self._stacks_dir)
-        self._have_ended(attempt, culprit.position)
+        # Where nobody can be named, one has to go all the same, for Ray Train to restart the group.
+        late = next((one for one in positions if one.global_rank == first.rank), positions[0])
+        self._have_ended(attempt, culprit.position or late)
 
     def end_worker(self, attempt: int, rank: int) -> bool:
         """End a worker of this machine; return whether it is one. Blocks: up to ``_GRACE_S``, with SIGKILL never."""
@@ -283,9 +285,13 @@ class TrainWatch:
             **first.evidence,
             "summary": culprit.reason,
             "first_reported_rank": first.rank,
-            "process_state": position.process_state,
             "stacks": self._stacks_dir,
         }
+        if position is None:
+            return msgspec.structs.replace(
+                first, node=culprit.node, rank=None, pid=None, section=None, iteration=None, evidence=evidence
+            )
+        evidence["process_state"] = position.process_state
         if position.stack_line:
             evidence["stack_line"] = position.stack_line
         return msgspec.structs.replace(

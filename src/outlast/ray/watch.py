@@ -16,7 +16,7 @@ from outlast.policy.culprit import Position, find_culprit
 from outlast.ray.actor import Actor
 from outlast.ray.answers import Answer, Fault, await_answers, describe_error, read_answer
 from outlast.ray.report import LossKind, Lost
-from outlast.ray.words import Failed, Pulse
+from outlast.ray.words import Failed, FailureKind, Pulse
 
 __all__ = ["Gathered", "Watch", "lose"]
 
@@ -195,7 +195,7 @@ class Watch:
         exceeded: Mapping[int, tuple[str, float]],
         gathered: Gathered,
     ) -> None:
-        """Find out for whom the others wait, once a timeout is exceeded."""
+        """Find out for whom the others wait, if for anybody, once a timeout is exceeded."""
         refs = {rank: members[rank].handle.examine.remote() for rank in waiting}
         answers = await_answers(refs, self._config.examine_timeout)
         for rank, answer in answers.items():
@@ -212,6 +212,11 @@ class Watch:
                     node=actor.node, global_rank=rank, pid=actor.pid, iteration=lowest, responsive=answers_now
                 )
         culprit = find_culprit(positions.values())
+        if culprit.position is None:
+            # Nobody is to be replaced: all leave the call, and it is repeated, once.
+            text = f"{next(iter(exceeded.values()))[0]}; {culprit.reason}"
+            gathered.failed |= {rank: Failed(kind=FailureKind.PEER, summary=text) for rank in waiting}
+            return
         rank = culprit.position.global_rank
         text, open_s = exceeded.get(rank) or next(iter(exceeded.values()))
         reason = culprit.reason.partition(": ")[2]  # what comes before says which rank it is

@@ -71,6 +71,8 @@ class RankState:
     attached_ns: int = 0
     last_heartbeat_ns: int = 0
     num_heartbeats: int = 0
+    promises_heartbeats: bool = False
+    """As long as the worker is healthy, it sends them."""
     sections: tuple[OpenSection, ...] = ()
     """Open sections, outermost first, the first :data:`MAX_DEPTH`."""
     depth: int = 0
@@ -224,6 +226,15 @@ class Board:
         if not words[layout.ATTACHED]:
             words[layout.RANK], words[layout.CYCLE], words[layout.PID] = global_rank, cycle, pid
 
+    def settings(self, local_rank: int) -> str | None:
+        """Return what an attached worker's own config sets, empty for nothing; ``None`` while it has not attached."""
+        page = self._page(local_rank)
+        if not page[layout.ATTACHED]:
+            return None
+        length = page[layout.SETTINGS_LENGTH]
+        text = bytes(page[layout.SETTINGS :])[: length if 0 < length <= layout.MAX_SETTINGS_BYTES else 0]
+        return text.decode(errors="replace")
+
     def words_of(self, local_rank: int) -> memoryview:
         """Return the words of a rank's page, for :class:`outlast.runtime.in_process_mark.InProcessMark`.
 
@@ -323,6 +334,7 @@ def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState
         attached_ns=attached,
         last_heartbeat_ns=words[layout.BEAT],
         num_heartbeats=words[layout.NUM_BEATS],
+        promises_heartbeats=bool(words[layout.PROMISES]),
         sections=tuple(sections),
         depth=max(words[layout.DEPTH], 0),
         left_ns=words[layout.LEFT],

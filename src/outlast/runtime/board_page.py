@@ -25,16 +25,16 @@ MAX_NAMES = 32
 """Section names of one worker with a slot of their own; further ones share :data:`OTHER`."""
 OTHER = "(other)"
 """Stands for every section name beyond the first :data:`MAX_NAMES`."""
-PAGE_BYTES = 4096
+PAGE_BYTES = 8192
 
 MAGIC = int.from_bytes(b"OUTLBRD1", "little")
-VERSION = 3
+VERSION = 4
 # Words of the header page.
 H_MAGIC, H_VERSION, H_RANKS, H_TOKEN = range(4)
 # Words of a rank's page.
 DONE, PID, RANK, CYCLE, ATTACHED, FINISHED, ITERATION, DURABLE, REPORTS, RESTORED = range(10)
 BEAT, FIRST_BEAT, NUM_BEATS, LONGEST_GAP, COLLECTIVES, STOP = range(10, 16)
-DEPTH, ENTRIES, ENTRIES_AT_ITERATION, LEFT, LONGEST_OUTSIDE, NUM_NAMES, LEAVING = range(16, 23)
+DEPTH, ENTRIES, ENTRIES_AT_ITERATION, LEFT, LONGEST_OUTSIDE, NUM_NAMES, LEAVING, PROMISES = range(16, 24)
 STACK = 24  # MAX_DEPTH x (name | ordinal << 8, start)
 BEGUN = STACK + 2 * MAX_DEPTH
 HOT_WORDS = BEGUN + 1
@@ -51,8 +51,11 @@ MAX_ATTEMPT_BYTES = 8 * ATTEMPT_WORDS - 1
 # belong to the process, and outlive each attachment of it.
 IN_PROCESS = LOAD_ATTEMPT + ATTEMPT_WORDS
 IN_PROCESS_ITERATION, IN_PROCESS_CALL, IN_PROCESS_SINCE, IN_PROCESS_PATIENCE = range(IN_PROCESS + 1, IN_PROCESS + 5)
+# What the worker's own config sets, as text: its length is written last.
+SETTINGS_LENGTH = IN_PROCESS_PATIENCE + 1
+SETTINGS = SETTINGS_LENGTH + 1
 PAGE_WORDS = PAGE_BYTES // 8
-assert IN_PROCESS_PATIENCE < PAGE_WORDS
+MAX_SETTINGS_BYTES = 8 * (PAGE_WORDS - SETTINGS)
 HOT = struct.Struct(f"={HOT_WORDS}q")
 PAGE = struct.Struct(f"={PAGE_WORDS}q")
 NAME = struct.Struct(f"={NAME_WORDS}q")
@@ -103,7 +106,9 @@ class RankPage:
         self._owner = _get_ident()
         self._beat = self._gap = self._num_beats = self._left = self._outside = 0
 
-    def attach(self, *, pid: int, global_rank: int, cycle: int, warmup: Mapping[str, int] | None = None) -> None:
+    def attach(
+        self, *, pid: int, global_rank: int, cycle: int, warmup: Mapping[str, int] | None = None, settings: str = ""
+    ) -> None:
         """Claim the page for this process and thread, and clear what it held.
 
         Args:
@@ -111,18 +116,33 @@ class RankPage:
             global_rank: Its rank in the world.
             cycle: Number of the cycle.
             warmup: Section name to the number of first durations that do not count as its longest.
+            settings: What this worker's own config sets, for the agent; too long: said, and not handed over.
         """
         words, stop = self._words, self._words[STOP]
         for at in range(IN_PROCESS):
             if at != STOP:  # a notice may have come before the worker was ready
                 words[at] = 0
         self._reset()
+        words[SETTINGS_LENGTH] = 0
         words[STOP] = stop
         words[PID], words[RANK], words[CYCLE] = pid, global_rank, cycle
         words[DURABLE] = words[COLLECTIVES] = -1
         for name, count in (warmup or {}).items():
             self._warmup[self.intern(name)] = count
+        self._set_settings(settings.encode())
         words[ATTACHED] = now_ns()
+
+    def _set_settings(self, text: bytes) -> None:
+        if len(text) > MAX_SETTINGS_BYTES:
+            self._say(
+                "settings",
+                f"the fault tolerance settings have {len(text)} bytes, more than the {MAX_SETTINGS_BYTES} that are "
+                "handed to the agent, which does not use them; give them to outlast run, by --config",
+            )
+            return
+        for at in range(0, len(text), 8):
+            self._words[SETTINGS + at // 8] = int.from_bytes(text[at : at + 8].ljust(8, b"\0"), "little", signed=True)
+        self._words[SETTINGS_LENGTH] = len(text)
 
     # -- hot path ------------------------------------------------------------------------------------------
 
@@ -301,6 +321,10 @@ class RankPage:
                 words[LOAD_GENERATION], words[LOAD_WINDOW] = loaded.generation, loaded.suspect_window
                 words[LOAD_TIER] = loaded.tier + 1
         words[RESTORED] = 1
+
+    def promise_heartbeats(self, promised: bool) -> None:
+        """Say whether this worker sends heartbeats as long as it is healthy."""
+        self._words[PROMISES] = int(promised)
 
     def set_leaving(self, exit_code: int) -> None:
         """Say with which exit code, other than 0, this process is about to end."""

@@ -162,22 +162,32 @@ _NEEDED = {
 }
 """Variables that NCCL needs to be aborted without taking its process along: its watchdog must not rethrow what the
 abort causes nor end the process, and NVLS communicators cannot be aborted."""
+_FROM_LAUNCHERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+"""What torchrun and outlast run set for every worker by themselves; it is nobody's wish."""
 
 
-def settle_collectives() -> None:
+def settle_collectives() -> dict[str, str | None]:
     """Set the variables that NCCL needs for :func:`abort_collectives`, where there are devices.
 
+    NCCL reads them when a group is made.
+
+    Returns:
+        What they were before, for :func:`outlast.env.update`.
+
     Raises:
-        ConfigError: One is set to something else.
+        ConfigError: Somebody has set one to something else.
     """
     import torch
 
     if not torch.cuda.is_available():
-        return
+        return {}
+    given = env.environ()
+    if "TORCHELASTIC_RUN_ID" in given:
+        given = {name: value for name, value in given.items() if _FROM_LAUNCHERS.get(name) != value}
     for name, value in _NEEDED.items():
-        env.set_default(name, value)
-        if (found := env.environ()[name]) != value:
+        if (found := given.get(name, value)) != value:
             raise ConfigError(f"{name}={found} keeps NCCL from being aborted; unset it, or set it to {value}")
+    return env.update(dict(_NEEDED))
 
 
 def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 from pathlib import Path
 
-__all__ = ["fsync_folder", "write_atomically"]
+__all__ = ["create_atomically", "fsync_folder", "write_atomically"]
+
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+"""With these a file system says that it has no hard links."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -14,17 +19,46 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         OSError: The disk is full, or the folder is not writable; the old file stays.
     """
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = _temporary(path)
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_durably(temporary, data)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
+
+
+def create_atomically(path: Path, data: bytes) -> bool:
+    """Make a new file of ``data``; of several processes that try at once, on any machines, one succeeds.
+
+    The file gets its name by a hard link once it is whole and durable, so that nobody reads half of it. Where there are
+    no links it is made by its name, and may be read before it is whole.
+
+    Returns:
+        Whether this call made it; otherwise it was there, and is what it was.
+
+    Raises:
+        OSError: The disk is full, or the folder is not writable.
+    """
+    temporary = _temporary(path)
+    try:
+        _write_durably(temporary, data)
+        try:
+            os.link(temporary, path)
+            is_made = True
+        except FileExistsError:
+            # NFS repeats a request whose answer was lost, and then finds its own link: the count of links tells.
+            is_made = os.stat(temporary).st_nlink > 1
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            is_made = _make_new(path, data)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if is_made:
+        fsync_folder(path.parent)
+    return is_made
 
 
 def fsync_folder(path: Path) -> None:
@@ -34,3 +68,23 @@ def fsync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _temporary(path: Path) -> Path:
+    """Return a name beside a file that no process of any machine takes at the same time."""
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _make_new(path: Path, data: bytes) -> bool:
+    try:
+        _write_durably(path, data)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Sequence
 
-__all__ = ["describe_exit", "die_with_parent", "kill_group"]
+__all__ = ["describe_exit", "die_with_parent", "kill_group", "show_command"]
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -25,6 +26,20 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
         raise OSError(errno, os.strerror(errno))
     if os.getppid() != parent_pid:
         os._exit(128 + sig)
+
+
+def show_command(argv: Sequence[str]) -> None:
+    """Have ``ps``, ``pgrep -f`` and the like show another command for this process, cut to the room that there is.
+
+    The command line lies in the process's own memory; where its last byte is not zero, the kernel shows it up to the
+    first byte that is.
+    """
+    with open("/proc/self/stat", "rb") as stat:
+        fields = stat.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49 of proc(5)
+    if (room := end - start - 2) > 0:
+        shown = " ".join(argv).encode(errors="surrogateescape")[:room]
+        ctypes.memmove(start, shown + b"\0" * (end - start - len(shown) - 1) + b" ", end - start)
 
 
 def describe_exit(exit_code: int) -> str:

@@ -24,6 +24,14 @@ __all__ = ["Clear", "Cleared", "Exited", "FailedToStart", "Ready", "SendSignal",
 
 MAX_PACKET_BYTES = 1 << 20
 
+_MAIN = """
+import sys
+if not sys.flags.safe_path:
+    del sys.path[0]  # the working directory: what lies there is the script's, not ours to import
+from outlast.runtime.zygote_process import main
+main(sys.argv[1:])
+"""
+
 
 class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start a worker in a session and process group of its own."""
@@ -108,14 +116,19 @@ class Zygote:
     """Start and drive a zygote process.
 
     Args:
-        preload: Modules that it imports before the first worker; empty for fresh interpreters only.
+        preload: Modules that it imports before the first worker; empty for fresh interpreters only. None of them is
+            looked for in the working directory.
+        own_preload: More of them, also looked for where the script looks for its own.
+        folder: Where that is.
         env: Its environment. What libraries read when they are loaded (``OMP_NUM_THREADS``) must be here, not only in
             a worker's.
 
     Thread: one (the agent's main thread).
     """
 
-    def __init__(self, *, preload: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, *, preload: Sequence[str], env: Mapping[str, str], own_preload: Sequence[str] = (), folder: str = ""
+    ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_PACKET_BYTES)
@@ -124,13 +137,14 @@ class Zygote:
                 [
                     sys.executable,
                     "-u",
-                    "-m",
-                    "outlast.runtime.zygote_process",
+                    "-c",
+                    _MAIN,
                     str(theirs.fileno()),
-                    *preload,
+                    ",".join(preload),
+                    ",".join(own_preload),
+                    folder,
                 ],
                 pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
                 env=dict(env),
                 start_new_session=True,
             )

@@ -24,7 +24,7 @@ class Enclosure:
         config: Whether there has to be a call.
 
     Raises:
-        ConfigError: There has to be one, and there is none.
+        ConfigError: There has to be one, and there is none, or it has other settings.
 
     Thread: the main thread.
     """
@@ -37,6 +37,15 @@ class Enclosure:
                 "in_process is on, but outlast.init() is not called within a wrapped function: decorate the function "
                 "that trains with @outlast.inprocess.Wrapper(), and call it"
             )
+        restart = config.in_process_restart
+        if self.call is None or restart is None:
+            return
+        for name, value in restart.given.items():
+            if name != "enabled" and (others := getattr(self.call.config, name)) != value:
+                raise ConfigError(
+                    f"in_process_restart.{name}={value!r} of the session differs from the Wrapper's {others!r}; give "
+                    "the Wrapper the same config: Wrapper(config)"
+                )
 
     @property
     def is_restart(self) -> bool:

@@ -42,7 +42,7 @@ class Equipment:
     Args:
         config: The settings.
         place: This worker's place.
-        fault_tolerance: The timeouts in use.
+        fault_tolerance: The script's own timeouts and the like.
 
     Collective: all ranks of the world make it.
     Thread: the main thread, or that of the training loop.
@@ -65,7 +65,7 @@ class Equipment:
             self._open(config, fault_tolerance)
         with self.section("setup"):
             self._meet(config)
-        self.faults = arm_configured(config, fault_tolerance, self.place, self.journal)
+        self.faults = arm_configured(config, self.monitor.config, self.place, self.journal)
         if self.faults is not None:
             for name in self.faults.sections:
                 self.monitor.call_in(name, partial(self._strike, self.faults, name))
@@ -87,10 +87,12 @@ class Equipment:
         return section if self.slow_ranks is None else self.slow_ranks.left_out(section)
 
     def wishes(self) -> dict[str, int]:
-        """Return what this rank asks all ranks for: to leave on a notice, to save after the step, to be compared."""
+        """Return what this rank asks all ranks for: to leave on a notice, to save after the step, to be compared, to
+        leave because nothing can be saved any more."""
         save = self.saves.wish(self.iteration) if self.saves is not None else 0
         report = self.slow_ranks.wish() if self.slow_ranks is not None else 0
-        return {"stop": self.departure.asked(), "save": save, "report": report}
+        is_refused = self.saves is not None and self.saves.refusal is not None
+        return {"stop": self.departure.asked(), "save": save, "report": report, "refused": int(is_refused)}
 
     def write_end(self, code: int) -> None:
         """Write to the journal with which exit code the session ends."""
@@ -139,6 +141,7 @@ class Equipment:
         )
         self.journal.cycle = place.cycle
         self.monitor = RankMonitor(place, fault_tolerance, place.run_dir)
+        self.monitor.promise_heartbeats(True)
         self.departure = Departure(
             config.preemption,
             place=place,
@@ -160,7 +163,7 @@ class Equipment:
         """Open what all ranks open together."""
         if self.place.world_size > 1 and not is_initialised():
             self._world = connect_world(self.place)
-        self.consensus = Consensus(["stop", "save", "report"], world_size=self.place.world_size)
+        self.consensus = Consensus(["stop", "save", "report", "refused"], world_size=self.place.world_size)
         if config.straggler_detection is not None and config.straggler_detection.enabled:
             self.slow_ranks = SlowRanks(config.straggler_detection, self.place, self.journal, self.consensus)
         if config.checkpoint is not None:
@@ -179,7 +182,11 @@ class Equipment:
         )
         if place.global_rank == 0:
             say_what_is_off(
-                config.checkpoint, place, self.monitor.config, watches_signals=self.departure.watches_signals
+                config,
+                place,
+                self.monitor.config,
+                watches_signals=self.departure.watches_signals,
+                is_wrapped=self._enclosure.call is not None,
             )
 
     def _strike(self, faults: ArmedFaults, name: str) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+from collections.abc import Iterable
 
-from outlast.config import CheckpointConfig, FaultToleranceConfig
+from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
+from outlast.config.fault_tolerance import LAUNCHERS_OWN
 from outlast.env import WorkerEnv
 from outlast.policy.deadlines import Timeouts
 
@@ -36,14 +39,23 @@ def has_near_tier(checkpoint: CheckpointConfig, place: WorkerEnv) -> bool:
 
 
 def say_what_is_off(
-    checkpoint: CheckpointConfig | None,
+    config: Config,
     place: WorkerEnv,
     fault_tolerance: FaultToleranceConfig,
     *,
     watches_signals: bool,
+    is_wrapped: bool = False,
 ) -> None:
-    """Say in one line what does not protect this run, and how to have it."""
-    missing = []
+    """Say in one line what does not protect this run, and in another what the config sets for nothing; and the remedy.
+
+    Args:
+        config: The session's settings.
+        place: This worker's place.
+        fault_tolerance: The timeouts and the like in force.
+        watches_signals: A signal leads to an orderly end.
+        is_wrapped: The session is in a call of a function that restarts in process.
+    """
+    checkpoint, missing = config.checkpoint, []
     if checkpoint is None:
         missing.append("nothing is saved or restored (set checkpoint.directory)")
     elif checkpoint.non_persistent_save_interval != 0 and not has_near_tier(checkpoint, place):
@@ -51,7 +63,10 @@ def say_what_is_off(
             "non_persistent_save_interval has nothing to save to (set checkpoint.local_directory, or start the script "
             "with outlast run)"
         )
-    if Timeouts.from_config(fault_tolerance).smallest_s() is None:
+    has_agent = place.config_file is not None
+    if fault_tolerance.given.get("enable_ft_package") is False:
+        missing.append("a hung rank is not noticed (fault_tolerance.enable_ft_package is off)")
+    elif Timeouts.from_config(fault_tolerance, with_defaults=has_agent).smallest_s() is None:
         missing.append("a hung rank is not noticed (set fault_tolerance.rank_section_timeouts)")
     if not watches_signals:
         missing.append("SIGTERM ends this process at once (call outlast.init() in the main thread)")
@@ -59,3 +74,31 @@ def say_what_is_off(
         missing.append("nothing restarts the script (start it with outlast run)")
     if missing:
         log.warning("off: %s", "; ".join(missing))
+    if idle := _set_for_nothing(config, place, is_wrapped=is_wrapped):
+        log.warning("without effect here: %s", "; ".join(idle))
+
+
+def _set_for_nothing(config: Config, place: WorkerEnv, *, is_wrapped: bool) -> list[str]:
+    """Return what the config sets and nothing reads in this place, each with what reads it."""
+    idle = []
+
+    def note(section: str, names: Iterable[str], remedy: str) -> None:
+        if found := ", ".join(f"{section}.{name}" for name in names):
+            idle.append(f"{found} ({remedy})")
+
+    ft, health, restart = config.fault_tolerance, config.health, config.in_process_restart
+    if ft is not None and place.board is None:
+        note(
+            "fault_tolerance", (name for name in LAUNCHERS_OWN if name in ft.given), "start the script with outlast run"
+        )
+        if ft.calc_ft_timeouts and place.run_dir is None and config.run_dir is None:
+            note("fault_tolerance", ["calc_ft_timeouts"], "what is learned is kept in run_dir; name one")
+    if health is not None and not place.config_file:
+        of_nodes = (name for name in health.given if not name.startswith("process_group_"))
+        note("health", of_nodes, "give the file to outlast doctor --config or outlast run --config")
+    if restart is not None and not is_wrapped and restart.given.get("enabled") is not False:
+        note("in_process_restart", restart.given, "call outlast.init() in a function that Wrapper(config) protects")
+    run_dir = None if place.run_dir is None else os.path.abspath(place.run_dir)
+    if config.run_dir is not None and run_dir not in (None, os.path.abspath(config.run_dir)):
+        idle.append(f"run_dir (it is {place.run_dir}; give outlast run --run-dir, or --config with this file)")
+    return idle

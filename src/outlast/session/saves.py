@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
+from outlast.errors import CheckpointError, Untrusted
 from outlast.inprocess.handle import current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.journal import Journal
@@ -76,6 +77,11 @@ class Saves:
     def durable_iteration(self) -> int | None:
         """The newest iteration that there is a generation of, saved or loaded; ``None`` = none yet. Thread: any."""
         return self._manager.durable_iteration
+
+    @property
+    def refusal(self) -> CheckpointError | None:
+        """Why no save can succeed any more: a directory is another run's; ``None``: they can. Thread: any."""
+        return self._manager.refusal
 
     def restore(self, state: Mapping[str, Any], own: Attempts) -> Restored | None:
         """Load what is to be replayed, if anything, else the newest generation; ``None`` when there is nothing to load.
@@ -157,7 +163,7 @@ class Saves:
             suspect: For a diagnosis only.
 
         Raises:
-            CheckpointError: Saving failed too often in a row.
+            CheckpointError: Saving failed too often in a row. A save that is refused is a handle that has failed.
 
         Collective: all ranks, at the same iteration.
         Blocks: while the state is copied; with ``async_save`` off, until it is committed.
@@ -165,7 +171,12 @@ class Saves:
         tiers: Collection[str] | None = NEAR_TIERS if near else None
         with self._section():
             saved = {**without_wrappers(state), OWN_STATE: own}
-            handle = self._manager.save(saved, iteration, tiers=tiers, suspect=suspect)
+            try:
+                handle = self._manager.save(saved, iteration, tiers=tiers, suspect=suspect)
+            except Untrusted as error:
+                if self.refusal is None:
+                    raise
+                handle = _failed(iteration, error)  # all ranks leave together, once they have agreed to
         if not suspect:
             self._rhythm.note_save(iteration, Due.NEAR if near else Due.ALL)
             if not near:
@@ -223,3 +234,11 @@ class Saves:
             if replayed is not None:
                 return replayed
         return recover(self._manager, state, own, self._monitor)
+
+
+def _failed(iteration: int, error: CheckpointError) -> SaveHandle:
+    from outlast.checkpoint import SaveHandle
+
+    handle = SaveHandle(iteration, limit_s=0.0)
+    handle.fail(error)
+    return handle

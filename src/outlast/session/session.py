@@ -44,7 +44,7 @@ class Session:
     Args:
         config: The settings.
         place: This worker's place.
-        fault_tolerance: The timeouts in use.
+        fault_tolerance: The script's own timeouts and the like; what a launcher was given comes before them.
 
     Collective: all ranks of the world make it.
     Thread: that of the training loop; :meth:`section` from any thread that trains.
@@ -52,13 +52,14 @@ class Session:
 
     def __init__(self, config: Config, place: WorkerEnv, fault_tolerance: FaultToleranceConfig) -> None:
         self.config = config
-        self.fault_tolerance = fault_tolerance
         self._stepped = False
         self._state: Mapping[str, Any] = {}
         self._has = has = Equipment(config, place, fault_tolerance)
         self.run_dir = has.place.run_dir
         """Where this run keeps its journal and stacks; ``None`` = nowhere."""
         self._place, self._monitor = has.place, has.monitor
+        self.fault_tolerance = has.monitor.config
+        """What is in force."""
         self._departure, self._pulse, self._faults = has.departure, has.pulse, has.faults
         self._attempts, self._saves = has.attempts, has.saves
         self._rounds = Rounds(has.consensus, has.attempts, has.wishes, has.slow_ranks)
@@ -119,6 +120,8 @@ class Session:
         exit code is 75 then, too, and a line says which iterations are lost. Without any saved generation to go on
         from the exit code is 128 plus the signal's number.
         ``SystemExit(17)`` (``ExitReason.FAILED_VALIDATION``) says that every generation led to invalid results.
+        ``SystemExit(93)`` (``ExitReason.NO_PROGRESS``) says that a checkpoint directory is another run's, and
+        nothing can be saved there.
         ``SystemExit(18)`` (``ExitReason.STRAGGLER``) says that a rank is so slow that its node is to be replaced, with
         ``straggler_detection.stop_if_detected``; the state is saved as for a notice.
         Before the first iteration a notice waits for that one's end; after the last, a signal ends the process.
@@ -167,6 +170,8 @@ class Session:
                 self._rounds.begin(self._has.iteration)
                 yield self._has.iteration
                 agreed = self._end_step()
+                if agreed["refused"]:
+                    self._leave_refused()
                 if agreed["stop"] and self._has.iteration < total:
                     self._leave(state)
                 if agreed["report"]:
@@ -176,6 +181,7 @@ class Session:
             if self._saves is not None:
                 self._saves.finish_staging()  # the script may now change what is being copied
             self._monitor.end_all_sections()
+            self._monitor.promise_heartbeats(False)
             self._departure.close()
             self._has.in_steps = False
             raise
@@ -326,7 +332,12 @@ class Session:
             if not self._saves.is_saved(self._has.iteration):
                 self._check_replicas(saves=True)
                 self.save(state)
-            self._saves.wait()
+            try:
+                self._saves.wait()
+            except Untrusted:
+                if self._saves.refusal is None:
+                    raise
+                self._leave_refused()
         self._departure.close()
         self._monitor.finish()
         self._has.write_end(ExitReason.FINISHED)
@@ -375,6 +386,12 @@ class Session:
             code = self._has.replicas.verdict(self._has.iteration, saves=saves)
         if code is not None:
             self._exit(code)
+
+    def _leave_refused(self) -> NoReturn:
+        """Leave, with all ranks, since nothing can be saved; a restart would only take up the other run's state."""
+        refusal = self._saves.refusal if self._saves is not None else None
+        log.error("%s", refusal or "nothing can be saved: a directory is another run's; another rank's log names it")
+        self._exit(ExitReason.NO_PROGRESS)
 
     def _leave_invalid(self, code: int, *, must_save: bool) -> NoReturn:
         """Save the state of before the step for diagnosis, if there is where to, and leave."""

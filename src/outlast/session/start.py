@@ -26,7 +26,8 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
     Works the same under ``outlast run``, ``torchrun``, ``srun`` and plain ``python``. With more than one rank
     it initialises ``torch.distributed`` (NCCL where there are GPUs, gloo otherwise) unless that was done
     before; a rank whose script initialised it leaves it no faster than torch does when a peer hangs. The
-    timeouts of ``outlast run`` (``--ft-*``) come before those of ``config``, and so does its run directory.
+    fault tolerance settings that ``outlast run`` is given, by option or file, come before those of ``config``, field by
+    field, and so does its run directory.
     Unless logging was configured, the package's own lines go to stderr: all warnings, the rest of rank 0.
 
     Args:
@@ -55,9 +56,6 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
         settings = load_config(config)
     else:
         raise ConfigError(f"init() takes an outlast.Config or the path of a config file, not {type(config).__name__}")
-    fault_tolerance = settings.fault_tolerance or FaultToleranceConfig()
-    if place.fault_tolerance is not None:
-        fault_tolerance = FaultToleranceConfig.from_json(place.fault_tolerance)
     if (call := current_handle()) is None or call.iteration == 0:
         try:
             log_job_info()
@@ -65,7 +63,7 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
             log.warning("the Slurm job is not understood: %s", error)
     if settings.seed is not None:
         _seed(settings.seed + place.global_rank)
-    return Session(settings, place, fault_tolerance)
+    return Session(settings, place, settings.fault_tolerance or FaultToleranceConfig())
 
 
 def _speak(place: env.WorkerEnv) -> None:

@@ -74,10 +74,10 @@ class Agent:
     def kill(self) -> None:
         """SIGKILL the agent, as when a node is lost, and reap it.
 
-        Blocks: until the process is gone, 10 s at most.
+        Blocks: until the process is gone, 60 s at most.
         """
         self._process.kill()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)
 
     def wait(self, timeout_s: float) -> int:
         """Return the agent's exit code; negative: the signal that ended it.
@@ -295,7 +295,7 @@ class Cluster:
     def close(self) -> None:
         """End every process of the cluster and reap the agents; may be called twice.
 
-        Blocks: about 10 s at most.
+        Blocks: 60 s at most.
 
         Raises:
             DeadlineExceeded: A process could not be ended.
@@ -303,7 +303,7 @@ class Cluster:
         for agent in self.agents:
             if agent.running:
                 agent.kill()
-        end_processes(self._token)
+        end_processes(self._token, within_s=60.0)
 
 
 def _lineage(process: psutil.Process) -> Iterator[int]:

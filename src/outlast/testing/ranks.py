@@ -7,6 +7,7 @@ outlives the ``with`` block.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,14 +18,14 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import psutil
 
 from outlast import clock
 from outlast.env import NODE, environ
 from outlast.errors import DeadlineExceeded
-from outlast.testing.reaping import TOKEN, end_processes, free_port, processes_with
+from outlast.testing.reaping import TOKEN, describe_process, end_processes, free_port, processes_with
 
 __all__ = ["RankProcesses"]
 
@@ -32,7 +33,11 @@ T = TypeVar("T")
 
 _POLL_S = 0.01
 _TAIL_LINES = 40
-_OF_LAUNCHERS = ("OUTLAST_", "TORCHELASTIC_", "SLURM_")
+_END_S = 60.0  # for a SIGKILL to be done, on a machine that has much else to do
+_OF_LAUNCHERS = (
+    *("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_"),
+    *("OUTLAST_", "TORCHELASTIC_", "SLURM_"),
+)
 
 
 class RankProcesses:
@@ -46,16 +51,20 @@ class RankProcesses:
             assert ranks.wait(timeout_s=60) == [0, -signal.SIGKILL, 0, 0, 0]
 
     Args:
-        script: The script; with ``module``, a module's name.
+        script: The script; with ``module``, a module's name; with ``code``, the program itself.
         args: The script's own arguments.
         world_size: Number of ranks.
         directory: Folder for the ranks' output, a file each; a temporary one when not given.
         nodes: For each rank the name of its node; by default all are on one, which is not named.
         module: Run it as ``python -m``.
-        environment: Variables to add to this process's own, of which those of launchers are left out.
+        code: Run it as ``python -c``.
+        stdin: Give each rank a pipe as its standard input, for :meth:`send`; otherwise that is empty.
+        environment: Variables to add to this process's own, of which those of launchers are left out; ``None`` as a
+            value removes one.
+        environments: For each rank variables of its own, which also replace or remove those named above.
 
     Raises:
-        ValueError: ``nodes`` does not name as many as there are ranks.
+        ValueError: ``nodes`` or ``environments`` are not as many as there are ranks; both ``module`` and ``code``.
 
     Thread: one.
     """
@@ -68,18 +77,28 @@ class RankProcesses:
         directory: str | os.PathLike[str] | None = None,
         nodes: Sequence[str] | None = None,
         module: bool = False,
-        environment: Mapping[str, str] | None = None,
+        code: bool = False,
+        stdin: bool = False,
+        environment: Mapping[str, str | None] | None = None,
+        environments: Sequence[Mapping[str, str | None]] | None = None,
     ) -> None:
         if nodes is not None and len(nodes) != world_size:
             raise ValueError(f"nodes names {len(nodes)} nodes for {world_size} ranks; name one for each rank")
+        if environments is not None and len(environments) != world_size:
+            raise ValueError(f"environments has {len(environments)} entries for {world_size} ranks; give each rank one")
+        if module and code:
+            raise ValueError("module and code exclude each other; say which of both the first argument is")
         self.world_size = world_size
-        self._command = [sys.executable, *(["-m"] if module else []), os.fspath(script), *args]
+        self._command = [sys.executable, *(["-m"] * module), *(["-c"] * code), os.fspath(script), *args]
         self._nodes = nodes
+        self._stdin = stdin
+        self._environments = environments
+        self._read_bytes = [0] * world_size
         self._token = uuid.uuid4().hex
         self._directory = None if directory is None else Path(directory)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: list[subprocess.Popen[bytes]] = []
-        self._common = {
+        self._common: dict[str, str | None] = {
             **{name: value for name, value in environ().items() if not name.startswith(_OF_LAUNCHERS)},
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -87,7 +106,6 @@ class RankProcesses:
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
-            TOKEN: self._token,
         }
 
     def __enter__(self) -> RankProcesses:
@@ -110,18 +128,21 @@ class RankProcesses:
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         nodes = self._nodes or [""] * self.world_size
-        own = {
+        own: dict[str, str | None] = {
             "RANK": str(rank),
             "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
             "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
         }
         if self._nodes is not None:
             own[NODE] = nodes[rank]
+        if self._environments is not None:
+            own |= self._environments[rank]
+        variables = {**self._common, **own, TOKEN: self._token}
         with self._log_path(rank).open("wb") as log:  # not a pipe: a full one would stop the rank
             return subprocess.Popen(
                 self._command,
-                env={**self._common, **own},
-                stdin=subprocess.DEVNULL,
+                env={name: value for name, value in variables.items() if value is not None},
+                stdin=subprocess.PIPE if self._stdin else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -142,10 +163,10 @@ class RankProcesses:
     def kill(self, rank: int) -> None:
         """SIGKILL a rank alone, and reap it.
 
-        Blocks: until the process is gone, 10 s at most.
+        Blocks: until the process is gone, 60 s at most.
         """
         self._ranks[rank].kill()
-        self._ranks[rank].wait(timeout=10)
+        self._ranks[rank].wait(timeout=_END_S)
 
     def stop(self, rank: int) -> None:
         """SIGSTOP a rank: it neither runs nor ends until it is continued or killed."""
@@ -168,7 +189,7 @@ class RankProcesses:
         Blocks: up to ``timeout_s``.
         """
         deadline = clock.now_s() + timeout_s
-        codes = []
+        codes: list[int] = []
         for rank in range(self.world_size) if ranks is None else ranks:
             try:
                 codes.append(self._ranks[rank].wait(timeout=max(0.0, deadline - clock.now_s())))
@@ -177,6 +198,70 @@ class RankProcesses:
                     f"rank {rank} still runs after {timeout_s} s\n{self.tails()}", rank=rank
                 ) from None
         return codes
+
+    def wait_until_gone(self, timeout_s: float) -> list[int]:
+        """Return the ranks' exit codes once no process that came of them is left: no writer, no data loader's worker.
+
+        Raises:
+            DeadlineExceeded: One still runs; the message names it and holds the end of every rank's output.
+
+        Blocks: up to ``timeout_s``.
+        """
+        deadline = clock.now_s() + timeout_s
+        codes = self.wait(timeout_s)
+        while left := self.processes():
+            if clock.now_s() >= deadline:
+                named = "; ".join(describe_process(process) for process in left)
+                raise DeadlineExceeded(f"these processes still run after {timeout_s} s: {named}\n{self.tails()}")
+            psutil.wait_procs(left, timeout=min(0.5, max(0.0, deadline - clock.now_s())))
+        return codes
+
+    def send(self, rank: int, line: str) -> None:
+        """Write a line to a rank's standard input; the ranks were started with ``stdin=True``.
+
+        Raises:
+            BrokenPipeError: The rank has ended.
+        """
+        pipe = self._pipe(rank)
+        pipe.write(line.encode() + b"\n")
+        pipe.flush()
+
+    def end_input(self, rank: int) -> None:
+        """Close a rank's standard input: its reads come to the end."""
+        self._pipe(rank).close()
+
+    def next_line(self, rank: int, timeout_s: float, *, containing: str = "") -> str:
+        """Return the next line that a rank prints, without its end; each line is returned or skipped once.
+
+        Args:
+            rank: The rank.
+            timeout_s: Seconds to wait for it.
+            containing: Skip lines without this text.
+
+        Raises:
+            DeadlineExceeded: It was not printed in time, or the rank has ended without; the message holds the end of
+                every rank's output.
+
+        Blocks: up to ``timeout_s``.
+        """
+        deadline = clock.now_s() + timeout_s
+        while True:
+            over = not self.running(rank)  # asked before the look: no line is missed
+            with self._log_path(rank).open("rb") as log:
+                log.seek(self._read_bytes[rank])
+                for line in log:
+                    if not line.endswith(b"\n") and not over:
+                        break
+                    self._read_bytes[rank] += len(line)
+                    text = line.decode("utf-8", "replace").removesuffix("\n")
+                    if containing in text:
+                        return text
+            if over or clock.now_s() >= deadline:
+                why = "it ended" if over else f"{timeout_s} s passed"
+                raise DeadlineExceeded(
+                    f"{why} without a line with {containing!r} from rank {rank}\n{self.tails()}", rank=rank
+                )
+            time.sleep(_POLL_S)
 
     def wait_for(self, text: str, timeout_s: float, *, ranks: Collection[int] | None = None, times: int = 1) -> None:
         """Wait until ranks have printed a text.
@@ -245,7 +330,7 @@ class RankProcesses:
     def close(self) -> None:
         """End every process that came of the ranks, and reap them; may be called twice.
 
-        Blocks: about 10 s at most.
+        Blocks: until they are gone, a minute at most.
 
         Raises:
             DeadlineExceeded: A process could not be ended.
@@ -253,12 +338,21 @@ class RankProcesses:
         try:
             for process in self._ranks:
                 process.kill()
-                process.wait(timeout=10)
-            end_processes(self._token)
+            for process in self._ranks:
+                process.wait(timeout=_END_S)
+                if process.stdin is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        process.stdin.close()
+            end_processes(self._token, within_s=_END_S)
         finally:
             if self._temporary is not None:
                 self._temporary.cleanup()
                 self._temporary = None
+
+    def _pipe(self, rank: int) -> IO[bytes]:
+        pipe = self._ranks[rank].stdin
+        assert pipe is not None, "only ranks that are started with stdin=True can be written to"
+        return pipe
 
     def _log_path(self, rank: int) -> Path:
         assert self._directory is not None, "the ranks are started by entering the with block"

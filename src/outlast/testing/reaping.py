@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
 import socket
 from pathlib import Path
@@ -16,6 +17,10 @@ __all__ = ["TOKEN", "describe_process", "end_processes", "free_port", "processes
 
 TOKEN = "OUTLAST_TEST_CLUSTER"
 """Environment variable that marks the processes of one test."""
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 20000  # below, many programs have ports of their own, Ray's workers among them
+_NUM_TRIES = 100
 
 
 def processes_with(token: str) -> list[psutil.Process]:
@@ -51,11 +56,31 @@ def describe_process(process: psutil.Process) -> str:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port of this machine that nobody listened on a moment ago.
+
+    It is drawn at random from those that the kernel gives to no outgoing connection: neither such a connection nor
+    another process that asks in the same moment is likely to take it before it is used.
+    """
+    low, high = _ephemeral_ports()
+    candidates = [port for port in range(_FIRST_PORT, 1 << 16) if not low <= port <= high]
+    draw = random.SystemRandom()  # a test's seed, or a fork, repeats no draw
+    for port in [*draw.sample(candidates, min(_NUM_TRIES, len(candidates))), 0]:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:  # somebody has it
+                continue
+            found: int = probe.getsockname()[1]
+            return found
+    raise OSError("this machine has no free TCP port; end what holds them")
+
+
+def _ephemeral_ports() -> tuple[int, int]:
+    try:
+        low, high = _EPHEMERAL.read_text().split()
+    except OSError:  # the kernel's default
+        return 32768, 60999
+    return int(low), int(high)
 
 
 def _carries(pid: int, token: str) -> bool:

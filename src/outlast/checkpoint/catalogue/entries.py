@@ -6,14 +6,16 @@ command does with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
 
-from outlast.errors import CheckpointError
+from outlast.checkpoint.claim import RUN
+from outlast.errors import CheckpointError, Corrupt, Incomplete
+from outlast.policy.directory_owner import Owner
 
 __all__ = [
     "Found",
@@ -26,6 +28,7 @@ __all__ = [
     "Reader",
     "Remains",
     "StoredFile",
+    "check_hint",
     "describe_error",
 ]
 
@@ -92,6 +95,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     restored_attempt: str | None = None
     finite: bool | None = None
     """Whether no number in it is infinite or NaN."""
+    unverified: tuple[str, ...] = ()
+    """Files, relative to the place, whose bytes nothing is known of: earlier versions kept no digest of them."""
     problems: tuple[Problem, ...] = ()
 
 
@@ -119,6 +124,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """What the tracker names: the newest commit."""
     nodes: tuple[str, ...] = ()
     """The nodes that have a folder here."""
+    problems: tuple[Problem, ...] = ()
+    """What is wrong with the place itself; its generations can be loaded nevertheless."""
     generations: tuple[Generation, ...] = ()
     """Newest first, those for diagnosis last."""
     leftovers: tuple[Leftover, ...] = ()
@@ -184,6 +191,38 @@ class Looked:
     """As ``entry.generations``."""
     remains: tuple[Remains, ...]
     """As ``entry.leftovers``."""
+
+
+def check_hint(
+    hint: str | None,
+    owner: Owner | None,
+    *,
+    is_there: bool,
+    proven: Collection[str] = (),
+    prefix: str = "",
+    node: str | None = None,
+) -> tuple[Problem, ...]:
+    """Return what is wrong with ``run.json``, which names a directory's run without a digest.
+
+    Args:
+        hint: The run that it names; ``None``: none that can be read.
+        owner: The run that the manifests name.
+        is_there: Whether there is such a file.
+        proven: Runs that manifests of any folder beside it name: one of them may have taken this one over.
+        prefix: Of its name, relative to the place.
+        node: Whose folder it is.
+    """
+    if owner is None or not owner.is_proven or hint == owner.run or hint in proven:
+        return ()
+    rest = f"; the manifests name run {owner.run}, and its next save writes it again"
+    error: CheckpointError
+    if not is_there:
+        error = Incomplete(f"is missing{rest}")
+    elif hint is None:
+        error = Corrupt(f"cannot be read{rest}")
+    else:
+        error = Corrupt(f"names run {hint}{rest}")
+    return (describe_error(error, f"{prefix}{RUN}", node=node),)
 
 
 def describe_error(error: Exception, file: str, *, node: str | None = None, rank: int | None = None) -> Problem:

@@ -9,7 +9,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from outlast.checkpoint.catalogue.entries import Looked
-from outlast.checkpoint.catalogue.local import SUSPECT, find_node_folders, look_into_folders
+from outlast.checkpoint.catalogue.local import find_node_folders, look_into_folders
+from outlast.checkpoint.directory import SUSPECT
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.errors import ConfigError
 

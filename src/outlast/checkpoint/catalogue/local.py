@@ -12,17 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from outlast.checkpoint.catalogue.entries import Found, Looked, Place, Remains
+from outlast.checkpoint.catalogue.entries import Found, Looked, Place, Problem, Remains, check_hint
 from outlast.checkpoint.catalogue.leftovers import list_leftovers
 from outlast.checkpoint.catalogue.local_generation import examine
-from outlast.checkpoint.catalogue.node_copy import NodeCopy, group_copies, read_copy, read_run
-from outlast.checkpoint.directory import RUN, TRACKER, Directory
+from outlast.checkpoint.catalogue.node_copy import NodeCopy, group_copies, read_copy
+from outlast.checkpoint.claim import RUN, owner_of
+from outlast.checkpoint.directory import SUSPECT, TRACKER, Directory
 
-__all__ = ["SUSPECT", "find_node_folders", "is_node_folder", "look_into_folders", "read_tracker"]
+__all__ = ["find_node_folders", "is_node_folder", "look_into_folders", "read_tracker"]
 
 NUM_THREADS = 8
-SUSPECT = "suspect"
-"""Folder of the generations that were saved for diagnosis."""
 _STEP = re.compile(r"step-\d+(?:\..+)?")
 
 
@@ -56,6 +55,14 @@ def look_into_folders(path: Path, folders: list[Path]) -> Looked:
         OSError: A folder cannot be read.
     """
     nodes = tuple(folder.name for folder in folders)
+    owners = {folder: owner_of(Directory(folder)) for folder in folders}
+    runs = {folder: None if owner is None else owner.run for folder, owner in owners.items()}
+    proven = {owner.run for owner in owners.values() if owner is not None and owner.is_proven}
+    problems: list[Problem] = []
+    for folder, owner in owners.items():
+        prefix = "" if folder == path else f"{folder.relative_to(path)}/"
+        hint, is_there = Directory(folder).hint(), (folder / RUN).exists()
+        problems += check_hint(hint, owner, is_there=is_there, proven=proven, prefix=prefix, node=folder.name)
     found: list[Found] = []
     remains: list[Remains] = []
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outlast-list") as pool:
@@ -64,18 +71,20 @@ def look_into_folders(path: Path, folders: list[Path]) -> Looked:
             for folder in folders:
                 directory = Directory(folder / SUSPECT if suspect else folder)
                 prefix = "" if directory.path == path else f"{directory.path.relative_to(path)}/"
-                copies += pool.map(partial(read_copy, directory, folder.name, prefix), directory.generations())
+                copies += pool.map(
+                    partial(read_copy, directory, folder.name, prefix, runs[folder]), directory.generations()
+                )
                 remains += list_leftovers(directory.path, prefix)
             for group in group_copies(copies):
                 found.append(examine(group, nodes, pool, suspect=suspect))
-    runs = {run for folder in folders if (run := read_run(Directory(folder))) is not None}
     latest = [iteration for folder in folders if (iteration := read_tracker(folder)) is not None]
     place = Place(
         path=os.fspath(path),
         tier="local" if folders else "empty",
-        run=", ".join(sorted(runs)) or None,
+        run=", ".join(sorted({run for run in runs.values() if run is not None})) or None,
         latest=max(latest, default=None),
         nodes=nodes,
+        problems=tuple(problems),
         generations=tuple(one.entry for one in found),
         leftovers=tuple(one.entry for one in remains),
     )

@@ -12,7 +12,7 @@ from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.manifest import MANIFEST, Manifest
 from outlast.errors import CheckpointError, Untrusted
 
-__all__ = ["NodeCopy", "group_copies", "read_copy", "read_run", "remove_copies"]
+__all__ = ["NodeCopy", "group_copies", "read_copy", "remove_copies"]
 
 _SHARD = re.compile(r"rank-(\d{5,})\.safetensors")
 _PARITY = re.compile(r"parity-(\d{5,})\.bin")
@@ -38,7 +38,16 @@ class NodeCopy:
     num_bytes: int
 
 
-def read_copy(directory: Directory, node: str, prefix: str, iteration: int) -> NodeCopy:
+def read_copy(directory: Directory, node: str, prefix: str, run: str | None, iteration: int) -> NodeCopy:
+    """Look into one folder of a generation.
+
+    Args:
+        directory: That it lies in.
+        node: Whose folder that is.
+        prefix: Of its name, relative to the place.
+        run: That the node's folder belongs to; ``None`` = that is not known.
+        iteration: Of the generation.
+    """
     path = directory.generation(iteration)
     ranks, parities, num_files, num_bytes = [], [], 0, 0
     manifest, sha256, problem = None, "", None
@@ -54,7 +63,6 @@ def read_copy(directory: Directory, node: str, prefix: str, iteration: int) -> N
         manifest, sha256 = directory.manifest(iteration)
         if manifest.iteration != iteration:
             raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
-        run = read_run(directory)
         if run is not None and run != manifest.run:
             raise Untrusted(f"belongs to run {manifest.run}, its directory to run {run}")
     except (OSError, CheckpointError) as error:
@@ -119,10 +127,3 @@ def remove_copies(copies: Sequence[NodeCopy]) -> None:
             copy.directory.remove(copy.iteration)
         except FileNotFoundError:
             continue  # the run that it belongs to was quicker
-
-
-def read_run(directory: Directory) -> str | None:
-    try:
-        return directory.run()
-    except (OSError, CheckpointError):
-        return None  # the manifests name it too

@@ -68,6 +68,7 @@ def plan_pruning(looked: Looked, rule: Rule, *, now_ns: int) -> Plan:
             most_recent_k=rule.most_recent_k,
             retain_interval=rule.retain_interval,
             suspect_window=rule.suspect_window,
+            not_finite=[found.entry.iteration for found in committed if found.entry.finite is False],
         ) | {looked.entry.latest}
         generations = [
             found

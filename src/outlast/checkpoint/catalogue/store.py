@@ -17,13 +17,15 @@ from outlast.checkpoint.catalogue.entries import (
     Problem,
     Remains,
     StoredFile,
+    check_hint,
     describe_error,
 )
-from outlast.checkpoint.catalogue.local import SUSPECT
 from outlast.checkpoint.catalogue.store_files import Bucket, Disk, Files
-from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, decode_global_manifest
+from outlast.checkpoint.claim import RUN, owner_of
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.manifest import METADATA, FileEntry, GlobalManifest, decode_global_manifest
 from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
-from outlast.checkpoint.directory import RUN, TRACKER
+from outlast.checkpoint.directory import SUSPECT, TRACKER
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.errors import CheckpointError, ConfigError, Incomplete, Untrusted
 
@@ -31,10 +33,6 @@ __all__ = ["look_into_store"]
 
 NUM_THREADS = 8
 _FILE = re.compile(rf"(?P<above>{SUSPECT}/)?step-(?P<iteration>\d+)/(?P<name>.+)")
-
-
-class _Run(msgspec.Struct):
-    run: str
 
 
 def look_into_store(url: str) -> Looked:
@@ -54,7 +52,9 @@ def look_into_store(url: str) -> Looked:
     sizes = files.sizes()
     if not sizes and is_remote(url):
         raise ConfigError(f"there is nothing at {url}; name a directory that holds generations")
-    run = _read_run(files) if RUN in sizes else None
+    directory = GlobalDirectory(url)
+    owner = owner_of(directory)
+    run = None if owner is None else owner.run
     folders: dict[tuple[bool, int], dict[str, int]] = {}
     for name, size in sizes.items():
         if match := _FILE.fullmatch(name):
@@ -73,6 +73,7 @@ def look_into_store(url: str) -> Looked:
         tier="global",
         run=run,
         latest=_read_latest(files) if TRACKER in sizes else None,
+        problems=check_hint(directory.hint(), owner, is_there=RUN in sizes),
         generations=tuple(one.entry for one in found),
         leftovers=tuple(one.entry for one in remains),
     )
@@ -116,6 +117,7 @@ def _examine(
     entry = msgspec.structs.replace(
         entry,
         valid=not torn - {f"{folder}/{METADATA}"},
+        unverified=() if manifest.metadata is not None else (f"{folder}/{METADATA}",),
         attempt=manifest.attempt,
         run=manifest.run,
         world_size=manifest.world_size,
@@ -131,11 +133,11 @@ def _examine(
                 name=f"{folder}/{file.name}",
                 num_bytes=file.num_bytes,
                 chunks=file.chunks,
-                tensors=manifest.contents(index),
+                tensors=manifest.contents(index) if index < len(manifest.files) else (),
                 open=partial(files.open, f"{folder}/{file.name}"),
                 piece_bytes=files.piece_bytes,
             )
-            for index, file in enumerate(manifest.files)
+            for index, file in enumerate(_all_files(manifest))
             if f"{folder}/{file.name}" not in torn
         ),
         judge=partial(_judge, entry),
@@ -144,11 +146,11 @@ def _examine(
 
 
 def _check_sizes(manifest: GlobalManifest, folder: str, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    for file in manifest.files:
+    for file in _all_files(manifest):
         size = sizes.get(file.name)
-        if size is None:
+        if size is None and file is not manifest.metadata:
             yield describe_error(Incomplete("is missing"), f"{folder}/{file.name}")
-        elif size != file.num_bytes:
+        elif size is not None and size != file.num_bytes:
             torn = Incomplete(f"is {size} bytes long instead of {file.num_bytes}")
             yield describe_error(torn, f"{folder}/{file.name}")
     if METADATA not in sizes:
@@ -157,8 +159,13 @@ def _check_sizes(manifest: GlobalManifest, folder: str, sizes: Mapping[str, int]
 
 
 def _judge(entry: Generation, problems: Sequence[Problem]) -> Generation:
-    """Return an entry with problems of its files: each of them holds what no other does."""
-    return msgspec.structs.replace(entry, valid=entry.valid and not problems, problems=(*entry.problems, *problems))
+    """Return an entry with problems of its files: each of them holds what no other does, but what ours do not read."""
+    is_torn = any(not problem.file.endswith(f"/{METADATA}") for problem in problems)
+    return msgspec.structs.replace(entry, valid=entry.valid and not is_torn, problems=(*entry.problems, *problems))
+
+
+def _all_files(manifest: GlobalManifest) -> tuple[FileEntry, ...]:
+    return manifest.files if manifest.metadata is None else (*manifest.files, manifest.metadata)
 
 
 def _remove(files: Files, above: str, iteration: int, listed: bytes | None) -> None:
@@ -171,13 +178,6 @@ def _remove(files: Files, above: str, iteration: int, listed: bytes | None) -> N
     if data is not None and data != listed:
         raise CheckpointError(f"{folder} has changed meanwhile and is left alone")
     files.remove(above, iteration)
-
-
-def _read_run(files: Files) -> str | None:
-    try:
-        return msgspec.json.decode(files.read(RUN), type=_Run).run
-    except (OSError, msgspec.MsgspecError):
-        return None  # the manifests name it too
 
 
 def _read_latest(files: Files) -> int | None:

@@ -35,6 +35,9 @@ _STORAGES = {
 _UNTYPED = {
     "F8_E4M3": (1, "float8_e4m3fn"),
     "F8_E5M2": (1, "float8_e5m2"),
+    "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
+    "F8_E8M0": (1, "float8_e8m0fnu"),
     "U64": (8, "uint64"),
     "U32": (4, "uint32"),
     "U16": (2, "uint16"),

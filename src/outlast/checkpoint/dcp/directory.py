@@ -8,19 +8,18 @@ last, is the commit. Nothing here imports torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Protocol
 
+from outlast.checkpoint.claim import owner_of
 from outlast.checkpoint.dcp.file_place import FilePlace
 from outlast.checkpoint.dcp.manifest import GlobalManifest, decode_global_manifest
 from outlast.checkpoint.dcp.object_place import ObjectPlace
 from outlast.checkpoint.dcp.store import is_remote
-from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.directory import SUSPECT, Attempt
 from outlast.errors import Incomplete
 
 __all__ = ["GlobalDirectory"]
-
-SUSPECT = "suspect"
-"""Folder of what was saved for diagnosis."""
 
 
 class Place(Protocol):
@@ -38,11 +37,15 @@ class Place(Protocol):
 
     def sizes(self, folder: str) -> dict[str, int]: ...
 
-    def run(self) -> str | None: ...
+    def hint(self) -> str | None: ...
+
+    def named_runs(self) -> Iterator[str]: ...
+
+    def create_hint(self, run: str) -> bool: ...
+
+    def write_hint(self, run: str) -> None: ...
 
     def latest(self) -> int | None: ...
-
-    def claim(self, run: str) -> None: ...
 
     def attempt_folder(self, iteration: int, attempt: Attempt) -> str: ...
 
@@ -107,7 +110,16 @@ class GlobalDirectory:
 
     def run(self) -> str | None:
         """Return the run that the place belongs to; ``None`` when it is new."""
-        return self._place.run()
+        owner = owner_of(self)
+        return None if owner is None else owner.run
+
+    def hint(self) -> str | None:
+        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""
+        return self._place.hint()
+
+    def named_runs(self) -> Iterator[str]:
+        """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
+        return self._place.named_runs()
 
     def latest(self) -> int | None:
         """Return what the tracker names, a hint for people; ``None``: nothing that can be read."""
@@ -152,9 +164,13 @@ class GlobalDirectory:
         """Return the name of a rank's file of an attempt."""
         return self._place.file_name(rank, index, attempt)
 
-    def claim(self, run: str) -> None:
-        """Name the run that the place belongs to, unless it is named."""
-        self._place.claim(run)
+    def create_hint(self, run: str) -> bool:
+        """Name the run that the place belongs to, unless it is named; return whether this call did."""
+        return self._place.create_hint(run)
+
+    def write_hint(self, run: str) -> None:
+        """Name the run that the place belongs to, whatever it was named before."""
+        self._place.write_hint(run)
 
     def commit(self, iteration: int, attempt: Attempt, manifest: GlobalManifest, metadata: bytes) -> None:
         """Make an attempt, all of whose files are there, the generation of its iteration.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, encode_global_manifest
@@ -54,18 +55,23 @@ class FilePlace:
         root = self._path(folder)
         return {os.path.relpath(path, root): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}
 
-    def run(self) -> str | None:
-        return self._directory.run()
+    def hint(self) -> str | None:
+        return self._directory.hint()
+
+    def named_runs(self) -> Iterator[str]:
+        return self._directory.named_runs()
+
+    def create_hint(self, run: str) -> bool:
+        return self._directory.create_hint(run)
+
+    def write_hint(self, run: str) -> None:
+        self._directory.write_hint(run)
 
     def latest(self) -> int | None:
         try:
             return parse_tracker(self._path(TRACKER).read_bytes())
         except FileNotFoundError:
             return None
-
-    def claim(self, run: str) -> None:
-        self._directory.path.mkdir(parents=True, exist_ok=True)
-        self._directory.claim(run)
 
     def attempt_folder(self, iteration: int, attempt: Attempt) -> str:
         return self._directory.temporary(iteration, attempt).name

@@ -7,6 +7,7 @@ that ``flatten_state_dict`` gives: mappings are walked into, lists only where th
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import xxhash
 
 from outlast.checkpoint.dcp.inventory import Inventory, Part, Value
+from outlast.checkpoint.layouts import Layout
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE
 from outlast.checkpoint.state import decode
@@ -37,13 +39,13 @@ class Items:
     Args:
         image: The shard's bytes; must stay what they are.
         tensors: What lies where in it, the tree included.
-        alone: Whether this is the only rank: then nothing needs to be compared with others.
+        world_size: Number of ranks; what several of them may have alike is digested, to be compared.
 
     Raises:
         CheckpointError: The tree is not one.
     """
 
-    def __init__(self, image: memoryview, tensors: Sequence[TensorEntry], *, alone: bool) -> None:
+    def __init__(self, image: memoryview, tensors: Sequence[TensorEntry], *, world_size: int) -> None:
         self._image = image
         self._entries = {entry.name: entry for entry in tensors}
         self.tree = self._entries.pop(TREE)
@@ -51,12 +53,12 @@ class Items:
         root = _root(bytes(image[self.tree.offset : self.tree.offset + self.tree.num_bytes]))
         self._values: dict[str, Any] = {}
         values, paths = list[Value](), dict[str, tuple[str, Path]]()
-        layouts: dict[str, list[Any]] = {}
+        layouts: dict[str, Layout | None] = {}
         taken: set[str] = set()
         for path, node in _walk(root.get(ROOT, ["d", []]), ()):
             item = ".".join(map(str, path))
             if node[0] == "T":
-                layouts[node[1]] = node[2] if len(node) > 2 else []
+                layouts[node[1]] = node[2] if len(node) > 2 else None
                 if item not in taken:
                     paths[node[1]] = item, path
             elif item not in taken and _can_be_dumped(node):
@@ -66,8 +68,7 @@ class Items:
         parts = []
         for entry in self._entries.values():
             item, path = paths.get(entry.name, (OURS + entry.name, ()))
-            placements = layouts.get(entry.name) or [[None]]
-            is_shared = not alone and None in placements[0]
+            is_shared = world_size > 1 and _may_be_shared(layouts.get(entry.name), world_size)
             parts.append(self._part(entry, item, path, is_shared=is_shared))
         self.inventory = Inventory(tuple(parts), tuple(values))
 
@@ -138,9 +139,21 @@ def _root(tree: bytes) -> dict[str, Any]:
         raise CheckpointError(f"the tree of plain values cannot be read ({error})") from error
 
 
+def _may_be_shared(layout: Layout | None, world_size: int) -> bool:
+    """Whether another rank may have the same part: of a replica, or of a mesh that is a part of the ranks."""
+    return layout is None or None in layout[0] or math.prod(layout[1]) < world_size
+
+
 def _walk(node: list[Any], path: Path) -> list[tuple[Path, list[Any]]]:
-    """Return the tensors and the plain values of a tree, with the paths that lead to them."""
+    """Return the tensors and the plain values of a tree, with the paths that lead to them.
+
+    What a sharded tensor subclass consists of is left out: it is no part of a whole that others could put together.
+    """
     match node:
+        case ["w", *_, [[_, tensor]], True, layout]:
+            return [(path, tensor if layout is None else [*tensor, layout])]
+        case ["w", *_, parts, False, layout]:
+            return [found for key, part in parts for found in _walk(part, (*path, key))] if layout is None else []
         case ["d" | "D", items, *_]:
             return [found for key, item in items for found in _walk(item, (*path, str(key)))]
         case ["l", items] if not _is_plain(node):
@@ -150,7 +163,7 @@ def _walk(node: list[Any], path: Path) -> list[tuple[Path, list[Any]]]:
 
 def _is_plain(node: list[Any]) -> bool:
     """Whether a list holds neither tensors nor mappings, however deep."""
-    return all(item[0] not in ("T", "d", "D") and (item[0] != "l" or _is_plain(item)) for item in node[1])
+    return all(item[0] not in ("T", "d", "D", "w") and (item[0] != "l" or _is_plain(item)) for item in node[1])
 
 
 def _tensors(node: list[Any]) -> list[str]:
@@ -162,13 +175,15 @@ def _tensors(node: list[Any]) -> list[str]:
             return [name for _, item in items for name in _tensors(item)]
         case ["l" | "p", items]:
             return [name for item in items for name in _tensors(item)]
+        case ["w", _, _, _, _, context, parts, *_]:
+            return [name for item in (context, *(part for _, part in parts)) for name in _tensors(item)]
     return []
 
 
 def _can_be_dumped(node: list[Any]) -> bool:
-    """Whether a plain value can be put in the format, which knows no distributed tensor within a tuple."""
+    """Whether a plain value can be put in the format, which knows no distributed tensor or subclass within a tuple."""
     match node:
-        case ["T", _, _]:
+        case ["T", _, _] | ["w", *_]:
             return False
         case ["d" | "D", items, *_]:
             return all(_can_be_dumped(item) for _, item in items)

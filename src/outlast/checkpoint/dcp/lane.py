@@ -13,14 +13,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from outlast.checkpoint.claim import NEW, Claim, Refused, Seen
 from outlast.checkpoint.dcp.compose import compose
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.inventory import Report
-from outlast.checkpoint.dcp.manifest import SCHEMA, GlobalManifest
+from outlast.checkpoint.dcp.manifest import METADATA, SCHEMA, FileEntry, GlobalManifest
 from outlast.checkpoint.dcp.metadata import dump_metadata
 from outlast.checkpoint.dcp.packing import FILE_BYTES
-from outlast.checkpoint.dcp.step import AskWriter, GlobalSave, Planned, Step
-from outlast.checkpoint.exchange import Exchange
+from outlast.checkpoint.dcp.step import GRACE_S, AskWriter, GlobalSave, Planned, Step
+from outlast.checkpoint.exchange import Exchange, Outcome, deadline
+from outlast.checkpoint.shard import digests
 from outlast.errors import CheckpointError
 from outlast.policy.retention import choose_kept
 
@@ -54,6 +58,7 @@ class GlobalLane:
         retention: What is kept.
         on_outcome: Called in the lane's thread with each save and its error; ``None`` = it is committed.
         file_bytes: A file that has reached it is full.
+        seen: What lay in the directory when the run began; ``None`` = that is not known. Only rank 0 uses it.
 
     Collective: all ranks, with the same saves in the same order.
     """
@@ -73,22 +78,29 @@ class GlobalLane:
         retention: GlobalRetention,
         on_outcome: Callable[[GlobalSave, CheckpointError | None], None],
         file_bytes: int = FILE_BYTES,
+        seen: Seen | None = NEW,
     ) -> None:
         self._directory = directory
         self._rank, self._world_size, self._run_name, self._topology = rank, world_size, run, topology
         self._ask, self._timeout_s, self._retention = ask, timeout_s, retention
         self._on_outcome, self._file_bytes = on_outcome, file_bytes
         self._known: set[int] = set()
-        self._is_claimed, self._may_be_stale = False, True
+        self._not_finite: set[int] = set()
+        self._claim, self._may_be_stale = Claim(directory, run, seen), True
         self._saves: queue.SimpleQueue[GlobalSave | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._exchange = Exchange(store, f"{token}/global", self._stop, rank=rank)
         self._thread = threading.Thread(target=self._run, name="outlast-global", daemon=True)
         self._thread.start()
 
-    def start_from(self, generations: Iterable[int]) -> None:
-        """Take generations, and no others, for valid. Only before the first save."""
-        self._known = set(generations)
+    def start_from(self, generations: Iterable[int], not_finite: frozenset[int]) -> None:
+        """Take generations, and no others, for valid. Only before the first save.
+
+        Args:
+            generations: Which.
+            not_finite: Generations that hold numbers that are infinite or NaN.
+        """
+        self._known, self._not_finite = set(generations), set(not_finite)
 
     def submit(self, save: GlobalSave) -> None:
         """Take a save to the global tier. Thread: any, but on all ranks in the same order."""
@@ -120,38 +132,48 @@ class GlobalLane:
         step = Step(save, self._exchange, rank=self._rank, world_size=self._world_size, timeout_s=self._timeout_s)
         directory = self._directory.suspects if save.suspect else self._directory
         items = step.tell_inventory()
-        planned = step.order() if self._rank == 0 else Planned()
+        refusal = self._refusal() if self._rank == 0 else None
+        planned = step.order(refusal.error if refusal is not None else None) if self._rank == 0 else Planned()
         step.write(directory, items, self._ask, file_bytes=self._file_bytes)
         if self._rank == 0:
-            self._decide(step, directory, planned)
-        if (error := step.hear_outcome()) is not None:
-            raise CheckpointError(
-                f"iteration {save.iteration} is not saved to {directory.url}: {error}",
-                rank=self._rank,
-                iteration=save.iteration,
-            )
+            self._decide(step, directory, planned, refusal)
+        outcome = step.hear_outcome()
+        if outcome.is_refused:
+            self._exchange.part(save.attempt.ordinal, self._world_size, deadline(GRACE_S))
+        if outcome.error is not None:
+            what = f"iteration {save.iteration} is not saved to {directory.url}"
+            raise outcome.failure(what, rank=self._rank, iteration=save.iteration)
         self._exchange.forget(save.attempt.ordinal)
         if self._rank == 0:
             self._follow_up(save, directory)
 
     # -- rank 0 ------------------------------------------------------------------------------------------------
 
-    def _decide(self, step: Step, directory: GlobalDirectory, planned: Planned) -> None:
+    def _refusal(self) -> Outcome | None:
+        """Return why nothing may be written; ``None``: the directory is this run's."""
+        try:
+            self._claim.hold()
+        except (CheckpointError, OSError) as error:
+            return _failed_here(error)
+        return None
+
+    def _decide(self, step: Step, directory: GlobalDirectory, planned: Planned, refusal: Outcome | None) -> None:
         """Commit what all ranks wrote, or clear it away; tell which."""
         save = step.save
         reports, error = step.gather_reports()
-        if error is None:
+        outcome = refusal or Outcome(error, step.is_silent)
+        if outcome.error is None:
             try:
                 self._commit(save, directory, planned, reports)
             except (CheckpointError, OSError) as failure:
-                error = f"rank 0: {failure}"
-        if error is not None:
+                outcome = _failed_here(failure)
+        if outcome.error is not None:
             self._may_be_stale = True
             try:
                 directory.discard(save.iteration, save.attempt)
             except (CheckpointError, OSError) as failure:
                 log.warning("what a failed save left cannot be removed: %s", failure)
-        step.tell_outcome(error)
+        step.tell_outcome(outcome)
 
     def _commit(self, save: GlobalSave, directory: GlobalDirectory, planned: Planned, reports: list[Report]) -> None:
         composed = compose(planned.inventories, planned.duties, reports)
@@ -169,10 +191,13 @@ class GlobalLane:
             items=composed.items,
             ranks=composed.ranks,
         )
-        if not self._is_claimed:
-            self._directory.claim(self._run_name)
-            self._is_claimed = True
-        directory.commit(save.iteration, save.attempt, manifest, dump_metadata(manifest))
+        metadata = dump_metadata(manifest)
+        entry = FileEntry(name=METADATA, num_bytes=len(metadata), chunks=digests(metadata))
+        self._claim.hold()
+        manifest = msgspec.structs.replace(manifest, metadata=entry)
+        directory.commit(save.iteration, save.attempt, manifest, metadata)
+        if not save.suspect:
+            (self._not_finite.discard if manifest.finite else self._not_finite.add)(save.iteration)
 
     def _follow_up(self, save: GlobalSave, directory: GlobalDirectory) -> None:
         """What comes after a commit; none of it can undo that."""
@@ -196,8 +221,15 @@ class GlobalLane:
             most_recent_k=self._retention.most_recent_k,
             retain_interval=self._retention.retain_interval,
             suspect_window=self._retention.suspect_window,
+            # What is newer and not known to be valid does not take the place of the newest that is finite.
+            not_finite=self._not_finite | ({newest} - self._known),
         )
         for generation in present:
             if generation not in kept and generation < newest and self._retention.most_recent_k >= 0:
                 directory.remove(generation)
                 log.info("removed generation %d from %s", generation, directory.url)
+
+
+def _failed_here(error: Exception) -> Outcome:
+    """Return the outcome of a save that failed on rank 0."""
+    return Outcome.of(error, str(error) if isinstance(error, Refused) else f"rank 0: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,14 @@ class RankState:
         return self.tensors[name]
 
 
-def read_rank(directory: GlobalDirectory, generation: int, manifest: GlobalManifest, rank: int) -> RankState:
+def read_rank(
+    directory: GlobalDirectory,
+    generation: int,
+    manifest: GlobalManifest,
+    rank: int,
+    *,
+    accept: Callable[[bytes], None] = lambda tree: None,
+) -> RankState:
     """Read the state that a rank had saved, random numbers and whatever else is its own included.
 
     Args:
@@ -42,6 +50,7 @@ def read_rank(directory: GlobalDirectory, generation: int, manifest: GlobalManif
         generation: Iteration of the generation.
         manifest: Of the generation.
         rank: Below its world size.
+        accept: Is given the plain values and structure, and may raise before the tensors are read.
 
     Raises:
         CheckpointError: A byte differs from its digest, or is not there; names file, items and chunk.
@@ -50,6 +59,7 @@ def read_rank(directory: GlobalDirectory, generation: int, manifest: GlobalManif
     """
     files = VerifiedFiles(directory, manifest, directory.folder(generation))
     tree = read_tree(files, rank)
+    accept(tree)
     tensors: dict[str, torch.Tensor] = {}
     wanted = []
     for name, item in tensors_of(manifest, rank, tree).items():

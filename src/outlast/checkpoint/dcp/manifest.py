@@ -117,6 +117,8 @@ class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The attempt that had written that one."""
     finite: bool
     """Whether no number in it is infinite or NaN."""
+    metadata: FileEntry | None = None
+    """What other readers of the format read; ``None``: an earlier version saved it, and its digest is not known."""
     files: tuple[FileEntry, ...]
     items: tuple[Item, ...]
     ranks: tuple[RankEntry, ...]
@@ -162,6 +164,9 @@ def decode_global_manifest(data: bytes) -> GlobalManifest:
 
 
 def _check(manifest: GlobalManifest) -> None:
+    metadata = manifest.metadata
+    if metadata is not None and (metadata.name != METADATA or len(metadata.chunks) != num_chunks(metadata.num_bytes)):
+        raise Corrupt(f"the manifest's entry of {METADATA} contradicts itself")
     for file in manifest.files:
         if len(file.chunks) != num_chunks(file.num_bytes) or "/" in file.name or file.name.startswith("."):
             raise Corrupt(f"the manifest's entry of {file.name} contradicts itself")

@@ -7,14 +7,15 @@ manifest is put last.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-import msgspec
-
+from outlast.checkpoint.claim import RUN, decode_hint, encode_hint
 from outlast.checkpoint.dcp.file_place import check_files, parse_tracker
 from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, decode_global_manifest, encode_global_manifest
 from outlast.checkpoint.dcp.store import open_store
-from outlast.checkpoint.directory import RUN, TRACKER, Attempt
+from outlast.checkpoint.directory import SUSPECT, TRACKER, Attempt
 from outlast.checkpoint.manifest import MANIFEST
+from outlast.checkpoint.seal import run_of
 from outlast.env import clean_name
 from outlast.errors import CheckpointError
 
@@ -22,10 +23,6 @@ __all__ = ["ObjectPlace"]
 
 _GENERATION = re.compile(r"step-(\d+)")
 _FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
-
-
-class _Run(msgspec.Struct, frozen=True):
-    run: str
 
 
 class ObjectPlace:
@@ -57,25 +54,33 @@ class ObjectPlace:
     def sizes(self, folder: str) -> dict[str, int]:
         return self._store.sizes(folder)
 
-    def run(self) -> str | None:
+    def hint(self) -> str | None:
         try:
-            return msgspec.json.decode(self._store.read(RUN), type=_Run).run
+            return decode_hint(self._store.read(RUN))
         except FileNotFoundError:
             return None
-        except msgspec.MsgspecError as error:
-            raise CheckpointError(
-                f"{self._store.describe(RUN)} cannot be read ({error}); restore or delete it"
-            ) from error
+
+    def named_runs(self) -> Iterator[str]:
+        for place in (self, ObjectPlace(f"{self.url}/{SUSPECT}")):
+            for iteration in place.generations():
+                try:
+                    run = run_of(place.read(f"step-{iteration}/{MANIFEST}"), iteration)
+                except FileNotFoundError:
+                    continue
+                if run is not None:
+                    yield run
+
+    def create_hint(self, run: str) -> bool:
+        return self._store.create(RUN, encode_hint(run))
+
+    def write_hint(self, run: str) -> None:
+        self._store.write(RUN, encode_hint(run))
 
     def latest(self) -> int | None:
         try:
             return parse_tracker(self._store.read(TRACKER))
         except FileNotFoundError:
             return None
-
-    def claim(self, run: str) -> None:
-        if self.run() is None:
-            self._store.write(RUN, msgspec.json.encode(_Run(run)))
 
     def attempt_folder(self, iteration: int, attempt: Attempt) -> str:
         return f"step-{iteration}"

@@ -76,6 +76,7 @@ class VerifiedReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest as the format's metadata."""
+        self._files.warn_of_metadata()
         return make_metadata(self._files.manifest)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A generation loaded by another number of ranks than saved it: each takes the parts that it has now.
+"""A generation loaded in another layout than it was saved in: each rank takes the parts that it has now.
 
 Nothing live is touched before :meth:`Resharded.apply`. What is read goes into CPU tensors beside the live ones, as
 large as this rank's parts. Plain values are those of rank 0, and so are tensors that differed between ranks; random
@@ -10,19 +10,20 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import ROOT, TORCH_TYPES, Path
-from outlast.checkpoint.dcp.manifest import GlobalManifest, Item
+from outlast.checkpoint.dcp.manifest import GlobalManifest
 from outlast.checkpoint.dcp.regions import Wanted, fill
 from outlast.checkpoint.dcp.structure import Stored, find_all, replace_all, saved_structure
 from outlast.checkpoint.dcp.verified_file import VerifiedFiles
+from outlast.checkpoint.layouts import own_part
 from outlast.checkpoint.restore import check_fit, restore_into
-from outlast.checkpoint.state import is_stateful, may_be_absent
+from outlast.checkpoint.state import Wrapped, is_stateful, may_be_absent
 from outlast.errors import CheckpointError
 
 __all__ = ["Resharded", "load_resharded"]
@@ -63,6 +64,22 @@ class _Shadow:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _WrappedShadow(_Shadow):
+    """A whole tensor subclass, beside the live one; its parts are shadows."""
+
+    wrapped: Wrapped
+
+    def outline(self) -> torch.Tensor:
+        return self.wrapped.outline()
+
+    def tensor(self) -> torch.Tensor:
+        parts = {
+            name: part.tensor() if isinstance(part, _Shadow) else part for name, part in self.wrapped.parts.items()
+        }
+        return replace(self.wrapped, parts=parts).made()
+
+
 class Resharded:
     """A generation in tensors beside the live ones, verified.
 
@@ -88,7 +105,7 @@ class Resharded:
 def load_resharded(
     directory: GlobalDirectory, generation: int, manifest: GlobalManifest, state: Mapping[str, Any]
 ) -> Resharded:
-    """Read what this rank needs of a generation, whichever number of ranks saved it.
+    """Read what this rank needs of a generation, whichever number of ranks saved it, in whichever layout.
 
     Optimizers need not have taken a step: their states are made as they were saved, in the layout of the parameters.
 
@@ -120,9 +137,11 @@ class _Planner:
         self._files = files
         self._items = {item.name: item for item in files.manifest.items if item.path and item.dtype is not None}
         self._shadows: dict[tuple[str, int], _Shadow] = {}
+        self._wrapped: dict[Path, Stored] = {}
 
     def plan(self, state: Mapping[str, Any]) -> dict[str, Any]:
         saved = saved_structure(self._files)
+        self._wrapped = {path: stored for path, stored in find_all(saved, (), Stored) if stored.wrapped is not None}
         return {
             name: self._any(value, saved.get(name, _MISSING), (name,))
             for name, value in state.items()
@@ -154,7 +173,7 @@ class _Planner:
     def _as_saved(self, saved: Any, path: Path, templates: Mapping[Path, torch.Tensor]) -> Any:
         """Return what was saved, its tensors in the layout of the live ones."""
         self._value(saved, path)
-        return replace_all(saved, lambda stored, at: self._make(stored.item, templates.get(at)), Stored, path)
+        return replace_all(saved, lambda stored, at: self._make(stored, templates.get(at)), Stored, path)
 
     def _as_live(self, live: Any, saved: Any, path: Path) -> Any:
         """Return what the live state asks for."""
@@ -178,24 +197,32 @@ class _Planner:
         return saved
 
     def _shadow(self, path: Path, live: torch.Tensor) -> _Shadow:
+        if (stored := self._wrapped.get(path)) is not None:
+            return self._make(stored, live)
         item = self._items.get(_name(path))
         if item is None:
             raise CheckpointError(f"tensor {_name(path)} was not saved; give the state that was saved")
         if item.shape != tuple(live.shape):
             raise CheckpointError(f"tensor {item.name} was saved as {item.shape}, here it is {tuple(live.shape)}")
-        return self._make(item, live)
+        return self._make(Stored(item), live)
 
-    def _make(self, item: Item, template: torch.Tensor | None) -> _Shadow:
-        """Return a tensor that takes this rank's part of an item."""
+    def _make(self, stored: Stored, template: torch.Tensor | None) -> _Shadow:
+        """Return a tensor that takes this rank's part of what is stored."""
+        if stored.wrapped is not None:
+            parts = {
+                name: self._make(part, None) if isinstance(part, Stored) else part
+                for name, part in stored.wrapped.parts.items()
+            }
+            wrapped = replace(stored.wrapped, parts=parts)
+            return _WrappedShadow(torch.empty(0), None, wrapped.shape, wrapped)
+        item = stored.item
+        assert item is not None
         like: Any = template if hasattr(template, "device_mesh") and tuple(template.shape) == item.shape else None  # type: ignore[union-attr]
         if (item.name, id(like)) in self._shadows:
             return self._shadows[item.name, id(like)]
         shape, offset = item.shape, (0,) * len(item.shape)
         if like is not None:
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-            found = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-            shape, offset = tuple(map(int, found[0])), tuple(map(int, found[1]))
+            shape, offset = own_part(like, item.name)
         assert item.dtype is not None
         shadow = _Shadow(torch.empty(shape, dtype=TORCH_TYPES[item.dtype]), like, item.shape)
         self._shadows[item.name, id(like)] = shadow

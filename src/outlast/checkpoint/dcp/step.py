@@ -17,7 +17,7 @@ from outlast.checkpoint.dcp.manifest import FileEntry
 from outlast.checkpoint.dcp.ownership import assign
 from outlast.checkpoint.dcp.packing import Packing
 from outlast.checkpoint.directory import Attempt
-from outlast.checkpoint.exchange import Exchange, deadline
+from outlast.checkpoint.exchange import Exchange, Outcome, PeerSilent, deadline
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.errors import CheckpointError
 
@@ -73,10 +73,6 @@ class _Wrote(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class _Outcome(msgspec.Struct, frozen=True):
-    error: str | None = None
-
-
 @dataclass(slots=True)
 class Planned:
     """What rank 0 knows of a save under way."""
@@ -101,21 +97,27 @@ class Step:
     def __init__(self, save: GlobalSave, exchange: Exchange, *, rank: int, world_size: int, timeout_s: float) -> None:
         self.save, self.rank, self.world_size = save, rank, world_size
         self._exchange, self._timeout_s, self._left_s = exchange, timeout_s, deadline(timeout_s)
+        self.is_silent = False
+        """A rank said nothing in time."""
 
     def tell_inventory(self) -> Items | None:
         """Say what this rank has; return it, ``None`` when it cannot be told apart."""
         rank, world_size = self.rank, self.world_size
         try:
-            items = Items(self.save.image, self.save.tensors, alone=world_size == 1)
+            items = Items(self.save.image, self.save.tensors, world_size=world_size)
         except CheckpointError as error:
             self.say(f"has/{rank}", _Told(self.save.iteration, error=f"rank {rank}: {error}"))
             return None
         self.say(f"has/{rank}", _Told(self.save.iteration, items.inventory))
         return items
 
-    def order(self) -> Planned:
-        """Hear what all ranks have, and tell each what to write. Errors are told, not raised."""
-        planned, error = Planned(), None
+    def order(self, refusal: str | None) -> Planned:
+        """Hear what all ranks have, and tell each what to write. Errors are told, not raised.
+
+        Args:
+            refusal: Why nobody is to write anything; ``None`` = all may.
+        """
+        planned, error = Planned(), refusal
         try:
             for rank in range(self.world_size):
                 told = self.hear(f"has/{rank}", _Told)
@@ -126,7 +128,7 @@ class Step:
                 planned.inventories.append(told.inventory)
             planned.duties = assign(planned.inventories)
         except CheckpointError as failure:
-            error = str(failure)
+            error = error or str(failure)
         for rank in range(self.world_size):
             self.say(f"order/{rank}", _Order(error=error) if error is not None else _Order(planned.duties[rank]))
         return planned
@@ -166,13 +168,13 @@ class Step:
                 first_error = first_error or wrote.error
         return reports, first_error
 
-    def tell_outcome(self, error: str | None) -> None:
+    def tell_outcome(self, outcome: Outcome) -> None:
         """Say what became of the save. Rank 0 does."""
-        self.say("outcome", _Outcome(error))
+        self.say("outcome", outcome)
 
-    def hear_outcome(self) -> str | None:
-        """Return why there is no generation; ``None``: there is. Raises: CheckpointError, when nobody says it."""
-        return self.hear("outcome", _Outcome, grace_s=GRACE_S).error
+    def hear_outcome(self) -> Outcome:
+        """Return whether there is a generation, or why not. Raises: CheckpointError, when nobody says it."""
+        return self.hear("outcome", Outcome, grace_s=GRACE_S)
 
     def say(self, name: str, word: msgspec.Struct) -> None:
         """Tell all ranks something about this save."""
@@ -181,14 +183,18 @@ class Step:
     def hear(self, name: str, kind: type[T], *, grace_s: float = 0.0) -> T:
         """Return what a rank says. Raises: CheckpointError, when it says nothing in time."""
         save = self.save
-        return self._exchange.hear(
-            save.iteration,
-            save.attempt.ordinal,
-            name,
-            kind,
-            lambda: self._left_s() + grace_s,
-            timeout_s=self._timeout_s,
-        )
+        try:
+            return self._exchange.hear(
+                save.iteration,
+                save.attempt.ordinal,
+                name,
+                kind,
+                lambda: self._left_s() + grace_s,
+                timeout_s=self._timeout_s,
+            )
+        except PeerSilent:
+            self.is_silent = True
+            raise
 
     def _write(self, directory: GlobalDirectory, items: Items, duty: Duty, ask: AskWriter, file_bytes: int) -> Report:
         save, inventory = self.save, items.inventory

@@ -1,8 +1,8 @@
 """Any place that fsspec reaches, with a time limit on everything. Nothing here imports torch.
 
 Whatever a store's own library raises comes out as one of two: ``FileNotFoundError``, or a CheckpointError that names
-the object. Settings and credentials are fsspec's own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and
-what the store's library reads by itself.
+the object. That an object exists already is no error of :meth:`Store.create`. Settings and credentials are fsspec's
+own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and what the store's library reads by itself.
 """
 
 from __future__ import annotations
@@ -114,6 +114,27 @@ class Store:
         """Put a small object, or replace it."""
         self._call("pipe_file", name, self._path(name), data)
 
+    def create(self, name: str, data: bytes) -> bool:
+        """Put a small object unless it exists; of several that try at once, one succeeds.
+
+        A store that knows no such condition is asked before, which two may be at the same time.
+
+        Returns:
+            Whether this call made it.
+        """
+        for _ in range(2):  # of two that try at the same moment, a store may ask both to try again
+            try:
+                self._call("pipe_file", name, self._path(name), data, mode="create")
+                return True
+            except FileExistsError:
+                return False
+            except CheckpointError:
+                continue
+        if self.sizes(name):
+            return False
+        self.write(name, data)
+        return True
+
     def put_in_parts(self, name: str, data: Any, *, part_bytes: int, concurrency: int, timeout_s: float) -> None:
         """Put a large object, several parts at once; only where :attr:`is_s3`.
 
@@ -187,10 +208,20 @@ class Store:
                     raise
             return _in_thread(lambda: getattr(file_system, method)(*args, **kwargs), limit_s)
 
-        return self._guard(name, call, limit_s, writes=method == "pipe_file")
+        return self._guard(name, call, limit_s, writes=method == "pipe_file", creates=kwargs.get("mode") == "create")
 
-    def _guard(self, name: str, work: Callable[[], Any], limit_s: float, *, writes: bool = False) -> Any:
-        """Do something with the store; its errors become ours."""
+    def _guard(
+        self, name: str, work: Callable[[], Any], limit_s: float, *, writes: bool = False, creates: bool = False
+    ) -> Any:
+        """Do something with the store; its errors become ours.
+
+        Args:
+            name: The object.
+            work: What is done.
+            limit_s: Seconds that it may take.
+            writes: That something is not found means that the place is not there.
+            creates: ``FileExistsError`` comes through: the object is there already.
+        """
         where = self.describe(name)
         try:
             return work()
@@ -203,6 +234,8 @@ class Store:
         except ImportError as error:
             raise CheckpointError(f"{where}: {error}; install the package that reaches this store") from error
         except Exception as error:  # each store's library has errors of its own
+            if creates and isinstance(error, FileExistsError):
+                raise
             text = str(error).strip().splitlines()
             raise CheckpointError(f"{where}: {type(error).__name__}: {text[0][:300] if text else ''}") from error
 

@@ -16,7 +16,8 @@ from outlast.checkpoint.dcp.manifest import Item
 from outlast.checkpoint.dcp.regions import Wanted, fill
 from outlast.checkpoint.dcp.stored_rank import read_tree, tensors_of
 from outlast.checkpoint.dcp.verified_file import VerifiedFiles
-from outlast.checkpoint.state import decode
+from outlast.checkpoint.state import Wrapped, decode
+from outlast.errors import CheckpointError
 
 __all__ = ["Stored", "find_all", "replace_all", "saved_structure"]
 
@@ -25,7 +26,9 @@ __all__ = ["Stored", "find_all", "replace_all", "saved_structure"]
 class Stored:
     """Stands for a tensor in the saved structure."""
 
-    item: Item
+    item: Item | None
+    wrapped: Wrapped | None = None
+    """What it is made of instead, if it is a tensor subclass of several parts; these are :class:`Stored`, too."""
 
 
 def saved_structure(files: VerifiedFiles) -> dict[str, Any]:
@@ -48,12 +51,27 @@ def saved_structure(files: VerifiedFiles) -> dict[str, Any]:
 
     arrays: set[str] = set()
     stripped = _without_layouts(root, arrays)
-    return dict(decode(msgspec.msgpack.encode(stripped), get))
+    return dict(decode(msgspec.msgpack.encode(stripped), get, rewrap=lambda wrapped: Stored(None, wrapped)))
 
 
 def _without_layouts(node: Any, arrays: set[str]) -> Any:
-    """Return a tree whose tensors are not distributed; note those that were arrays."""
+    """Return a tree whose tensors are not distributed; note those that were arrays.
+
+    Raises:
+        CheckpointError: It holds a tensor subclass in shards, which have no meaning for another layout.
+    """
     match node:
+        case ["w", *_, [[_, tensor]], True, _]:
+            return tensor
+        case ["w", kind, dtype, shape, stride, context, parts, False, layout]:
+            if layout is not None:
+                name = str(parts[0][1][1]).removeprefix(f"{ROOT}.").rpartition(".")[0] if parts else ""
+                raise CheckpointError(
+                    f"tensor {name} was saved in shards of {kind.replace(':', '.')}, which only as many ranks with the "
+                    "same parallelism can load; load it there, and save it dequantized"
+                )
+            stripped = [[key, _without_layouts(part, arrays)] for key, part in parts]
+            return ["w", kind, dtype, shape, stride, context, stripped, False, None]
         case ["T", name, *_]:
             return ["T", name]
         case ["n", name]:

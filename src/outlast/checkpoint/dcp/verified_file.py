@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import numpy as np
@@ -12,10 +13,12 @@ import xxhash
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import GlobalManifest
-from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.checkpoint.shard import CHUNK_BYTES, digests
 from outlast.errors import CheckpointError, Corrupt, Incomplete
 
 __all__ = ["VerifiedFile", "VerifiedFiles"]
+
+log = logging.getLogger(__name__)
 
 
 class VerifiedFiles:
@@ -41,6 +44,29 @@ class VerifiedFiles:
     def open(self, index: int) -> VerifiedFile:
         """Return a reader of a file, for one thread."""
         return VerifiedFile(self, index)
+
+    def warn_of_metadata(self) -> None:
+        """Say in the log if what other readers of the format read is not what was saved; none of ours reads it.
+
+        Blocks: while it is read.
+        """
+        if (entry := self.manifest.metadata) is None:
+            return
+        name = f"{self.folder}/{entry.name}"
+        try:
+            data = self.directory.read(name)
+            is_right = len(data) == entry.num_bytes and entry.chunks == digests(data)
+            problem = "differs from its digest"
+        except (OSError, CheckpointError) as error:
+            is_right, problem = False, f"cannot be read ({error})"
+        if not is_right:
+            log.warning(
+                "%s/%s %s: outlast does not need it, but torch.distributed.checkpoint cannot read this generation "
+                "without VerifiedReader",
+                self.directory.url,
+                name,
+                problem,
+            )
 
     def read_chunk(self, index: int, number: int, buffer: memoryview) -> memoryview:
         """Read a chunk of a file into a buffer of :data:`CHUNK_BYTES`; return the part of it that it fills.

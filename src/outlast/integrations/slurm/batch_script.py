@@ -14,6 +14,8 @@ from pathlib import Path
 
 from outlast import env
 from outlast.config.base import require
+from outlast.errors import ConfigError
+from outlast.launch.options import given_options
 
 __all__ = ["BatchScript"]
 
@@ -121,11 +123,9 @@ class BatchScript:
             require(not strange, f"{name}={value!r} must be of letters, digits and '/._+=:@-', for Slurm's sake")
         for word in (*self.setup, *self.command, self.nproc_per_node):
             require("\n" not in word and "\0" not in word, f"{word!r} is more than one line; give each its own")
-        for word in self.command:
-            name = word.partition("=")[0].replace("_", "-")
-            require(name not in _OURS, f"{name} is made from other settings; leave it out ({_OURS.get(name, '')})")
-            if not word.startswith("-"):
-                break
+        for name in given_options(self.command) & _OURS.keys():
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is made from other settings; leave it out ({_OURS[name]})")
 
     def render(self) -> str:
         """Return the script."""
@@ -138,7 +138,7 @@ class BatchScript:
         nnodes = f"{self.nodes}:{self.nodes + self.spares}" if self.spares else str(self.nodes)
         options = [f"--nnodes={nnodes}", f"--nproc-per-node={shlex.quote(self.nproc_per_node)}"]
         meeting = ""
-        has_endpoint = any(word.replace("_", "-").startswith("--rdzv-endpoint") for word in self.command)
+        has_endpoint = "rdzv_endpoint" in given_options(self.command)
         if self.nodes + self.spares > 1 and not has_endpoint:
             port = str(self.port or "$((20000 + SLURM_JOB_ID % 10000))")
             meeting = (
@@ -189,9 +189,9 @@ exit "$code"
 
 
 _OURS = {
-    "--nnodes": "nodes, spares",
-    "--nproc-per-node": "nproc_per_node",
-    "--rdzv-id": "run_id",
-    "--run-dir": "run_dir",
-    "--node-name": "Slurm's own names are used",
+    "nnodes": "nodes, spares",
+    "nproc_per_node": "nproc_per_node",
+    "rdzv_id": "run_id",
+    "run_dir": "run_dir",
+    "node_name": "Slurm's own names are used",
 }

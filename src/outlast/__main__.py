@@ -1,0 +1,6 @@
+"""``python -m outlast``: the command line of the interpreter at hand, where ``outlast`` is not on the path."""
+
+from outlast.cli.main import main
+
+if __name__ == "__main__":
+    main()

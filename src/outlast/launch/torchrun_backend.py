@@ -1,0 +1,256 @@
+"""The rendezvous for torch's own agents: ``torchrun --rdzv-backend=outlast``.
+
+``outlast run`` drives the same link from its own agent; here torch's agent asks, so that only what the rendezvous
+itself gives is to be had: fresh stores and ports, spares that never disturb, linear time. Restarts and budgets are
+torchrun's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+from datetime import timedelta
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from outlast import clock, env
+from outlast.config.precedence import LayeredSettings
+from outlast.errors import ExitReason
+from outlast.incidents import Incident, IncidentKind
+from outlast.launch import messages as m
+from outlast.launch.control import ControlServer
+from outlast.launch.job import JobSettings
+from outlast.launch.link import JobInProgress, Link, LinkDown, LinkFailed, LinkUp, News
+from outlast.policy.ladder import Limits
+from outlast.runtime import store as stores
+from outlast.runtime.endpoints import Endpoint, parse_endpoints
+from outlast.runtime.store import TCPStore
+
+__all__ = ["NamedRendezvous", "OutlastRendezvous", "create_handler", "open_cycle_store"]
+
+log = logging.getLogger(__name__)
+_UNLIMITED = 1 << 31
+
+
+def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """Make a handler from torchrun's options.
+
+    ``--rdzv-conf`` takes ``join_timeout`` (600 s: how long a cycle may wait for nodes), ``node_timeout`` (5 s) and
+    ``node_name``.
+    """
+    return OutlastRendezvous(params)
+
+
+def open_cycle_store(addr: str, *, timeout_s: float = 600.0) -> TCPStore:
+    """Host a cycle's own store on a fresh port of this machine; it dies with the last reference."""
+    hosted = stores.host(Endpoint(addr, 0), timeout_s=timeout_s)
+    assert hosted is not None, "port 0 is never taken"
+    return hosted
+
+
+class OutlastRendezvous(RendezvousHandler):
+    """Answer torch's elastic agent from the coordinator.
+
+    Thread: torch's agent thread, except where the link delivers.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._params = params
+        self._join_timeout_s = float(params.get("join_timeout", 600))
+        node_timeout_s = float(params.get("node_timeout", 5))
+        node = params.get("node_name") or f"{env.hostname()}-{os.getpid()}"
+        self._addr = params.local_addr or _own_address(params.endpoint)
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._waiting = 0
+        self._closed = False
+        self._cycle: int | None = None
+        self._store: TCPStore | None = None
+        self._hosted: TCPStore | None = None
+        settings = JobSettings(
+            job=params.run_id,
+            num_slots=params.min_nodes,
+            limits=Limits(max_restarts=_UNLIMITED, max_no_progress_cycles=_UNLIMITED, max_node_faults=0),
+            join_timeout_s=self._join_timeout_s,
+            node_timeout_s=node_timeout_s,
+        )
+
+        def serve(store: TCPStore, former: JobInProgress | None) -> ControlServer:
+            return ControlServer(
+                store,
+                settings,
+                run_dir=None,
+                run_id=params.run_id,
+                node=node,
+                layers=LayeredSettings(),
+                on_error=lambda error: self._news.put(LinkFailed(str(error))),
+            )
+
+        self._link = Link(
+            parse_endpoints(params.endpoint),
+            node=node,
+            deliver=self._news.put,
+            serve=serve,
+            beat_interval_s=node_timeout_s / 5,
+            connect_timeout_s=self._join_timeout_s,
+        )
+        self._link.start()
+
+    def get_backend(self) -> str:
+        """Return the backend's name."""
+        return "outlast"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers meet in the cycle's store, which the first node's agent hosts."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next cycle.
+
+        Raises:
+            RendezvousTimeoutError: It was not complete in ``join_timeout`` seconds (spares wait on).
+            RendezvousConnectionError: The control store is out of reach.
+            SystemExit: With 0: the job is over and this node was a spare.
+        """
+        self._store = self._hosted = None
+        ended = None
+        if self._cycle is not None:
+            incident = None
+            if not self._waiting:
+                incident = Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._cycle, node=self._link.node)
+            ended = m.CycleFacts(cycle=self._cycle, incident=incident)
+        self._waiting = 0
+        self._link.send(m.Join(node=self._link.node, epoch=self._link.epoch, addr=self._addr, nproc=0, ended=ended))
+        deadline_s: float | None = clock.now_s() + self._join_timeout_s
+        while True:
+            try:
+                news = self._news.get(timeout=None if deadline_s is None else max(0.0, deadline_s - clock.now_s()))
+            except queue.Empty:
+                raise RendezvousTimeoutError(
+                    f"no cycle was complete within {self._join_timeout_s:.0f} s (--rdzv-conf join_timeout=...)"
+                ) from None
+            match news:
+                case m.Wait():
+                    deadline_s = None  # a spare waits as long as the job lasts
+                case m.Prepare():
+                    self._hosted = open_cycle_store(self._addr)
+                    self._link.send(
+                        m.Master(
+                            node=self._link.node,
+                            epoch=self._link.epoch,
+                            cycle=news.cycle,
+                            addr=self._addr,
+                            port=self._hosted.port,
+                        )
+                    )
+                case m.Start():
+                    return self._enter(news)
+                case m.Stop():
+                    self._closed = True
+                    if news.exit_code == ExitReason.FINISHED:
+                        # RendezvousGracefulExitError would say it, but torch 2.13's launcher fails on its own
+                        # handling of it (AttributeError: 'NoneType' object has no attribute 'is_failed').
+                        log.info("%s; this spare was not needed", news.reason)
+                        raise SystemExit(0)
+                    raise RendezvousClosedError(news.reason)
+                case LinkFailed() | LinkDown():
+                    raise RendezvousConnectionError(news.error)
+                case LinkUp() | m.CycleOver():
+                    pass
+
+    def _enter(self, start: m.Start) -> RendezvousInfo:
+        self._cycle = start.cycle
+        master = Endpoint(start.master_addr, start.master_port)
+        self._store = self._hosted or stores.connect(master, timeout_s=30.0, call_timeout_s=600.0)
+        self._store.set_timeout(timedelta(seconds=600))
+        return RendezvousInfo(
+            store=PrefixStore("agents", self._store),
+            rank=start.node_rank,
+            world_size=start.num_nodes,
+            bootstrap_store_info=RendezvousStoreInfo(start.master_addr, start.master_port),
+        )
+
+    def is_closed(self) -> bool:
+        """Return whether the job is over."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """End the job for every node."""
+        self._closed = True
+        self._link.send(m.Leave(node=self._link.node, epoch=self._link.epoch, whole_job=True))
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 once the running cycle is over elsewhere, else 0: spares are never a reason to restart."""
+        while True:
+            try:
+                news = self._news.get_nowait()
+            except queue.Empty:
+                return self._waiting
+            if isinstance(news, m.CycleOver) and news.cycle == self._cycle:
+                self._waiting = 1
+            elif isinstance(news, m.Stop):
+                self._closed = True
+            elif isinstance(news, LinkDown):
+                log.warning("%s; training goes on", news.error)
+
+    def get_run_id(self) -> str:
+        """Return the run's id."""
+        return self._params.run_id
+
+    def shutdown(self) -> bool:
+        """Leave the job and free everything; a failed node's slot goes to a spare."""
+        if self._cycle is not None and not self._closed:
+            facts = m.CycleFacts(cycle=self._cycle)
+            self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=facts))
+        self._link.close()
+        self._store = self._hosted = None
+        return True
+
+
+class NamedRendezvous(RendezvousHandler):
+    """What torch's bookkeeping asks of a handler in our own agent, which meets its peers through the link."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def get_backend(self) -> str:
+        """Return the backend's name."""
+        return "outlast"
+
+    def get_run_id(self) -> str:
+        """Return the run's id."""
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Never called: the agent joins through its link."""
+        raise AssertionError("the agent joins through its link")
+
+    def is_closed(self) -> bool:
+        """Return False: only the coordinator ends a job."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: only the coordinator ends a job."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: spares are never a reason to restart."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Return True: there is nothing to free."""
+        return True
+
+
+def _own_address(endpoint: str) -> str:
+    first = parse_endpoints(endpoint)[0]
+    return first.host if first.host in ("localhost", "127.0.0.1", "::1") else env.hostname()

@@ -1,0 +1,386 @@
+"""A forked worker: it runs its script as a fresh interpreter would, from the first line to the last.
+
+A fork inherits what the zygote has drawn, read and opened. What a fresh interpreter has of its own (random seeds, an
+authentication key, the folder for temporary files, the ``__main__`` module) is made anew here. What importing torch has
+read of the environment is compared when the script imports torch itself, see :class:`Preloaded`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import ctypes
+import gc
+import importlib
+import importlib.util
+import io
+import logging
+import multiprocessing
+import os
+import pkgutil
+import runpy
+import signal
+import site
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+import types
+import weakref
+from collections.abc import Iterable, Mapping
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from typing import Any, NoReturn
+
+from outlast import env
+from outlast.runtime import processes
+from outlast.runtime.zygote import Spawn
+
+__all__ = ["Preloaded", "become_worker", "preload"]
+
+log = logging.getLogger(__name__)
+
+_NATIVE_PREFIXES = ("GOMP_", "GOTO_", "KMP_", "MKL_", "OMP_", "OPENBLAS_")
+"""Variables that libraries in C read when they are loaded; Python does not see that."""
+_THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+"""Those that torch can be told later as well, the first that is set counts."""
+_COMMON = frozenset({"CI", "HOME", "LNAME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME"})
+"""Variables that are read again when they are needed."""
+_FLUSHED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
+_INSTALLED = (
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("platstdlib"),
+)
+_LAST_WRITE_S = 5.0
+_UNFLUSHED = 120
+"""Exit code of an interpreter that could not write the last of its output."""
+
+
+class Preloaded:
+    """What was imported before the script, by one name that the zygote was given.
+
+    The script finds none of its packages in ``sys.modules`` until it imports one: that is when a fresh interpreter
+    would read the variables that it may have set until then.
+
+    Args:
+        name: What was imported.
+        modules: The modules of its package that came with it.
+        read: Variables that Python code has read meanwhile.
+    """
+
+    def __init__(self, name: str, modules: Mapping[str, types.ModuleType], read: set[str]) -> None:
+        self._name, self._modules, self._read = name, dict(modules), read - _COMMON
+        self._values: dict[str, str] = {}
+
+    def hide(self) -> None:
+        """Take the modules out of sight, and remember the environment as it is."""
+        self._values = env.environ()
+        for name in self._modules:
+            sys.modules.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules
+
+    def __getitem__(self, name: str) -> types.ModuleType:
+        return self._modules[name]
+
+    def reveal(self) -> None:
+        """Bring the modules back; honour what the script has set in the environment before, or warn of it."""
+        for name, module in self._modules.items():
+            sys.modules.setdefault(name, module)
+        values = env.environ()
+        changed = {name for name in {*values, *self._values} if values.get(name) != self._values.get(name)}
+        unheeded = changed & self._read
+        if "torch" in self:
+            if not changed.isdisjoint(_THREADS):
+                _set_torch_threads(values)
+            unheeded |= {name for name in changed.difference(_THREADS) if name.startswith(_NATIVE_PREFIXES)}
+        if unheeded and values.get("LOCAL_RANK", "0") == "0":
+            log.warning(
+                "%s: set by the script, but `import %s` read it before the script began, so it may have no effect; "
+                "set it in the environment of outlast run, or add --no-warm-start",
+                ", ".join(sorted(unheeded)),
+                self._name,
+            )
+
+
+class _Finder:
+    """Find preloaded modules when the script imports them."""
+
+    def __init__(self, groups: list[Preloaded]) -> None:
+        self._groups = groups
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        module = next((group[name] for group in self._groups if name in group), None)
+        if module is None:
+            return None
+        self._specs[name] = own = getattr(module, "__spec__", None)
+        spec = copy.copy(own) if own is not None else ModuleSpec(name, None)
+        spec.name, spec.loader = name, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
+        last = next(index for index, group in enumerate(self._groups) if spec.name in group)
+        module = self._groups[last][spec.name]
+        # What was imported later may need what came before.
+        revealed, self._groups[:] = self._groups[: last + 1], self._groups[last + 1 :]
+        for group in revealed:
+            group.reveal()
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = self._specs.pop(module.__spec__.name)
+
+
+def preload(names: Iterable[str], failed: dict[str, str]) -> list[Preloaded]:
+    """Import modules; say into ``failed`` which could not be imported, and why."""
+    groups: list[Preloaded] = []
+    present = {name.partition(".")[0] for name in sys.modules}  # these are ours, and stay in sight
+    for name in names:
+        before = set(sys.modules)
+        with env.noting_reads() as read:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # noqa: BLE001  a module's import may raise anything; it is reported to the agent
+                failed[name] = f"{type(error).__name__}: {error}"
+        package = name.partition(".")[0]
+        modules = {
+            key: module
+            for key, module in sys.modules.items()
+            if key not in before and key.partition(".")[0] == package and package not in present
+        }
+        if modules:
+            groups.append(Preloaded(name, modules, read))
+    return groups
+
+
+def become_worker(request: Spawn, preloaded: list[Preloaded]) -> NoReturn:
+    """Run the script as ``__main__`` of this process, as a fresh interpreter would."""
+    env.replace_environ(request.env)
+    time.tzset()
+    sys.stdout = sys.__stdout__ = _by_lines(sys.stdout)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _by_lines(sys.stderr)  # type: ignore[misc]
+    _draw_anew()
+    if request.on_start:
+        module, _, function = request.on_start.partition(":")
+        getattr(importlib.import_module(module), function)()
+    known = {name.partition(".")[0] for name in sys.modules}
+    for group in preloaded:
+        group.hide()
+    if preloaded:
+        sys.meta_path.insert(0, _Finder(preloaded))
+    _leave(_run_main(list(request.argv), is_module=request.kind == "module"), known)
+
+
+def _by_lines(stream: Any) -> Any:
+    """Return a stream that writes line by line: ranks share one output, and print() hands over a line in parts.
+
+    The zygote's own writes each part by itself, as ``python -u`` does.
+    """
+    if stream is None:  # closed before the launcher was started
+        return None
+    raw = io.FileIO(stream.fileno(), "w", closefd=False)
+    raw.name = stream.name
+    lines: Any = io.TextIOWrapper(
+        _LineBuffer(raw), encoding=stream.encoding, errors=stream.errors, newline="\n", write_through=True
+    )
+    lines.mode = stream.mode
+    return lines
+
+
+class _LineBuffer(io.BufferedWriter):
+    """Write what ends a line, or goes back to its beginning as progress bars do, at once."""
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        text = bytes(data)
+        if b"\n" in text or b"\r" in text:
+            self.flush()
+        return written
+
+
+def _draw_anew() -> None:
+    """Draw what a fresh interpreter draws for itself; python's own generator does so after a fork."""
+    threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
+    torch, numpy_random = sys.modules.get("torch"), sys.modules.get("numpy.random")
+    if torch is not None:
+        torch.default_generator.seed()  # those of devices are made, and draw, when they are first used
+    if numpy_random is not None:
+        numpy_random.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    tempfile.tempdir = None  # found when it is first needed, by TMPDIR of then
+
+
+def _set_torch_threads(values: Mapping[str, str]) -> None:
+    """Let torch compute with the threads that the environment asks for, though it was loaded before."""
+    text = next((values[name] for name in _THREADS if name in values), "").partition(",")[0].strip()
+    num_threads = int(text) if text.isdecimal() else len(os.sched_getaffinity(0))
+    if num_threads:
+        sys.modules["torch"].set_num_threads(num_threads)
+
+
+def _run_main(argv: list[str], *, is_module: bool) -> Any:
+    """Run the script; return what it gave to ``sys.exit``, ``None`` or an exit code, or the ``KeyboardInterrupt``."""
+    sys.argv = argv
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if is_module else []), *argv]
+    processes.show_command(sys.orig_argv)
+    main = types.ModuleType("__main__")
+    vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
+    sys.modules["__main__"] = main
+    sys.modules["__mp_main__"] = main  # what spawned processes send back are objects of its classes
+    try:
+        if is_module:
+            _put_first(os.getcwd())
+            runpy._run_module_as_main(argv[0])  # type: ignore[attr-defined]  # what `python -m` calls
+        elif pkgutil.get_importer(argv[0]) is not None:
+            sys.path.insert(0, argv[0])  # a folder or an archive with a __main__ in it
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        else:
+            return _run_script(argv[0], main)
+    except SystemExit as leave:
+        return leave.code
+    except BaseException as error:  # noqa: BLE001  what a fresh interpreter does with an uncaught exception
+        own = error.__traceback__
+        while own is not None and own.tb_frame.f_code.co_filename == __file__:
+            own = own.tb_next
+        return _report(error.with_traceback(own))
+    return 0
+
+
+def _put_first(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def _run_script(path: str, main: types.ModuleType) -> int:
+    """Execute a file as ``__main__``; return the exit code."""
+    full = os.path.join(os.getcwd(), path)
+    main.__file__, main.__cached__ = full, None  # type: ignore[attr-defined]
+    if path.endswith(".pyc"):
+        main.__loader__ = SourcelessFileLoader("__main__", full)
+        code: Any = main.__loader__.get_code("__main__")
+    else:
+        main.__loader__ = SourceFileLoader("__main__", full)
+        try:
+            with open(full, "rb") as file:
+                source = file.read()
+        except OSError as error:
+            sys.stderr.write(f"{sys.executable}: can't open file {full!r}: [Errno {error.errno}] {error.strerror}\n")
+            return 2
+        code = compile(source, full, "exec", dont_inherit=True)
+    _put_first(os.path.dirname(os.path.realpath(path)))
+    exec(code, vars(main))  # the script that the user asked us to run
+    return 0
+
+
+def _report(error: BaseException) -> Any:
+    """Print an uncaught exception as an interpreter does; return the exit code."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as leave:
+        return leave.code
+    except BaseException as worse:  # noqa: BLE001  the script's own hook
+        if worse.__context__ is error:
+            worse.__context__ = None
+        own = worse.__traceback__
+        sys.stderr.write("Error in sys.excepthook:\n")
+        traceback.print_exception(worse.with_traceback(own.tb_next if own is not None else None))
+        sys.stderr.write("\nOriginal exception was:\n")
+        traceback.print_exception(error)
+    return KeyboardInterrupt() if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _leave(code: Any, known: set[str]) -> NoReturn:
+    """End as an interpreter does, but for taking every module apart.
+
+    Threads are waited for, exit handlers run, what the script and its own modules hold is let go, so that its
+    ``__del__`` run and its files are written. Tearing down what torch has imported costs a forked process seconds (it
+    copies every page that it only wanted to free), and the kernel frees it anyway; forked children of
+    ``multiprocessing`` leave the same way.
+
+    Args:
+        code: As for ``SystemExit``, or a ``KeyboardInterrupt`` to end by its signal.
+        known: Packages that were there before the script.
+    """
+    interrupted = isinstance(code, KeyboardInterrupt)
+    if code is not None and not interrupted and not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    written = True
+
+    def flush() -> None:
+        nonlocal written
+        written &= _flush_output()
+        for name in ("stdin", "stdout", "stderr"):
+            setattr(sys, name, getattr(sys, f"__{name}__"))
+
+    for step in (threading._shutdown, atexit._run_exitfuncs, flush, lambda: _let_go(known), flush):  # type: ignore[attr-defined]
+        try:
+            step()
+        except BaseException as error:  # noqa: BLE001  what an interpreter does at its end: say so and go on
+            _report(error)
+    ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(_UNFLUSHED if not written else 0 if code is None else code & 0xFF)
+
+
+def _let_go(known: set[str]) -> None:
+    """Drop what the script's own modules hold, and write what it left in open files."""
+    others = threading.active_count() > 1
+    if others:  # daemons: an interpreter would stop them here, so they have nothing more to say
+        threading.excepthook = lambda args: None
+        writer = threading.Thread(target=_flush_files, daemon=True)
+        writer.start()
+        writer.join(_LAST_WRITE_S)  # one of them may hold a file for good
+    else:
+        _flush_files()
+    sys.last_value = sys.last_traceback = None
+    names = [name for name, module in list(sys.modules.items()) if _is_own(name, module, known)]
+    own = [weakref.ref(sys.modules.pop(name)) for name in names]
+    gc.collect()
+    for reference in () if others else reversed(own):
+        if (left := reference()) is not None:
+            vars(left).update({name: None for name in vars(left) if name != "__builtins__"})
+    gc.collect()
+    if not others:
+        _flush_files()
+
+
+def _is_own(name: str, module: object, known: set[str]) -> bool:
+    """Whether a module is one that the script brings, not one of those that are installed."""
+    if not isinstance(module, types.ModuleType):
+        return False
+    if name in ("__main__", "__mp_main__"):
+        return True
+    path = str(vars(module).get("__file__"))
+    return name.partition(".")[0] not in known and path.endswith(".py") and not path.startswith(_INSTALLED)
+
+
+def _flush_files() -> None:
+    for thing in gc.get_objects():
+        if type(thing) in _FLUSHED:
+            with contextlib.suppress(Exception):  # as an interpreter: what cannot be written now is lost
+                thing.flush()
+
+
+def _flush_output() -> bool:
+    """Write what was printed; return whether that worked."""
+    worked = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+        except Exception as error:  # noqa: BLE001  a stream of the script's own may raise anything
+            worked = False
+            with contextlib.suppress(Exception):
+                sys.stderr.write(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}\n")
+    return worked

@@ -1,0 +1,148 @@
+"""Numbers that are infinite or NaN are told at the save, and an older generation without them is loaded instead."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from outlast.checkpoint import CheckpointManager, Restored
+from outlast.config import CheckpointConfig
+from outlast.env import WorkerEnv
+from outlast.errors import CheckpointError
+from outlast.policy.quarantine import Distrusted, encode_distrusted
+
+pytestmark = pytest.mark.process
+NAN, INF = float("nan"), float("inf")
+
+
+def _manager(folder: Path, **settings: object) -> CheckpointManager:
+    config = CheckpointConfig(  # type: ignore[arg-type]
+        directory=str(folder / "global"),
+        local_directory=str(folder / "local"),
+        save_timeout=30,
+        suspect_window=0,
+        **{"most_recent_k": 2, "local_most_recent_k": 2, **settings},
+    )
+    return CheckpointManager(config, env=WorkerEnv(node="node"))
+
+
+def _save(folder: Path, values: dict[int, list[float]]) -> None:
+    state = {"model": {"weight": torch.ones(100), "bias": torch.zeros(2)}, "n": 0}
+    with closing(_manager(folder)) as manager:
+        for iteration, value in values.items():
+            state["model"]["bias"][:] = torch.tensor(value)  # type: ignore[index]
+            state["n"] = iteration
+            manager.save(state, iteration).wait(30)
+
+
+def _load(folder: Path, **settings: object) -> tuple[Restored, int]:
+    state = {"model": {"weight": torch.zeros(100), "bias": torch.zeros(2)}, "n": 0}
+    with closing(_manager(folder, **settings)) as manager:
+        restored = manager.load_latest(state)
+    assert restored is not None
+    assert state["n"] == restored.iteration
+    return restored, restored.iteration
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    caplog.clear()
+    return found
+
+
+def test_a_newer_generation_with_nan_is_passed_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The save says which rank and tensor, once; the load takes the older generation, kept for that however many newer
+    ones there are, and says which it passed over and what to set. With `prefer_finite` off the newest is loaded."""
+    _save(tmp_path, {1: [0.0, 1.0], 2: [NAN, 1.0], 3: [NAN, INF], 4: [NAN, NAN]})
+    (told,) = _warnings(caplog)
+    assert "iteration 2 is saved with numbers that are infinite or NaN: rank 0 in state.model.bias; a load" in told
+    for place in ("global", "local/node"):
+        assert sorted(path.name for path in (tmp_path / place).glob("step-*")) == ["step-1", "step-3", "step-4"]
+    restored, iteration = _load(tmp_path)
+    assert (iteration, restored.finite) == (1, True)
+    assert [(one.generation, one.kind) for one in restored.rejected] == [(4, "NotFinite"), (3, "NotFinite")]
+    told = "\n".join(_warnings(caplog))
+    assert "passed over: generation 4" in told
+    assert "generation 1 holds none; if they belong there, set prefer_finite=false" in told
+    restored, iteration = _load(tmp_path, prefer_finite=False)
+    assert (iteration, restored.finite, restored.rejected) == (4, False, [])
+    assert "generation 4, holds numbers that are infinite or NaN" in "\n".join(_warnings(caplog))
+
+
+def test_a_state_that_always_holds_infinities_is_loaded_as_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mask of minus infinity is in every generation: none is older and finite, so the newest is loaded, which is said
+    at the first save and at the load."""
+    _save(tmp_path, {1: [-INF, 0.0], 2: [-INF, 1.0]})
+    assert len(_warnings(caplog)) == 1
+    restored, iteration = _load(tmp_path)
+    assert (iteration, restored.finite, restored.rejected) == (2, False, [])
+    assert "there is no older one without them" in "\n".join(_warnings(caplog))
+
+
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "in-memory"])
+def test_the_last_finite_generation_survives_restarts(tmp_path: Path, is_loaded: bool) -> None:
+    """A run that diverges again after a restart keeps what it went back to, whoever saved the generations with NaN, and
+    whether the state was loaded or went on from memory."""
+    nan = [NAN, 1.0]
+    _save(tmp_path, {1: [0.0, 1.0], 2: nan, 3: nan, 4: nan})
+    state = {"model": {"weight": torch.ones(100), "bias": torch.tensor(nan)}, "n": 0}
+    with closing(_manager(tmp_path)) as manager:
+        if is_loaded:
+            restored = manager.load_latest(state)
+            assert restored is not None
+            assert restored.iteration == 1
+            state["model"]["bias"][:] = torch.tensor(nan)  # type: ignore[index]
+        else:
+            manager.go_on(state, 4, None)
+        for iteration in (2, 3, 4) if is_loaded else (5, 6, 7):
+            state["n"] = iteration
+            manager.save(state, iteration).wait(30)
+    for place in ("global", "local/node"):
+        assert "step-1" in [path.name for path in (tmp_path / place).glob("step-*")]
+    restored, iteration = _load(tmp_path)
+    assert (iteration, restored.finite) == (1, True)
+
+
+def test_a_doubtful_generation_is_not_said_to_give_way_to_a_finite_one(tmp_path: Path) -> None:
+    """Where each one holds NaN and the newest is doubtful, the older one is loaded for that reason alone: nothing says
+    that it is finite."""
+    near = CheckpointConfig(local_directory=str(tmp_path), save_timeout=30)
+    state = {"bias": torch.tensor([NAN])}
+    attempt = ""
+    for cycle in (0, 1):
+        with closing(CheckpointManager(near, env=WorkerEnv(node="node", cycle=cycle))) as manager:
+            manager.load_latest(state)
+            handle = manager.save(state, 10 + 10 * cycle)
+            handle.wait(30)
+            attempt = handle.attempt
+    other = Distrusted(generation=15, attempt=f"{attempt}5", tier="local")  # of the second cycle, and gone
+    untrusted = encode_distrusted([other])
+    with closing(CheckpointManager(near, env=WorkerEnv(node="node", cycle=2, untrusted=untrusted))) as manager:
+        restored = manager.load_latest(state)
+    assert restored is not None
+    assert (restored.iteration, restored.finite, restored.rejected) == (10, False, [])
+
+
+def test_a_save_that_fails_does_not_use_up_the_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of NaN it is said that they are saved when they are; a save that failed is not spoken of as one."""
+    fails = [True, False]
+
+    def at_stage(stage: str) -> None:
+        if stage == "rename" and fails.pop(0):
+            raise OSError("no room")
+
+    config = CheckpointConfig(local_directory=str(tmp_path), save_timeout=30)
+    state = {"bias": torch.tensor([NAN])}
+    with closing(CheckpointManager(config, env=WorkerEnv(node="node"), at_stage=at_stage)) as manager:
+        with pytest.raises(CheckpointError, match="no room"):
+            manager.save(state, 1).wait(30)
+        assert not [line for line in _warnings(caplog) if "is saved with" in line]
+        manager.save(state, 2).wait(30)
+        (told,) = _warnings(caplog)
+    assert "iteration 2 is saved with numbers that are infinite or NaN" in told

@@ -1,0 +1,113 @@
+"""FSDP2 over tensor parallelism: saved, loaded as it was, and loaded in other layouts, with real ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from parallel_ranks import content, manage, plain, train
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.load import load_resharded
+from outlast.checkpoint.layouts import blocks_of
+from outlast.env import WorkerEnv
+from outlast.testing.reaping import free_port
+
+SCRIPT = Path(__file__).parent / "parallel_ranks.py"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Four ranks train as 2 x 2 and save; they load as 2 x 2, load as 4 x 1, train on and save."""
+    folder = tmp_path_factory.mktemp("layouts")
+    environment = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder)],
+            env={**environment, "RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    found = []
+    try:
+        for rank in ranks:
+            output, errors = rank.communicate(timeout=240)
+            assert rank.returncode == 0, errors
+            found.append(json.loads(output.splitlines()[-1]))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate(timeout=10)
+    return folder, found
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_2x2_to_4x1_keeps_every_bit(told: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Weights and AdamW's states are the same, read back as 2 x 2 from the node and as 4 x 1 from the global tier."""
+    _, ranks = told
+    assert any("_StridedShard" in placements for placements in ranks[0]["placements"])
+    assert len(ranks[0]["trained"]) > 40
+    for one in ranks:
+        assert one["trained"] == one["again"] == one["other"] == ranks[0]["trained"]
+        assert (one["again_tier"], one["again_rejected"]) == ("local", [])
+        assert one["other_tier"] == "global"
+        (rejected,) = one["other_rejected"]
+        assert "over dp of 2" in rejected
+        assert "over dp of 4" in rejected
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_one_process_reads_both_layouts(told: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """A plain model and its optimizer take what 2 x 2 and what 4 x 1 ranks saved, and train on; stock `dcp.load` reads
+    the same."""
+    folder, ranks = told
+    state = plain()
+    directory = GlobalDirectory(str(folder / "global"))
+    load_resharded(directory, 1, directory.manifest(1), state).apply()
+    assert content(state) == ranks[0]["trained"]
+    state = plain()
+    manager = manage(folder, WorkerEnv(node="elsewhere"))
+    restored = manager.load_latest(state)
+    manager.close()
+    assert restored is not None
+    assert restored.iteration == 2
+    assert content(state) == ranks[0]["later"]
+    train(state)
+    whole = {"model": {"0.up.weight": torch.zeros(6, 4), "1.down.weight": torch.zeros(4, 6)}}
+    for generation, expected in ((1, ranks[0]["trained"]), (2, ranks[0]["later"])):
+        dcp.load(whole, checkpoint_id=folder / "global" / f"step-{generation}")
+        for name, tensor in whole["model"].items():
+            assert hashlib.sha256(tensor.numpy().tobytes()).hexdigest() == expected[name]
+
+
+def test_blocks_are_where_torch_has_them() -> None:
+    """What a rank has of a dimension is, for every mesh and size, as long as torch says and begins where torch says."""
+    for data, tensor, size in itertools.product(range(1, 4), range(1, 4), range(14)):
+        for last in (Shard(0), Replicate()):
+            first = _StridedShard(0, split_factor=tensor) if tensor > 1 else Shard(0)
+            for rank in itertools.product(range(data), range(tensor)):
+                shape, offset = _compute_local_shape_and_global_offset((size,), (data, tensor), rank, (first, last))
+                blocks = blocks_of((size,), (first, last), (data, tensor), rank).get(0, [])
+                assert sum(map(len, blocks)) == shape[0]
+                if blocks:
+                    assert blocks[0].start == offset[0]

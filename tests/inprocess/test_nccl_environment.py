@@ -1,0 +1,128 @@
+"""What NCCL needs so that a restart in process can abort it: set for the user, checked, and put back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+
+from outlast import env, inprocess
+from outlast.errors import ConfigError
+from outlast.runtime import device
+
+NEEDED = {
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Return a patch of the environment, on a machine that seems to have a GPU."""
+    for name in (*NEEDED, "TORCHELASTIC_RUN_ID", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
+        # Set first, so that what the code under test sets is taken back as well.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return monkeypatch
+
+
+def test_what_nccl_needs_is_set(gpu: pytest.MonkeyPatch) -> None:
+    """On a GPU the user exports nothing by hand; where the wrapper has ended, the environment is as it was."""
+    before = device.settle_collectives()
+    assert {name: os.environ.get(name) for name in NEEDED} == NEEDED
+    env.update(before)
+    assert not NEEDED.keys() & os.environ.keys()
+
+
+def test_what_launchers_set_is_replaced(gpu: pytest.MonkeyPatch) -> None:
+    """torchrun and outlast run give each worker an error handling that ends it: the wrapper's comes in its place."""
+    gpu.setenv("TORCHELASTIC_RUN_ID", "run")
+    gpu.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    before = device.settle_collectives()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    env.update(before)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "launcher"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", None),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "run"),
+        ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "1", "run"),
+        ("NCCL_NVLS_ENABLE", "1", "run"),
+    ],
+)
+def test_what_a_user_set_otherwise_is_refused(
+    name: str, value: str, launcher: str | None, gpu: pytest.MonkeyPatch
+) -> None:
+    """A variable that somebody set to what keeps NCCL from being aborted is named, and nothing is changed."""
+    if launcher is not None:
+        gpu.setenv("TORCHELASTIC_RUN_ID", launcher)
+    gpu.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"{name}={value} .*set it to 0"):
+        device.settle_collectives()
+    assert {one for one in NEEDED if one in os.environ} == {name}
+
+
+def test_a_call_that_is_refused_leaves_nothing_behind(gpu: pytest.MonkeyPatch) -> None:
+    """A wrapped function that is called where it cannot be interrupted, or with a variable that keeps NCCL from being
+    aborted, is not called: the environment and the process's signals are as they were before."""
+
+    def state() -> tuple[dict[str, str], object, list[object]]:
+        numbers = range(signal.SIGRTMIN + 1, signal.SIGRTMAX)
+        return dict(os.environ), sys.unraisablehook, [signal.getsignal(number) for number in numbers]
+
+    errors: list[BaseException] = []
+
+    @inprocess.Wrapper()
+    def train() -> None:
+        errors.append(AssertionError("it was called"))
+
+    def call() -> None:
+        try:
+            train()
+        except ConfigError as error:
+            errors.append(error)
+
+    before = state()
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors.pop())
+    assert state() == before
+    gpu.setenv("NCCL_NVLS_ENABLE", "1")
+    before = state()
+    call()
+    assert "NCCL_NVLS_ENABLE=1" in str(errors.pop())
+    assert state() == before
+    assert not errors
+
+
+def test_without_a_device_the_environment_stays(gpu: pytest.MonkeyPatch) -> None:
+    """On CPUs there is no NCCL, and nothing is set or refused."""
+    gpu.setattr(torch.cuda, "is_available", lambda: False)
+    gpu.setenv("NCCL_NVLS_ENABLE", "1")
+    assert device.settle_collectives() == {}
+    assert os.environ["NCCL_NVLS_ENABLE"] == "1"
+    assert "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in os.environ
+
+
+def test_nccl_watchdog_must_outwait_the_hard_timeout(gpu: pytest.MonkeyPatch) -> None:
+    """A group whose watchdog would end the process before the wrapper can interrupt it is refused with the remedy."""
+    for backend in ("nccl", "cuda:nccl,cpu:gloo", "undefined"):
+        with pytest.raises(ConfigError, match=r"longer than hard_timeout=90.*longer timeout"):
+            device.check_collectives(backend, 90.0, hard_timeout_s=90.0)
+        device.check_collectives(backend, 90.5, hard_timeout_s=90.0)
+    device.check_collectives("gloo", 1.0, hard_timeout_s=90.0)
+    gpu.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "60")
+    with pytest.raises(ConfigError, match=r"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=60.*unset it"):
+        device.check_collectives("nccl", 600.0, hard_timeout_s=90.0)
+    gpu.setattr(torch.cuda, "is_available", lambda: False)
+    device.check_collectives("undefined", 1.0, hard_timeout_s=90.0)

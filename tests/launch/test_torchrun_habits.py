@@ -1,0 +1,159 @@
+"""Command lines as people write them for torchrun mean the same to `outlast run`, or it says what differs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.errors import ConfigError
+from outlast.launch.ladder_file import save_ladder
+from outlast.launch.options import RunOptions, make_parser, parse_options
+from outlast.launch.torchrun_parser import make_torchrun_parser
+from outlast.policy.ladder import LadderState
+from outlast.testing.reaping import free_port
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    Path("train.py").write_text("")
+
+
+def parse(*argv: str) -> RunOptions:
+    return parse_options([*argv, "train.py"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "name", "value"),
+    [
+        ("--redirect=3", "redirects", "3"),
+        ("--nn=2", "nnodes", "2"),
+        ("--nproc=4", "nproc_per_node", "4"),
+        ("--master-p=29501", "master_port", 29501),
+        ("--max-r=1", "max_restarts", 1),
+        ("--run-", "run_path", True),
+        ("--max-restarts-t=9", "max_restarts_total", 9),
+        ("--preload=json", "preload", "json"),
+        ("--prel=json", "preload", "json"),
+    ],
+)
+def test_options_may_be_abbreviated(argument: str, name: str, value: Any) -> None:
+    """The beginning of a name is enough where it fits one option, ours too; torchrun's come before ours."""
+    assert getattr(parse(argument).torchrun, name) == value
+
+
+def test_every_abbreviation_of_torchrun_means_the_same() -> None:
+    """Whatever beginning of an option the installed torchrun takes, `outlast run` takes for the same option."""
+    torchruns, ours = make_torchrun_parser(), make_parser()
+    names = [name for action in torchruns._actions for name in action.option_strings if name.startswith("--")]
+    compared = 0
+    for action in torchruns._actions:
+        if action.dest == "help":
+            continue
+        value = [] if action.nargs == 0 else [next(iter(action.choices))] if action.choices else ["7"]
+        for name in (name for name in action.option_strings if name.startswith("--")):
+            for end in range(3, len(name)):
+                if sum(one.startswith(name[:end]) for one in names) == 1:
+                    line = [name[:end], *value, "train.py"]
+                    theirs = getattr(torchruns.parse_args(line), action.dest)
+                    assert getattr(ours.parse_args(line), action.dest) == theirs, line
+                    compared += 1
+    assert compared > 100
+
+
+@pytest.mark.parametrize(
+    ("argument", "fault"),
+    [
+        ("--st", "--st may be --standalone or --start-method"),
+        ("--no", "--no-health-check or --no-python"),
+        ("--ft-rank_heart=3", "did you mean --ft-rank_heartbeat_timeout"),
+        ("--ft-min=1", "unknown option --ft-min"),
+    ],
+)
+def test_an_abbreviation_that_is_not_certain_is_refused(argument: str, fault: str) -> None:
+    """One that fits several options names them; a timeout is never set by a name that was not given in full."""
+    with pytest.raises(ConfigError, match=fault):
+        parse(argument)
+
+
+def test_arguments_of_the_script_are_not_read() -> None:
+    """Whatever follows the script reaches it, also what would be short for options, or for several, or is one."""
+    rest = ["--no", "--max", "3", "--nproc=x", "--ft-rank", "--node-rank=1", "-x"]
+    options = parse_options(["--nnodes=2", "--master-port=29501", "train.py", *rest])
+    assert options.torchrun.training_script_args == rest
+    assert options.wish is None
+
+
+@pytest.mark.parametrize("conf", ["join_timeout=5,timeout=7", "'join_timeout=5, timeout=7'", ' "join_timeout = 5" '])
+def test_rdzv_conf_may_be_quoted(conf: str) -> None:
+    """Quotes that came through with the value, and blanks, do not change what it says."""
+    assert parse(f"--rdzv-conf={conf}").join_timeout_s == 5
+
+
+def test_what_the_rendezvous_does_not_know_is_named() -> None:
+    """Settings of other rendezvous are no mistake, but they are named as without effect."""
+    options = parse("--rdzv-conf=last_call_timeout=1,timeout=7,read_timeout=60")
+    assert options.join_timeout_s == 7
+    (note,) = options.notes
+    assert "last_call_timeout, read_timeout: without effect" in note
+
+
+def test_spares_are_said_to_wait() -> None:
+    """MIN:MAX, elastic in torchrun, says at the start who trains, who waits, and what trains on all of them."""
+    (note,) = parse("--nnodes=2:4").notes
+    assert note.startswith("--nnodes=2:4: 2 nodes train, up to 2 more wait as spares")
+    assert note.endswith("--nnodes=4 --ft-min_nodes=2")
+    assert parse("--nnodes=3").notes == parse("--nnodes=3:3").notes == ()
+    recommended = parse("--nnodes=4", "--ft-min_nodes=2")
+    assert (recommended.num_slots, recommended.fault_tolerance.min_nodes) == (4, 2)
+
+
+def test_node_rank_is_a_wish_however_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--node-rank counts when it is abbreviated or comes from torchrun's environment variable, and 0 is a rank."""
+    static = ("--nnodes=2", "--master-addr=head", "--master-port=29501")
+    assert parse(*static).wish is None
+    assert parse(*static, "--node-rank=0").wish == 0
+    assert parse(*static, "--node-r=1").wish == 1
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    assert parse(*static).wish == 1
+
+
+def test_a_run_without_a_name_is_a_new_one() -> None:
+    """One node needs no name to agree on; several share one, and their next run is not taken for the same."""
+    alone = parse("--master-addr=localhost", "--master-port=29501")
+    assert (alone.run_id != "none", alone.is_named) == (True, True)
+    several = parse("--nnodes=2", "--master-port=29501")
+    assert (several.run_id, several.is_named) == ("none", False)
+    assert parse("--nnodes=2", "--rdzv-id=x").is_named
+    assert parse("--nnodes=2", "--run-dir=x").is_named
+
+
+@pytest.mark.process
+def test_a_command_line_of_torchrun_runs_as_often_as_it_is_given() -> None:
+    """Abbreviations, quotes, MIN:MAX, a prefix and torch's event log work in a real run, and so does the same line
+    once more: without a name it is another run, not the finished one."""
+    Path("train.sh").write_text('#!/bin/sh\necho "level $TORCH_CPP_LOG_LEVEL, $TORCH_NCCL_ASYNC_ERROR_HANDLING"\n')
+    Path("train.sh").chmod(0o755)
+    port = free_port()
+    line = [
+        *(sys.executable, "-m", "outlast", "run", "--nn=1:2", "--nproc=2", "--redirect=3", "--tee=3", "--no-python"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--event-log-handler=console"),
+        *("--rdzv-conf='join_timeout=50,last_call_timeout=1,timeout=50'", "--no-health-check", "./train.sh"),
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_")}
+    environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank${rank}]: "
+    run_dir = Path("outlast-runs/none")
+    run_dir.mkdir(parents=True)
+    save_ladder(run_dir, LadderState(finished=True))  # as the first launch of this line left it
+    done = subprocess.run(line, capture_output=True, text=True, timeout=250, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank0]: level ERROR, 1", "[rank1]: level ERROR, 1"]
+    assert done.stderr.count("1 node trains, 1 more waits as a spare") == 1
+    assert '"source": "AGENT"' in done.stderr

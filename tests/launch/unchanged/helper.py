@@ -1,0 +1,3 @@
+"""A module beside the script."""
+
+WHERE = __name__

@@ -1,0 +1,3 @@
+"""A module of the same package."""
+
+WHERE = __name__

@@ -1,0 +1,199 @@
+"""A forked worker: it has of its own what a fresh interpreter has, and leaves nothing unwritten."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import select
+import signal
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from outlast.runtime.zygote import Clear, Cleared, Exited, Ready, Spawn, Zygote
+
+KEYS = count()
+pytestmark = [pytest.mark.process, pytest.mark.cold]
+
+
+def ready_zygote(*preload: str, own: str = "", folder: str = "", **variables: str) -> Zygote:
+    zygote = Zygote(
+        preload=preload,
+        own_preload=[own] if own else [],
+        folder=folder,
+        env={**os.environ, "TMPDIR": "/tmp", **variables},
+    )
+    assert select.select([zygote], [], [], 90)[0]
+    assert isinstance(zygote.receive(), Ready)
+    return zygote
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    zygote = ready_zygote()
+    yield zygote
+    zygote.close()
+
+
+def run(zygote: Zygote, folder: Path, code: str, *args: str, **variables: str) -> tuple[int, str]:
+    """Run a script to its end; return its exit code and what it printed."""
+    script, out = folder / "script.py", folder / "out"
+    script.write_text(code)
+    out.unlink(missing_ok=True)
+    environment = {**os.environ, **variables}
+    zygote.send(
+        Spawn(key=next(KEYS), argv=(os.path.relpath(script), *args), env=environment, stdout=str(out), stderr=str(out))
+    )
+    return end(zygote), out.read_text()
+
+
+def end(zygote: Zygote) -> int:
+    """Return the exit code of the worker once it has ended and is reaped."""
+    code = None
+    while True:
+        assert select.select([zygote], [], [], 90)[0]
+        news = zygote.receive()
+        if isinstance(news, Exited):
+            code = news.exit_code
+            zygote.send(Clear())
+        elif isinstance(news, Cleared):
+            assert code is not None
+            return code
+
+
+NUMBERS = """
+import os, random, sys, tempfile, uuid
+from multiprocessing import current_process
+print("torch" in sys.modules, "own_module" in sys.modules)
+os.environ["OMP_NUM_THREADS"], os.environ["TORCH_LOGS"], os.environ["TMPDIR"] = "2", "dynamo", "/var/tmp"
+import numpy, torch.nn.functional, own_module
+print(torch.get_num_threads(), tempfile.gettempdir(), torch.nn.functional.__spec__.name)
+print(torch.initial_seed(), numpy.random.randint(2**62), random.random(), current_process().authkey.hex(), uuid.uuid4())
+torch.manual_seed(7)
+print(torch.rand(1).item())
+"""
+
+
+def test_every_worker_draws_its_own_numbers_and_is_heeded_by_torch(tmp_path: Path) -> None:
+    """Seeds and keys differ from worker to worker, those of a seeded script do not; torch appears when the script
+    imports it, with the threads that the script asked for before, and what comes too late is said in one line."""
+    (tmp_path / "own_module.py").write_text("")
+    zygote = ready_zygote("torch", own="own_module", folder=str(tmp_path), OMP_NUM_THREADS="1")
+    try:
+        runs = [run(zygote, tmp_path, NUMBERS, OMP_NUM_THREADS="1", TMPDIR="/tmp") for _ in range(2)]
+    finally:
+        zygote.close()
+    assert [code for code, _ in runs] == [0, 0], runs
+    (first, second) = ([line for line in text.splitlines() if "TORCH_LOGS" not in line] for _, text in runs)
+    assert first[:2] == second[:2] == ["False False", "2 /var/tmp torch.nn.functional"]
+    for ours, theirs in zip(first[2].split(), second[2].split(), strict=True):
+        assert ours != theirs
+    assert first[3] == second[3]
+    (said,) = (line for line in runs[0][1].splitlines() if "TORCH_LOGS" in line)
+    assert "before the script began" in said
+    assert said.endswith("or add --no-warm-start")
+    assert "OMP_NUM_THREADS" not in said
+
+
+START = """
+import dataclasses, json, os, sys, threading
+@dataclasses.dataclass
+class Options:
+    steps: int = 1
+main = sys.modules["__main__"]
+print(json.dumps([__file__, sys.argv, sys.orig_argv[1:], sys.path, os.getcwd(), Options.__annotations__["steps"] is int,
+                  main.__spec__, main.__package__, type(main.__loader__).__name__,
+                  threading.main_thread().native_id == os.getpid()]))
+"""
+
+
+def test_script_starts_as_it_was_written(zygote: Zygote, tmp_path: Path) -> None:
+    """Nothing of ours is in force in it (annotations are types); its file is absolute, its first folder is its own
+    and the working directory is not searched."""
+    code, text = run(zygote, tmp_path, START, "--lr", "1")
+    assert code == 0, text
+    file, argv, original, path, cwd, is_type, spec, package, loader, is_main = json.loads(text)
+    assert os.path.isabs(file)
+    assert os.path.samefile(file, tmp_path / "script.py")
+    relative = os.path.relpath(tmp_path / "script.py")
+    assert argv == [relative, "--lr", "1"]
+    assert original == ["-u", relative, "--lr", "1"]
+    assert path[0] == str(tmp_path)
+    assert cwd not in path
+    assert "" not in path
+    assert (is_type, spec, package, loader, is_main) == (True, None, None, "SourceFileLoader", True)
+
+
+LEFT = """
+import atexit, ctypes, gzip, os, sys, threading, time
+os.chdir(sys.argv[1])
+class Dying:
+    def __del__(self):
+        os.write(1, b"deleted\\n")
+plain = open("plain", "w"); plain.write("sixteen bytes 16")
+packed = gzip.open("packed.gz", "wt"); packed.write("packed")
+dying = Dying()
+kept = open("kept", "wb"); kept.write(b"bytes")
+atexit.register(lambda: kept.write(b" and more"))
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread ends"))).start()
+if sys.argv[2] == "daemon":
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+ctypes.CDLL(None).printf(b"from C\\n")
+sys.stdout.buffer.write(b"line\\n"); os.write(1, b"after it\\n")
+if sys.argv[2] == "fails":
+    raise ValueError("after all")
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "daemon", "fails"])
+def test_what_a_script_leaves_open_is_written(zygote: Zygote, tmp_path: Path, how: str) -> None:
+    """Files, archives and what C has printed reach their place, threads end and objects are deleted, also when the
+    script fails or a daemon thread is left."""
+    code, text = run(zygote, tmp_path, LEFT, str(tmp_path), how)
+    assert code == (1 if how == "fails" else 0), text
+    assert (tmp_path / "plain").read_text() == "sixteen bytes 16"
+    assert (tmp_path / "kept").read_bytes() == b"bytes and more"
+    assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == b"packed"
+    assert {"thread ends", "deleted", "from C"} <= set(text.splitlines())
+    assert text.index("line") < text.index("after it")
+    assert ("ValueError: after all" in text) == (how == "fails")
+
+
+SPAWNED = """
+import multiprocessing, os
+class Batch:
+    def __init__(self, number): self.number = number
+def batch(number): return Batch(number)
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            made = pool.map(batch, [4])[0]
+            print(method, type(made) is Batch, made.number)
+"""
+
+
+def test_objects_come_back_from_spawned_children(zygote: Zygote, tmp_path: Path) -> None:
+    """Children that `spawn` and `forkserver` start send objects of the script's classes, and they arrive as such."""
+    assert run(zygote, tmp_path, SPAWNED) == (0, "spawn True 4\nforkserver True 4\n")
+
+
+def test_ends_of_scripts_are_those_of_an_interpreter(zygote: Zygote, tmp_path: Path) -> None:
+    """An interrupted script prints where and ends by SIGINT; one that is not there is exit code 2; a hook that fails
+    is named, and output that cannot be written is 120."""
+    code, text = run(zygote, tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nsignal.pause()")
+    assert code == -signal.SIGINT
+    assert text.startswith("Traceback")
+    assert text.endswith("KeyboardInterrupt\n")
+    code, text = run(zygote, tmp_path, "import sys\nsys.excepthook = lambda *_: 1 / 0\nraise ValueError('first')")
+    assert code == 1
+    assert text.startswith("Error in sys.excepthook:\nTraceback")
+    assert text.index("ZeroDivisionError") < text.index("Original exception was:") < text.index("ValueError: first")
+    assert "forked_worker" not in text
+    code, _ = run(zygote, tmp_path, "import os, sys\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint('x', end='')")
+    assert code == 120
+    zygote.send(Spawn(key=next(KEYS), argv=("no_such.py",), env=dict(os.environ), stderr=str(tmp_path / "missing")))
+    assert end(zygote) == 2
+    assert "no_such.py': [Errno 2] No such file" in (tmp_path / "missing").read_text()

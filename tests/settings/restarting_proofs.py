@@ -1,0 +1,470 @@
+"""Restarts in process, slow ranks, and groups of actors: what each setting changes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from scenes import Proof, Scene, differs
+
+from outlast import clock
+from outlast.config import InProcessRestartConfig, RecoveryConfig, StragglerDetectionConfig
+from outlast.env import WorkerEnv
+from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, SparesExhausted, UnhealthyRank
+from outlast.inprocess import Handle, Wrapper, rank
+from outlast.inprocess.monitor_task import MonitorTask
+from outlast.policy.rank_assignment import Assignment, Member
+from outlast.policy.stragglers import Streaks, judge
+from outlast.policy.timings import RankTimings, summarise
+from outlast.straggler import Report, StragglerDetector
+from outlast.straggler.publisher import Publisher
+
+# -- restarts in process -------------------------------------------------------------------------------------------
+
+
+def task(config: InProcessRestartConfig) -> MonitorTask:
+    """Return what the monitor process is told."""
+    return MonitorTask.of(config, WorkerEnv(), host="h", meeting="m", labels={})
+
+
+def calls_the_function_as_it_is(_: Scene) -> None:
+    """enabled=False leaves a function as it is; not given, it is protected. One that needs a handle is refused."""
+
+    def train(call: Handle | None = None) -> Handle | None:
+        return call
+
+    def needs(call: Handle) -> None: ...
+
+    off = InProcessRestartConfig(enabled=False)
+    assert Wrapper(off)(train) is train
+    assert Wrapper(InProcessRestartConfig(soft_timeout=5.0))(train) is not train
+    with pytest.raises(ConfigError, match=r"enabled is off, but .*needs.* takes a Handle"):
+        Wrapper(off)(needs)
+
+
+def assigned(config: InProcessRestartConfig) -> Any:
+    """Return who of four ranks is active."""
+    one = rank.Rank(config, Wrapper(config)._plugins)
+    members = tuple(
+        SimpleNamespace(initial_rank=number, node=f"n{number // 2}", active_rank=None, is_alive=True, labels={})
+        for number in range(4)
+    )
+    order: Any = SimpleNamespace(members=members, iteration=0, ordinal=0)
+    return one._assign(order).ranks
+
+
+def filled(config: InProcessRestartConfig) -> Any:
+    """Return who takes the place of a rank that died, with a reserve on another node."""
+    members = (
+        Member(initial_rank=0, node="a", rank=0),
+        Member(initial_rank=1, node="a", rank=1, alive=False),
+        Member(initial_rank=2, node="b", rank=None),
+        Member(initial_rank=3, node="b", rank=None),
+    )
+    before = Assignment(members=members, iteration=1, target=2, ranks={0: 0})
+    return Wrapper(config)._plugins.rank_assignment(before).ranks
+
+
+def empties_the_cache(scene: Scene) -> None:
+    """What the allocator caches is given back before the next call, unless that is switched off."""
+    emptied = Mock()
+    scene.patch.setattr(rank.device, "empty_cache", emptied)
+    scene.patch.setattr(rank, "leave", lambda *_: None)
+    for value, times in ((True, 1), (False, 0)):
+        config = InProcessRestartConfig(empty_cuda_cache=value)
+        one = rank.Rank(config, Wrapper(config)._plugins)
+        one._handle, one._page, one._background = Mock(), Mock(), Mock()
+        emptied.reset_mock()
+        one._leave(None)
+        assert emptied.call_count == times
+
+
+def counts_faults(_: Scene) -> None:
+    """A rank leaves for good with one fault more than it may have."""
+    state: Any = SimpleNamespace(fault_counts={0: 2}, initial_rank=0, node="n", iteration=2)
+    Wrapper(InProcessRestartConfig())._plugins.health_check(state)
+    Wrapper(InProcessRestartConfig(max_rank_faults=2))._plugins.health_check(state)
+    with pytest.raises(UnhealthyRank):
+        Wrapper(InProcessRestartConfig(max_rank_faults=1))._plugins.health_check(state)
+
+
+def looks_as_often_as_told(scene: Scene) -> None:
+    """The monitor thread looks at progress as often as the shorter of both intervals says."""
+    intervals = []
+
+    def start(*_: Any, interval_s: float, **__: Any) -> Any:
+        intervals.append(interval_s)
+        raise ConnectionError
+
+    for name in ("Announcements", "Background", "Meeting", "MonitorLink", "own_address"):
+        scene.patch.setattr(rank, name, Mock())
+    scene.patch.setattr(rank.Rank, "_describe_task", Mock())
+    scene.patch.setattr(rank, "MonitorThread", start)
+    for config in (InProcessRestartConfig(), InProcessRestartConfig(progress_watchdog_interval=0.25)):
+        with pytest.raises(ConnectionError):
+            rank.Rank(config, Wrapper(config)._plugins).run(lambda: None, (), {})
+    assert intervals == [1.0, 0.25]
+
+
+I = InProcessRestartConfig  # noqa: E741
+IN_PROCESS: dict[str, Proof] = {
+    "enabled": calls_the_function_as_it_is,
+    "active_world_size": differs(assigned, I, active_world_size=2),
+    "granularity": differs(filled, I, granularity="rank"),
+    "max_iterations": differs(task, I, max_iterations=3),
+    "soft_timeout": differs(task, I, soft_timeout=30.0),
+    "hard_timeout": differs(task, I, hard_timeout=80.0),
+    "heartbeat_interval": differs(task, I, heartbeat_interval=3.0),
+    "heartbeat_timeout": differs(task, I, heartbeat_timeout=50.0),
+    "barrier_timeout": differs(task, I, barrier_timeout=100.0),
+    "completion_timeout": differs(task, I, completion_timeout=3.0),
+    "empty_cuda_cache": empties_the_cache,
+    "max_rank_faults": counts_faults,
+    "monitor_process_logdir": differs(task, I, monitor_process_logdir="logs"),
+    "monitor_thread_interval": differs(task, I, monitor_thread_interval=0.5),
+    "monitor_process_interval": differs(task, I, monitor_process_interval=0.5),
+    "progress_watchdog_interval": looks_as_often_as_told,
+    "last_call_wait": differs(task, I, last_call_wait=3.0),
+    "termination_grace_time": differs(task, I, termination_grace_time=3.0),
+}
+
+
+# -- slow ranks ----------------------------------------------------------------------------------------------------
+
+TIMES_S = {0: 0.01, 1: 0.01, 2: 0.01, 3: 0.0125}
+
+
+def timings(best_s: float = 0.009) -> tuple[RankTimings, ...]:
+    """Return a window of four ranks, of which the last is slower; all have been faster before."""
+    return tuple(
+        RankTimings(
+            rank=number,
+            node="n",
+            num_steps=10,
+            step_s=seconds,
+            sections=(summarise("forward", [seconds] * 10, best_s=best_s),),
+            wait_s=0.02 - seconds,
+        )
+        for number, seconds in TIMES_S.items()
+    )
+
+
+def found(config: StragglerDetectionConfig) -> Any:
+    """Return what three windows come to: scores, who is named, and who is below a threshold."""
+    streaks, findings = Streaks(), None
+    for _ in range(3):
+        streaks, findings = judge(streaks, timings(), config)
+    assert findings is not None
+    return findings.relative, findings.individual, findings.named_ranks, findings.below_threshold, findings.why_nobody
+
+
+def report(**facts: Any) -> Report:
+    streaks = Streaks()
+    for _ in range(3):
+        streaks, findings = judge(streaks, timings(), StragglerDetectionConfig())
+    return Report(iteration=1, device="GPU", ranks=timings(), findings=findings, processing_s=0.1, **facts)
+
+
+def published(scene: Scene, config: StragglerDetectionConfig) -> tuple[list[tuple[str, str]], bool]:
+    """Return what a report writes, and whether the loggers of metrics get it."""
+    metrics = Mock()
+    scene.log.clear()
+    scene.log.set_level(logging.INFO)
+    Publisher(config, WorkerEnv(), None, metrics).publish(report())
+    return [(record.name, record.getMessage()) for record in scene.log.records], metrics.called
+
+
+def publishes(**change: Any) -> Proof:
+    """Return the proof that a setting changes what is published."""
+
+    def proof(scene: Scene) -> None:
+        assert published(scene, StragglerDetectionConfig()) != published(scene, StragglerDetectionConfig(**change))
+
+    return proof
+
+
+def reported(scene: Scene, config: StragglerDetectionConfig) -> tuple[Report, bool]:
+    """Return the report of a detector whose last rank is slow, and whether machines were looked at."""
+    looks = Mock(return_value=())
+    detector = StragglerDetector(config, place=WorkerEnv(world_size=4))
+    scene.patch.setattr(detector, "_gather", lambda _: timings())
+    scene.patch.setattr(detector, "_check_machines", looks)
+    for _ in range(3):
+        last = detector.report()
+    detector.close()
+    return last, looks.called
+
+
+def stops_for_a_slow_rank(scene: Scene) -> None:
+    """A named rank below its threshold is one to stop for, if that is asked for."""
+    for value, ranks in ((True, (3,)), (False, ())):
+        config = StragglerDetectionConfig(stop_if_detected=value, gpu_relative_perf_threshold=0.95)
+        assert reported(scene, config)[0].stop_for == ranks
+
+
+def looks_at_machines(scene: Scene) -> None:
+    """The machine of a named rank is looked at, unless that is switched off."""
+    assert reported(scene, StragglerDetectionConfig())[1]
+    assert not reported(scene, StragglerDetectionConfig(check_machine=False))[1]
+
+
+def wishes(config: StragglerDetectionConfig) -> list[int]:
+    """Return after which steps of 1 s a report is wished for, in a minute."""
+    detector, asked = StragglerDetector(config, place=WorkerEnv()), []
+    detector._num_timed = 1000
+    for number in range(60):
+        detector._window_began_ns = clock.now_ns() - number * 1_000_000_000
+        if detector.wishes_report():
+            asked.append(number)
+    detector.close()
+    return asked
+
+
+def timed_steps(config: StragglerDetectionConfig) -> int:
+    """Return how many of forty steps are timed."""
+    detector = StragglerDetector(config, place=WorkerEnv(), num_warmup_steps=0)
+    number = 0
+    for iteration in range(40):
+        detector.begin_step(iteration)
+        number += detector._recorder.active
+        detector.end_step()
+    detector.close()
+    return number
+
+
+def times_kernels(config: StragglerDetectionConfig) -> bool:
+    detector = StragglerDetector(config, place=WorkerEnv())
+    has_them = detector._kernels is not None
+    detector.close()
+    return has_them
+
+
+def is_on_in_a_session(scene: Scene) -> None:
+    """A session looks for slow ranks once that is enabled."""
+    from training_proofs import has
+
+    has("slow_ranks", straggler_detection=StragglerDetectionConfig(enabled=True))(scene)
+    from outlast.config import Config
+
+    with scene.session(Config(straggler_detection=StragglerDetectionConfig())) as run:
+        assert run._has.slow_ranks is None
+
+
+T = StragglerDetectionConfig
+STRAGGLER: dict[str, Proof] = {
+    "enabled": is_on_in_a_session,
+    "report_time_interval": differs(wishes, T, report_time_interval=20.0),
+    "calc_relative_gpu_perf": differs(found, T, calc_relative_gpu_perf=False),
+    "calc_individual_gpu_perf": differs(found, T, calc_individual_gpu_perf=False),
+    "num_gpu_perf_scores_to_print": publishes(num_gpu_perf_scores_to_print=1),
+    "gpu_relative_perf_threshold": differs(found, T, gpu_relative_perf_threshold=0.95),
+    "gpu_individual_perf_threshold": differs(found, T, gpu_individual_perf_threshold=0.95),
+    "stop_if_detected": stops_for_a_slow_rank,
+    "enable_logging": publishes(enable_logging=False),
+    "profiling_interval": differs(timed_steps, T, profiling_interval=4),
+    "logger_name": publishes(logger_name="mine"),
+    "confirmations": differs(found, T, confirmations=4),
+    "noticeable_score": differs(found, T, {"gpu_relative_perf_threshold": 0.5}, noticeable_score=0.6),
+    "profile_kernels": differs(times_kernels, T, profile_kernels=True),
+    "check_machine": looks_at_machines,
+}
+
+
+# -- groups of actors ----------------------------------------------------------------------------------------------
+
+pytest.importorskip("ray", reason="groups of actors need Ray")
+from outlast.ray import actor_group, conductor, recovery, watch  # noqa: E402
+from outlast.ray.answers import Answer  # noqa: E402
+from outlast.ray.mesh import Mesh  # noqa: E402
+from outlast.ray.recovery import Crew, Recovery, _Round  # noqa: E402
+from outlast.ray.watch import Gathered, Watch, _Look  # noqa: E402
+
+MESH = Mesh.of({"dp": 2})
+
+
+def actor(number: int) -> Any:
+    return SimpleNamespace(
+        number=number, node="n", pid=number, handle=Mock(), hello=SimpleNamespace(device="", node_id="n")
+    )
+
+
+def crew() -> Crew:
+    return Crew(incarnation=0, mesh=MESH, members={0: actor(0), 1: actor(1)}, iteration=None)
+
+
+def recover(scene: Scene, config: RecoveryConfig, *, spares: tuple[Any, ...] = ()) -> Any:
+    """Return a recovery whose actors answer nothing, and how long it waits for which of them."""
+    waits: list[float] = []
+
+    def answers(refs: dict[Any, Any], timeout_s: float) -> dict[Any, Any]:
+        waits.append(timeout_s)
+        return {key: Answer(value=("h", 1)) for key in refs}
+
+    scene.patch.setattr(recovery, "await_answers", answers)
+    pool = Mock(num_starting=0, spares=spares, **{"wait_for_spares.return_value": False, "answering.return_value": []})
+    looks = Mock(**{"gather.return_value": Gathered(values={})})
+    return Recovery(config, pool, looks, lambda: None, keepers=None), pool, looks, waits
+
+
+def joins(scene: Scene, config: RecoveryConfig) -> Any:
+    """Return the limits within which an incarnation is joined."""
+    one, _, looks, waits = recover(scene, config)
+    work = _Round(method="", begun_at=None, first_mesh=MESH, first_members={})
+    members = crew()
+    one._join(members, {}, work)
+    told = members.members[1].handle.join.remote.call_args.args[0]
+    return waits, looks.gather.call_args.kwargs, told.timeout_s
+
+
+def joining(**change: Any) -> Proof:
+    """Return the proof that a setting changes the limits of joining."""
+
+    def proof(scene: Scene) -> None:
+        assert joins(scene, RecoveryConfig()) != joins(scene, RecoveryConfig(**change))
+
+    return proof
+
+
+def fills_or_shrinks(scene: Scene) -> None:
+    """Without a spare the group gives up, or goes on with fewer data shards where it may."""
+    survivors = {0: recovery.ActorFacts(actor=0, node="n", iteration=1)}
+    one, *_ = recover(scene, RecoveryConfig(spare_wait=0.0))
+    with pytest.raises(SparesExhausted):
+        one._fill(crew(), survivors)
+    one, *_ = recover(scene, RecoveryConfig(spare_wait=0.0, allow_shrink=True))
+    assert one._fill(crew(), survivors)[0].size == 1
+
+
+def waits_for_spares(scene: Scene) -> None:
+    """An actor that starts is waited for as long as spare_wait says."""
+    waited = []
+    for seconds in (0.0, 0.2):
+        one, pool, *_ = recover(scene, RecoveryConfig(spare_wait=seconds))
+        pool.num_starting = 1
+        begun_s = clock.now_s()
+        with pytest.raises(SparesExhausted, match=f"within {seconds:g} s"):
+            one._fill(crew(), {0: recovery.ActorFacts(actor=0, node="n", iteration=1)})
+        waited.append(clock.now_s() - begun_s)
+    assert waited[1] >= 0.2
+
+
+def tries_a_number_of_rounds(scene: Scene) -> None:
+    """A recovery that fails again and again ends after max_rounds attempts."""
+    for number in (1, 3):
+        one, *_ = recover(scene, RecoveryConfig(max_rounds=number))
+        work = _Round(method="", begun_at=None, first_mesh=MESH, first_members={})
+        scene.patch.setattr(one, "_abort", lambda *_: {})
+        scene.patch.setattr(one, "_fill", lambda *_: (MESH, None))
+        scene.patch.setattr(one, "_seat", lambda *_: ({0: actor(0)}, {}))
+        scene.patch.setattr(one, "_join", lambda *_: (Gathered(unclear={0}), {}))
+        with pytest.raises(ActorFailed, match=f"max_rounds={number}"):
+            one._recover(crew(), Gathered(), work)
+        assert work.number == number
+
+
+def gives_a_call_time_to_end(scene: Scene) -> None:
+    """An actor has abort_timeout to leave an interrupted call, and its answer examine_timeout more."""
+    asked = []
+    for config in (
+        RecoveryConfig(abort_timeout=3.0),
+        RecoveryConfig(abort_timeout=9.0),
+        RecoveryConfig(abort_timeout=3.0, examine_timeout=2.0),
+    ):
+        one, _, _, waits = recover(scene, config)
+        aborted = recovery.Aborted(call_ended=True, iteration=1, took_s=0.0)
+        answers = recovery.await_answers
+
+        def abort(refs: dict[Any, Any], timeout_s: float, answers: Any = answers, aborted: Any = aborted) -> Any:
+            return {key: Answer(value=aborted) for key in answers(refs, timeout_s)}
+
+        scene.patch.setattr(recovery, "await_answers", abort)
+        one._abort(crew(), {})
+        asked.append(round(waits[0], 1))
+    assert asked == [3.7, 9.7, 5.0]
+
+
+def asks_as_often_as_told(scene: Scene) -> None:
+    """Who works is asked every ping_interval whether it lives."""
+    waits = []
+
+    def wait(*_: Any, timeout: float, **__: Any) -> Any:
+        waits.append(round(timeout, 2))
+        return [], []
+
+    scene.patch.setattr(watch.ray, "wait", wait)
+    for config in (RecoveryConfig(), RecoveryConfig(ping_interval=0.1)):
+        now_s = clock.now_s()
+        looks = {0: _Look(alive_s=now_s, due_s=now_s + 99)}
+        Watch(config, lambda: None)._await_something({0: "ref"}, looks, math.inf)
+    assert waits == [0.5, 0.1]
+
+
+def silence(config: RecoveryConfig) -> float:
+    """Return after how many seconds an actor that does not answer is lost."""
+    return Watch(config, lambda: None)._silent_s(_Look(alive_s=0.0, due_s=0.0, asked_s=0.0))
+
+
+def starts_within(scene: Scene) -> None:
+    """Actors get start_timeout to start; spares that do not answer for ping_timeout, asked every ping_interval, are
+    lost."""
+    made: list[dict[str, Any]] = []
+
+    def make_conductor(_: Any, __: Any, make_pool: Any, **___: Any) -> Any:
+        make_pool(lambda: None)
+        raise ConnectionError
+
+    for name in ("Placement", "shell_class", "ray", "Chronicle"):
+        scene.patch.setattr(actor_group, name, Mock())
+    scene.patch.setattr(actor_group, "Pool", lambda *_, **limits: made.append(limits))
+    scene.patch.setattr(actor_group, "Conductor", make_conductor)
+    for config in (RecoveryConfig(), RecoveryConfig(start_timeout=3.0, ping_interval=0.1, ping_timeout=2.0)):
+        with pytest.raises(ConnectionError):
+            actor_group.ActorGroup(object, {"dp": 1}, recovery=config)
+    assert [one["start_timeout_s"] for one in made] == [300.0, 3.0]
+    assert [one["ping_interval_s"] for one in made] == [0.5, 0.1]
+    assert [one["ping_timeout_s"] for one in made] == [5.0, 2.0]
+
+
+def closes_within(scene: Scene) -> None:
+    """Actors have close_timeout to be gone, which is what closing the group may take beside."""
+    limits = []
+    for seconds in (10.0, 2.0):
+        one = conductor.Conductor(MESH, RecoveryConfig(close_timeout=seconds), Mock(), keepers=None, chronicle=Mock())
+        thread: Any = Mock(**{"is_alive.return_value": True})
+        one._thread = thread
+        with pytest.raises(DeadlineExceeded):
+            one.close()
+        one._pool = Mock()
+        one._end()
+        assert one._pool.close.call_args.args == (seconds,)
+        limits.append(thread.join.call_args.args[0])
+    assert limits[0] - limits[1] == 8.0
+
+
+def gives_up_without_progress(_: Scene) -> None:
+    """Recoveries in a row without progress are bounded."""
+    for number in (2, 5):
+        one = conductor.Conductor(MESH, RecoveryConfig(max_recoveries=number), Mock(), keepers=None, chronicle=Mock())
+        assert [one._budget.spend() is None for _ in range(number + 1)] == [True] * number + [False]
+
+
+V = RecoveryConfig
+RECOVERY: dict[str, Proof] = {
+    "ping_interval": asks_as_often_as_told,
+    "ping_timeout": differs(silence, V, ping_timeout=3.0),
+    "examine_timeout": gives_a_call_time_to_end,
+    "start_timeout": starts_within,
+    "store_timeout": joining(store_timeout=3.0),
+    "abort_timeout": gives_a_call_time_to_end,
+    "join_timeout": joining(join_timeout=3.0),
+    "collective_timeout": joining(collective_timeout=3.0),
+    "spare_wait": waits_for_spares,
+    "close_timeout": closes_within,
+    "allow_shrink": fills_or_shrinks,
+    "max_rounds": tries_a_number_of_rounds,
+    "max_recoveries": gives_up_without_progress,
+}

@@ -1,0 +1,94 @@
+"""What a proof of a setting gets: a place to train in this process, and a way to see what a changed setting changes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outlast
+from outlast.checkpoint.catalogue.listing import look_into
+from outlast.config import CheckpointConfig, Config
+from outlast.monitor import rank_monitor
+
+Proof = Callable[["Scene"], None]
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """What came of a training."""
+
+    exit_code: int | None = None
+    """``None``: it came to its end."""
+    begun: list[int] = field(default_factory=list)
+    """The iterations that were begun, those that a step's second run repeats included."""
+    iteration: int = 0
+    weight: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Scene:
+    """A proof's surroundings."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    log: pytest.LogCaptureFixture
+
+    @contextmanager
+    def session(self, config: Config) -> Iterator[outlast.Session]:
+        """Open a session of one rank in this process."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+        run = None
+        try:
+            run = outlast.init(config)
+            yield run
+        finally:
+            if run is not None:
+                if run._saves is not None:
+                    run._saves.close()
+                run._departure.close()
+                run._has.let_go()
+            elif rank_monitor._open_monitor is not None:  # it was refused on the way
+                rank_monitor._open_monitor.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def train(self, config: Config, body: Callable[[outlast.Session], Any] | None = None, *, total: int = 9) -> Trained:
+        """Train in this process; the body is called in each step."""
+        trained, state = Trained(), {"weight": torch.zeros(1)}
+        with self.session(config) as run:
+            try:
+                for iteration in run.steps(state, total=total):
+                    trained.begun.append(iteration)
+                    if body is not None:
+                        body(run)
+                    state["weight"] += 1
+                run.close()
+            except SystemExit as leaving:
+                trained.exit_code = int(leaving.code or 0)
+            trained.iteration, trained.weight = run.iteration, state["weight"].item()
+        return trained
+
+    def saved(self, total: int = 9, *, at: str = "", **settings: Any) -> list[int]:
+        """Train with these settings of checkpoints, and return the generations that a folder holds then."""
+        settings = {"directory": str(self.folder / "global"), "save_interval": 2, **settings}
+        assert self.train(Config(checkpoint=CheckpointConfig(**settings)), total=total).exit_code is None
+        place = at or settings["directory"] or settings["local_directory"]
+        return sorted({found.entry.iteration for found in look_into(str(place)).found})
+
+
+def differs(observe: Callable[[Any], Any], cls: type, base: dict[str, Any] | None = None, **change: Any) -> Proof:
+    """Return the proof that what is observed of a config is another thing once a field is changed."""
+
+    def proof(scene: Scene) -> None:
+        plain = observe(cls(**(base or {})))
+        changed = observe(cls(**{**(base or {}), **change}))
+        assert plain != changed, f"{change} changes nothing: {plain}"
+
+    return proof

@@ -1,0 +1,116 @@
+"""Where nothing reads a setting, it is refused or named, with what reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.config import Config, FaultToleranceConfig, HealthConfig, InProcessRestartConfig
+from outlast.config.fault_tolerance import LAUNCHERS_OWN
+from outlast.env import WorkerEnv
+from outlast.errors import ConfigError
+from outlast.session.place import say_what_is_off
+
+ray = pytest.importorskip("ray", reason="groups of actors need Ray")
+from outlast.ray import ActorGroup  # noqa: E402
+from outlast.ray.train import TrainCallback  # noqa: E402
+
+OTHERS: dict[str, Any] = {
+    "calc_ft_timeouts": True,
+    "safety_factor": 2.0,
+    "rank_termination_signal": "SIGTERM",
+    "max_no_progress_cycles": 2,
+    "max_node_faults": 1,
+    "min_nodes": 1,
+    "node_heartbeat_timeout": 2.0,
+    "shutdown_grace": 3.0,
+    "simulate_fault": True,
+    "simulated_fault_type": "rank_hung",
+    "simulated_fault_rank": 1,
+    "simulated_fault_base_delay": 1.0,
+}
+"""Fields of the fault tolerance settings with a value other than their default, those of timeouts aside."""
+READ_BY_TRAIN = {"rank_termination_signal", "max_no_progress_cycles", "shutdown_grace"}
+
+
+def test_the_table_above_is_whole() -> None:
+    """Every field is either a timeout, which groups of actors use, or among the others."""
+    timeouts = {
+        field.name
+        for field in dataclasses.fields(FaultToleranceConfig)
+        if field.name not in OTHERS and field.name not in ("enable_ft_package", "num_warmup_iterations")
+    }
+    assert timeouts == {
+        "initial_rank_heartbeat_timeout",
+        "rank_heartbeat_timeout",
+        "rank_section_timeouts",
+        "rank_out_of_section_timeout",
+    }
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_group_of_actors_refuses_what_it_does_not_read(name: str) -> None:
+    """ActorGroup uses timeouts; any other field is refused by name before anything starts."""
+    with pytest.raises(ConfigError, match=rf"fault_tolerance\.{name} is not for ActorGroup"):
+        ActorGroup(object, {"dp": 1}, fault_tolerance=FaultToleranceConfig(**{name: OTHERS[name]}))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ray_train_refuses_what_it_does_not_read(name: str) -> None:
+    """TrainCallback takes timeouts, the budget, the signal, the grace and simulated faults, and refuses the others."""
+    config = FaultToleranceConfig(**{name: OTHERS[name]})
+    if name in READ_BY_TRAIN or name.startswith("simulate"):
+        assert getattr(TrainCallback(fault_tolerance=config).config.fault_tolerance, name) == OTHERS[name]
+    else:
+        with pytest.raises(ConfigError, match=f"{name} is not for Ray Train"):
+            TrainCallback(fault_tolerance=config)
+
+
+def test_ray_train_refuses_sections_that_belong_elsewhere() -> None:
+    """Limits of nodes and settings of a Wrapper are no affair of Ray Train's workers, and are refused by name."""
+    with pytest.raises(ConfigError, match=r"health\.commands is not for Ray Train"):
+        TrainCallback(Config(health=HealthConfig(commands=("true",))))
+    with pytest.raises(ConfigError, match="in_process_restart is not for Ray Train"):
+        TrainCallback(Config(in_process_restart=InProcessRestartConfig(soft_timeout=5.0)))
+    TrainCallback(Config(health=HealthConfig(process_group_interval=2)))
+
+
+@pytest.mark.parametrize("name", LAUNCHERS_OWN)
+def test_a_session_names_what_its_launcher_would_have_to_read(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Outside of outlast run, what only its agents carry out is named in one warning with the remedy; under it not."""
+    config = Config(fault_tolerance=FaultToleranceConfig(**{name: OTHERS[name]}))
+    assert config.fault_tolerance is not None
+    for place, is_said in ((WorkerEnv(launcher="torchrun"), True), (WorkerEnv(board="b", config_file=""), False)):
+        caplog.clear()
+        say_what_is_off(config, place, config.fault_tolerance, watches_signals=True)
+        said = f"without effect here: fault_tolerance.{name} (start the script with outlast run)"
+        assert (said in caplog.text) is is_said
+
+
+def test_learning_without_a_run_directory_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """What is learned has to be kept somewhere."""
+    learns = FaultToleranceConfig(calc_ft_timeouts=True)
+    for run_dir, is_said in ((None, True), (str(tmp_path), False)):
+        caplog.clear()
+        config = Config(fault_tolerance=learns, run_dir=run_dir)
+        say_what_is_off(config, WorkerEnv(), learns, watches_signals=True)
+        assert ("fault_tolerance.calc_ft_timeouts (what is learned is kept in run_dir" in caplog.text) is is_said
+
+
+def test_a_session_under_an_agent_is_watched_by_default(caplog: pytest.LogCaptureFixture) -> None:
+    """Under outlast run nothing has to be set for hangs to be noticed; elsewhere a warning says what to set."""
+    caplog.set_level(logging.WARNING)
+    for place, is_off in ((WorkerEnv(launcher="torchrun"), True), (WorkerEnv(board="b", config_file=""), False)):
+        caplog.clear()
+        say_what_is_off(Config(), place, FaultToleranceConfig(), watches_signals=True)
+        assert ("a hung rank is not noticed" in caplog.text) is is_off
+
+
+def test_a_wrapper_that_is_off_cannot_hold_a_session_that_has_to_be_wrapped() -> None:
+    """in_process and in_process_restart.enabled=false contradict each other, and are refused when made."""
+    with pytest.raises(ConfigError, match=r"in_process is on, but in_process_restart\.enabled is off"):
+        Config(in_process=True, in_process_restart=InProcessRestartConfig(enabled=False))

@@ -1,0 +1,294 @@
+"""Fault tolerance and health: what each setting changes."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+from scenes import Proof, Scene, differs
+
+from outlast.chaos.simulated import arm_configured, simulated_fault
+from outlast.config import Config, FaultToleranceConfig, HealthConfig
+from outlast.config.precedence import LayeredSettings
+from outlast.env import WorkerEnv
+from outlast.health import check_gpu, check_node
+from outlast.health.result import CheckResult, Status
+from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.launch import messages as m
+from outlast.launch.checkups import CheckedUp, Occasion
+from outlast.launch.control import ControlServer
+from outlast.launch.fitness import Fitness
+from outlast.launch.job import JobSettings
+from outlast.launch.options import parse_options
+from outlast.launch.timers import Timers
+from outlast.monitor import RankMonitor, side_process
+from outlast.monitor.learned import FILE_NAME, LearnedTimeouts, Observation
+from outlast.monitor.watchdog import HangReport
+from outlast.policy import ladder
+from outlast.policy.deadlines import Expired, Subject, Timeouts, deadlines
+from outlast.policy.ladder import CycleEnd, LadderState
+from outlast.runtime.board import Board, OpenSection, RankState
+from outlast.runtime.journal import Journal
+
+S = 1_000_000_000
+PLACE = WorkerEnv(world_size=8, run_id="run")
+STATES = (
+    RankState(local_rank=0, attached=True, attached_ns=S),
+    RankState(local_rank=0, attached=True, attached_ns=S, last_heartbeat_ns=2 * S),
+    RankState(local_rank=0, attached=True, attached_ns=S, sections=(OpenSection("step", S, 0),), depth=1),
+    RankState(local_rank=0, attached=True, attached_ns=S, sections=(OpenSection("step", S, 5),), depth=1),
+    RankState(local_rank=0, attached=True, attached_ns=S, left_ns=3 * S),
+)
+
+
+def overdue(config: FaultToleranceConfig) -> list[list[int]]:
+    """Return when ranks in several states would be taken for hung."""
+    return [deadlines(state, Timeouts.from_config(config)) for state in STATES]
+
+
+def learns_only_when_told(scene: Scene) -> None:
+    """Durations are kept in ft_state.json with calc_ft_timeouts alone."""
+    for config in (FaultToleranceConfig(), FaultToleranceConfig(calc_ft_timeouts=True)):
+        assert not (scene.folder / FILE_NAME).exists()
+        monitor = RankMonitor(WorkerEnv(), config, scene.folder)
+        monitor.finish()
+        monitor.close()
+    assert (scene.folder / FILE_NAME).exists()
+
+
+def learned_from(config: FaultToleranceConfig) -> Any:
+    learned = LearnedTimeouts.load("/nonexistent")
+    seen = Observation(longest_s={"checkpointing": 3.0}, counts={"checkpointing": 1})
+    learned.merge([seen], cycle="0", config=config, finished=True)
+    return learned.learned.sections
+
+
+def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
+    """The side process sends the configured signal, and SIGKILL without one."""
+    sent: list[int] = []
+    scene.patch.setattr(side_process, "examine", lambda *_, **__: [])
+    scene.patch.setattr(side_process.signal, "pidfd_send_signal", lambda _, number: sent.append(number))
+    scene.patch.setattr(side_process._Guard, "_is_gone", lambda *_: True)
+    late = Expired(
+        subject=Subject.HEARTBEAT, local_rank=0, global_rank=0, pid=1, section=None,
+        timeout_s=1, elapsed_s=2, since_ns=0, iteration=0,
+    )  # fmt: skip
+    for config in (FaultToleranceConfig(), FaultToleranceConfig(rank_termination_signal="SIGTERM")):
+        board = Board.create_anonymous()
+        task = side_process.Task(
+            pid=os.getpid(), board_fd=os.dup(board.fd), node="n", config=config.to_json(), stacks_dir=str(scene.folder)
+        )
+        side_process._Guard(task, worker=-1)._on_hang(HangReport(expired=[late], states=[]))
+        board.close()
+    assert sent == [side_process.signal.SIGKILL, side_process.signal.SIGTERM, side_process.signal.SIGCONT]
+
+
+def settled(config: FaultToleranceConfig) -> JobSettings:
+    """Return the coordinator's settings once a script's config reached it."""
+    server = ControlServer(
+        Mock(),
+        JobSettings(job="job", num_slots=4),
+        run_dir=None,
+        run_id="run",
+        node="n",
+        layers=LayeredSettings(),
+        on_error=lambda _: None,
+    )
+    try:
+        server._take_script_settings(m.ScriptSettings(node="n", epoch="e", fault_tolerance=config.to_json()))
+        assert server._coordinator._rulings.limits == server._coordinator.settings.limits
+        assert server._coordinator._forming.settings is server._coordinator.settings
+        return server._coordinator.settings
+    finally:
+        server._lifelines.start()
+        server.close()
+
+
+def verdicts(config: FaultToleranceConfig) -> list[Rung]:
+    """Return what follows cycle after cycle that ends without progress on one node."""
+    state, rungs = LadderState(), []
+    for cycle in range(8):
+        incident = Incident(kind=IncidentKind.WORKER_FAILED, cycle=cycle, node="a", rank=0, exit_code=1)
+        end = CycleEnd(cycle=cycle, incident=incident, progress_known=True, num_spares=1)
+        state, verdict = ladder.decide(state, end, settled(config).limits)
+        rungs.append(verdict.rung)
+    return rungs
+
+
+def may_shrink(config: FaultToleranceConfig) -> int | None:
+    return settled(config).min_nodes
+
+
+def beats_as_often_as_told(scene: Scene) -> None:
+    """A node that counts as lost sooner gives signs of life more often."""
+    from outlast.launch import link, run
+
+    intervals = []
+
+    def connect(*_: Any, beat_interval_s: float, **__: Any) -> Any:
+        intervals.append(beat_interval_s)
+        raise ConnectionError
+
+    scene.patch.chdir(scene.folder)
+    scene.patch.setattr(link, "Link", connect)
+    (scene.folder / "train.py").touch()
+    for argv in ([], ["--ft-node_heartbeat_timeout=1"]):
+        try:
+            run._make_agent(parse_options([*argv, "train.py"]), "job", *[Mock()] * 5, ("script", ()), {})  # type: ignore[arg-type]
+        except ConnectionError:
+            pass
+    assert intervals == [1.0, 0.2]
+
+
+def leaves_within_the_agents_grace(scene: Scene) -> None:
+    """Under an agent a session has ended within the time that the agent gives."""
+    board = Board.create_anonymous()
+    scene.patch.setenv("OUTLAST_RUN_ID", "run")
+    scene.patch.setenv("OUTLAST_BOARD", board.path)
+    with scene.session(Config(fault_tolerance=FaultToleranceConfig(shutdown_grace=7.0))) as run:
+        assert run._departure._listener.deadline_s == 7.0
+    with scene.session(Config()) as run:
+        assert run._departure._listener.deadline_s == 60.0
+    board.close()
+
+
+def armed(config: FaultToleranceConfig) -> bool:
+    return arm_configured(Config(), config, PLACE, Mock(spec=Journal)) is not None
+
+
+def fault(config: FaultToleranceConfig) -> Any:
+    return simulated_fault(config, PLACE)
+
+
+SIMULATES = {"simulate_fault": True, "simulated_fault_type": "rank_hung", "simulated_fault_rank": 1}
+F = FaultToleranceConfig
+FAULT_TOLERANCE: dict[str, Proof] = {
+    "enable_ft_package": differs(overdue, F, {"rank_heartbeat_timeout": 3.0}, enable_ft_package=False),
+    "calc_ft_timeouts": learns_only_when_told,
+    "initial_rank_heartbeat_timeout": differs(overdue, F, initial_rank_heartbeat_timeout=3.0),
+    "rank_heartbeat_timeout": differs(overdue, F, rank_heartbeat_timeout=3.0),
+    "rank_section_timeouts": differs(overdue, F, rank_section_timeouts={"step": 3.0}),
+    "rank_out_of_section_timeout": differs(overdue, F, rank_out_of_section_timeout=3.0),
+    "safety_factor": differs(learned_from, F, safety_factor=2.0),
+    "num_warmup_iterations": differs(overdue, F, {"rank_section_timeouts": {"step": 3.0}}, num_warmup_iterations=0),
+    "rank_termination_signal": ends_a_hung_rank_with_the_signal,
+    "max_no_progress_cycles": differs(verdicts, F, {"max_node_faults": 0}, max_no_progress_cycles=2),
+    "max_node_faults": differs(verdicts, F, max_node_faults=1),
+    "min_nodes": differs(may_shrink, F, min_nodes=2),
+    "node_heartbeat_timeout": beats_as_often_as_told,
+    "shutdown_grace": leaves_within_the_agents_grace,
+    "simulate_fault": differs(armed, F, simulate_fault=True),
+    "simulated_fault_type": differs(fault, F, SIMULATES, simulated_fault_type="rank_killed"),
+    "simulated_fault_rank": differs(fault, F, SIMULATES, simulated_fault_rank=2),
+    "simulated_fault_base_delay": differs(fault, F, SIMULATES, simulated_fault_base_delay=5.0),
+}
+
+
+# -- health --------------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A prober that keeps what it is asked, and finds one sound GPU."""
+
+    def __init__(self) -> None:
+        self.questions: list[Any] = []
+
+    def ask(self, task: Any, name: str, target: str, *, timeout_s: float) -> CheckResult:
+        self.questions.append((task, name, target, timeout_s))
+        facts = {"num_devices": 1, "kind": "cuda"} if name == "devices" else {}
+        return CheckResult(name=name, target=target, status=Status.OK, reason="", took_s=0.0, facts=facts)
+
+
+def asked_of_node(config: HealthConfig) -> Any:
+    prober: Any = Asked()
+    check_node(config, places=("/tmp",), node="n", prober=prober)
+    return prober.questions
+
+
+def asked_of_gpu(config: HealthConfig) -> Any:
+    prober: Any = Asked()
+    check_gpu(config=config, node="n", prober=prober)
+    return prober.questions
+
+
+def life_of_a_node(config: HealthConfig) -> Any:
+    """Return what an agent does with its node: before it joins, after two faults, and when it is found unfit."""
+    checkups, timers = SimpleNamespace(config=config, begin=Mock(), close=Mock()), Timers()
+    fitness = Fitness(
+        checkups,  # type: ignore[arg-type]
+        member=Mock(node="n"),
+        journal=Mock(**{"incident.return_value": Incident(kind=IncidentKind.NODE_UNHEALTHY)}),
+        timers=timers,
+        is_alone=False,
+        join=Mock(),
+        start=Mock(),
+        leave=(leave := Mock()),
+    )
+    was_admitted = fitness.is_admitted
+    for _ in range(2):
+        fitness.suspect()
+        fitness.note_cleared()
+    failed = CheckResult(name="disk", target="/", status=Status.FAILED, reason="full", took_s=0.0)
+    if not was_admitted:
+        fitness.meet(is_host=False)
+        fitness.take(CheckedUp(Occasion.JOINING, (failed,)))
+    return was_admitted, checkups.begin.mock_calls, sorted(timers._deadlines), bool(leave.mock_calls)
+
+
+def looks_before_it_joins(scene: Scene) -> None:
+    """A node joins unseen with before_joining off, and waits to be looked at with it on."""
+    from outlast.launch import run
+
+    scene.patch.chdir(scene.folder)
+    (scene.folder / "train.py").touch()
+    made = Mock()
+    scene.patch.setattr(run, "Checkups", made)
+    for value in (True, False):
+        (scene.folder / "run.toml").write_text(f"[health]\nbefore_joining = {str(value).lower()}\n")
+        run._begin_checkups(parse_options(["--config=run.toml", "train.py"]), Mock())
+        assert made.return_value.begin.called is value
+        made.reset_mock()
+    assert life_of_a_node(HealthConfig())[0] is False
+    assert life_of_a_node(HealthConfig(before_joining=False))[0] is True
+
+
+def asks_the_ranks(scene: Scene) -> None:
+    """All ranks are asked after every interval of steps, and may take the timeout."""
+    from outlast.session import liveness
+
+    check = Mock(return_value=Mock(run=Mock(return_value=Mock(has_failed=False))))
+    scene.patch.setattr(liveness, "ProcessGroupCheck", check)
+    for interval, times in ((1, 6), (3, 2)):
+        check.return_value.run.reset_mock()
+        asks = liveness.Liveness(
+            HealthConfig(process_group_interval=interval, process_group_timeout=11.0), PLACE, Mock(spec=Journal)
+        )
+        for iteration in range(1, 7):
+            asks.check(iteration)
+        assert check.return_value.run.call_count == times
+        assert check.call_args.kwargs == {"timeout_s": 11.0}
+
+
+H = HealthConfig
+HEALTH: dict[str, Proof] = {
+    "check_timeout": differs(asked_of_node, H, check_timeout=3.0),
+    "device_timeout": differs(asked_of_gpu, H, device_timeout=3.0),
+    "min_free_disk_gib": differs(asked_of_node, H, min_free_disk_gib=3.0),
+    "min_free_shm_gib": differs(asked_of_node, H, min_free_shm_gib=3.0),
+    "min_free_memory_gib": differs(asked_of_node, H, min_free_memory_gib=3.0),
+    "min_open_files": differs(asked_of_node, H, min_open_files=3),
+    "max_clock_skew": differs(asked_of_node, H, max_clock_skew=3.0),
+    "network_interfaces": differs(asked_of_node, H, network_interfaces=("eth7",)),
+    "commands": differs(asked_of_node, H, commands=("true",)),
+    "gpu_memory_test_gib": differs(asked_of_gpu, H, gpu_memory_test_gib=0.0),
+    "before_joining": looks_before_it_joins,
+    "after_fault": differs(life_of_a_node, H, after_fault=False),
+    "gpus": differs(life_of_a_node, H, gpus=False),
+    "retry_interval": differs(life_of_a_node, H, retry_interval=3.0),
+    "node_interval": differs(life_of_a_node, H, {"before_joining": False}, node_interval=3.0),
+    "process_group_interval": asks_the_ranks,
+    "process_group_timeout": asks_the_ranks,
+    "simulate_wrong_gemm": differs(asked_of_node, H, simulate_wrong_gemm="n"),
+}
