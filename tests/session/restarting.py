@@ -55,6 +55,33 @@ class Sampler:
         self.generator.set_state(state["generator"])
 
 
+least = {}
+"""What this process held after the fifth restart."""
+
+
+def count_held():
+    """Count what is held, when it is no more than before, or else when it does not change any more: a connection is
+    there until its peer has closed it, too."""
+    gives_up = time.monotonic() + 20
+    last, since = {}, time.monotonic()
+    while True:
+        now = {
+            "fds": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+            "tasks": len(os.listdir("/proc/self/task")),
+        }
+        if now != last:
+            last, since = now, time.monotonic()
+        if least:
+            is_settled = all(now[what] <= least[what] for what in now)
+        else:
+            is_settled = time.monotonic() > since + 1
+        if is_settled or time.monotonic() > gives_up:
+            least.update(now)
+            return now
+        time.sleep(0.01)
+
+
 def dawdle(optimizer, *_):
     optimizer._optimizer_step_pre_hooks.popitem()
     time.sleep(0.3)
@@ -94,15 +121,10 @@ def train(call: inprocess.Handle):
         for iteration in run.steps(state, total=TOTAL):
             if begins is None:
                 begins = iteration
-                say(
-                    call=call.iteration,
-                    begins=iteration,
-                    rank=run.global_rank,
-                    pid=os.getpid(),
-                    fds=len(os.listdir("/proc/self/fd")),
-                    threads=threading.active_count(),
-                    tasks=len(os.listdir("/proc/self/task")),
-                )
+                say(call=call.iteration, begins=iteration, rank=run.global_rank, pid=os.getpid())
+                if call.iteration >= 5 and call.iteration in (5, NUM_FAULTS):
+                    dist.barrier()  # all have connected
+                    say(call=call.iteration, rank=run.global_rank, held=count_held())
             is_fatal = call.iteration < NUM_FAULTS and iteration == AT + call.iteration
             strikes = is_fatal and run.global_rank == ON
             noise = random.random() + np.random.random()
