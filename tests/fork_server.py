@@ -19,6 +19,7 @@ test); a stub process that passes signals on (SIGKILL and SIGSTOP cannot be pass
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -128,6 +129,7 @@ def install() -> None:
 def _use(channel: socket.socket) -> None:
     global _client
     _client = _Client(channel)
+    atexit.register(channel.close)
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
 
 

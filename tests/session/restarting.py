@@ -72,10 +72,7 @@ def count_held():
         }
         if now != last:
             last, since = now, time.monotonic()
-        if least:
-            is_settled = all(now[what] <= least[what] for what in now)
-        else:
-            is_settled = time.monotonic() > since + 1
+        is_settled = all(now[what] <= least[what] for what in now) if least else time.monotonic() > since + 1
         if is_settled or time.monotonic() > gives_up:
             least.update(now)
             return now
