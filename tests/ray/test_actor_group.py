@@ -73,6 +73,8 @@ def assert_undisturbed(group: ActorGroup) -> None:
 
 def recover_from(group: ActorGroup, folder: Path, faults: dict[int, str], where: str = "middle") -> RecoveryReport:
     """Have ranks fail in the next step, see that only these are replaced, and return the report."""
+    if not group.iteration:
+        train(group, 1)  # there is something to load
     before, iteration = group.pids, (group.iteration or 0) + 1
     num_recoveries = len(group.recoveries)
     for rank, kind in faults.items():
