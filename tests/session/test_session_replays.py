@@ -79,8 +79,9 @@ def play(
 
     Args:
         kills: Rank whose node is lost once a fault of the plan has struck.
-        options: Those of the script.
+        options: Those of the script. What was saved is committed as a fault comes, however busy the machine is.
     """
+    options["checkpoint"] = {"async_save": False, **options.get("checkpoint", {})}
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text(SCRIPT)
@@ -198,7 +199,7 @@ def test_the_replica_nan_loop_ends_by_itself(tmp_path: Path, calm: str) -> None:
     """A near generation was bad before it was digested. A node dies, the copies verify, and lead to NaN again and
     again: the second cycle after the death loads the global generation and completes, bit-identical."""
     stop = {"kind": "stop", "rank": 1, "iteration": 7}
-    settings = {"async_save": False, "prefer_finite": False}  # else it is not even loaded
+    settings = {"prefer_finite": False}  # else it is not even loaded
     played = play(tmp_path / "run", num_spares=1, plan=[stop], poisoned_save=6, checkpoint=settings, kills=1)
     assert played.result is not None, played.tails
     assert played.result["digest"] == calm
@@ -266,8 +267,7 @@ def test_a_script_that_finds_nan_itself_rolls_back(tmp_path: Path, calm: str) ->
     """``NonFiniteDetector`` with ``run.roll_back()``: the launcher restarts the ranks once, from the last generation,
     and the run completes, bit-identical."""
     transient = {"kind": "nan", "target": "activation", "iteration": 7, "rank": 0}
-    at_once = {"async_save": False}  # what was saved is committed when the number comes
-    played = play(tmp_path / "run", num_nodes=1, nproc_per_node=2, plan=[transient], detector=True, checkpoint=at_once)
+    played = play(tmp_path / "run", num_nodes=1, nproc_per_node=2, plan=[transient], detector=True)
     assert played.result is not None, played.tails
     assert played.result["digest"] == calm
     assert played.cycles == 2

@@ -13,6 +13,7 @@ import msgspec
 
 from outlast import clock, env
 from outlast.bench.crowd_member import Answer, Order
+from outlast.decoding import from_json
 from outlast.errors import OutlastError
 from outlast.testing.reaping import free_port
 
@@ -112,7 +113,7 @@ class Crowd:
             try:
                 if not connection.poll(order.timeout_s + 10.0):
                     raise OutlastError(f"process {process.pid} of simulated agents gave no answer to {order.do!r}")
-                answer = msgspec.json.decode(connection.recv_bytes(), type=Answer)
+                answer = from_json(connection.recv_bytes(), Answer)
             except EOFError:
                 raise OutlastError(f"process {process.pid} of simulated agents died; its output is above") from None
             if answer.error is not None:

@@ -11,6 +11,7 @@ import msgspec
 
 from outlast import clock
 from outlast.bench.simulated_agents import C10dAgent, OutlastAgent, SimulatedAgent
+from outlast.decoding import from_json
 from outlast.errors import OutlastError
 
 __all__ = ["Answer", "Order", "main"]
@@ -52,7 +53,7 @@ def main() -> None:
     agents: list[SimulatedAgent] = []
     while True:
         try:
-            order = msgspec.json.decode(crowd.recv_bytes(), type=Order)
+            order = from_json(crowd.recv_bytes(), Order)
         except EOFError:
             break
         try:

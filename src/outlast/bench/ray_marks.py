@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from outlast import clock
+from outlast.decoding import from_json
 
 __all__ = ["STRUCK", "TOTAL", "VICTIM", "Mark", "Marker", "read_marks", "when_all", "when_victim"]
 
@@ -70,7 +71,7 @@ class Marker:
 def read_marks(folder: Path) -> list[Mark]:
     """Return all marks of a folder, by time; a line that its writer's death cut short is left out."""
     lines = [line for path in sorted(folder.glob("marks-*.jsonl")) for line in path.read_bytes().splitlines(True)]
-    marks = [msgspec.json.decode(line, type=Mark) for line in lines if line.endswith(b"\n")]
+    marks = [from_json(line, Mark) for line in lines if line.endswith(b"\n")]
     return sorted(marks, key=lambda mark: mark.at_ns)
 
 

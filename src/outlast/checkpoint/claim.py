@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from outlast.decoding import from_json
 from outlast.errors import Untrusted
 from outlast.policy.directory_owner import Owner, Step, find_owner, judge_claim
 
@@ -68,7 +69,7 @@ def encode_hint(run: str) -> bytes:
 def decode_hint(data: bytes) -> str | None:
     """Return the run that ``run.json`` names; ``None``: it cannot be read."""
     try:
-        return msgspec.json.decode(data, type=_Run).run or None
+        return from_json(data, _Run).run or None
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 

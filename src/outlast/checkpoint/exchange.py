@@ -15,6 +15,7 @@ import msgspec
 
 from outlast import clock
 from outlast.checkpoint.claim import Refused
+from outlast.decoding import from_json
 from outlast.errors import CheckpointError
 
 __all__ = ["Exchange", "NoWord", "Outcome", "PeerSilent", "Stopped", "deadline"]
@@ -115,7 +116,7 @@ class Exchange:
                     raise NoWord(name)
                 pause_s = min(POLL_S, 2 * pause_s)
             word = bytes(self._store.get(key))
-        return msgspec.json.decode(word, type=kind)
+        return from_json(word, kind)
 
     def hear(
         self, iteration: int, ordinal: int, name: str, kind: type[T], left_s: Callable[[], float], *, timeout_s: float

@@ -15,6 +15,7 @@ from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.holdings import CopyKey
 from outlast.checkpoint.replica.rebuild import Member
 from outlast.checkpoint.replica.replicator import Holder, Target
+from outlast.decoding import from_msgpack
 
 __all__ = [
     "CopyFailure",
@@ -248,7 +249,7 @@ def _receive(connection: socket.socket, kind: Any) -> Any:
     try:
         head += _receive_exactly(connection, 4 - len(head))
         data = _receive_exactly(connection, int.from_bytes(head, "little"))
-        return msgspec.msgpack.decode(data, type=kind), fds[0] if fds else None
+        return from_msgpack(data, kind), fds[0] if fds else None
     except BaseException as error:  # whatever ends it, the descriptors came to stay nowhere
         for fd in fds:
             os.close(fd)

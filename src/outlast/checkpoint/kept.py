@@ -13,6 +13,7 @@ import msgspec
 
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.tiers import Table
+from outlast.decoding import from_json
 from outlast.policy.recovery_point import Copy, Tier
 
 __all__ = ["KeptState", "gather_kept", "is_kept"]
@@ -56,7 +57,7 @@ def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list
     Collective: all ranks.
     """
     told = peers.gather(msgspec.json.encode(has))
-    everyone = [msgspec.json.decode(data, type=tuple[int, str] | None) for data in told]
+    everyone = [from_json(data, tuple[int, str] | None) for data in told]
     committed = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
     return [
         Copy(one[0], one[1], Tier.MEMORY, _HOLDER)

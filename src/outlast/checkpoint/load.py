@@ -20,6 +20,7 @@ from outlast.checkpoint.layouts import OtherLayout
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, reject
+from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Corrupt, Incomplete, NotFinite, OutlastError, Untrusted
 from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
 from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_best_point, choose_recovery_point
@@ -155,7 +156,7 @@ def agree_and_prove(
     while (point := choose_best_point(table.copies, refused, doubtful=doubtful, not_finite=put_off)) is not None:
         mine = point.copies[peers.rank]
         proven, vote = _prove_and_vote(mine, peers.rank, obtain_copy, usable, reshard=point.attempt in resharded)
-        votes = [msgspec.json.decode(data, type=_Vote) for data in peers.gather(msgspec.json.encode(vote))]
+        votes = [from_json(data, _Vote) for data in peers.gather(msgspec.json.encode(vote))]
         against = [(rank, vote.rejection) for rank, vote in enumerate(votes) if vote.rejection is not None]
         if not against:
             for rank, vote in enumerate(votes):

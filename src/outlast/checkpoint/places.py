@@ -19,6 +19,7 @@ from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.replica.replicator import Target
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
+from outlast.decoding import from_json
 from outlast.env import WorkerEnv, clean_name, read_worker
 from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.directory_owner import Evidence, choose_run, find_owner
@@ -120,7 +121,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     _raise_first([data.decode() for data in peers.gather(problem.encode())])
     replicates = config.replication is not False and can_hold and peers.world_size > 1
     seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, secret if replicates else None)
-    everyone = [msgspec.json.decode(data, type=_Seen) for data in peers.gather(msgspec.json.encode(seen))]
+    everyone = [from_json(data, _Seen) for data in peers.gather(msgspec.json.encode(seen))]
     if probe is not None:
         probe.unlink(missing_ok=True)
     _raise_first([one.error or "" for one in everyone])

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Corrupt, Untrusted
 
 __all__ = ["run_of", "seal", "unseal"]
@@ -53,14 +54,14 @@ def unseal(data: bytes, kind: type[T], *, schema: int) -> tuple[T, str]:
         Untrusted: A later version of this package wrote it.
     """
     try:
-        sealed = msgspec.json.decode(data, type=_Sealed)
+        sealed = from_json(data, _Sealed)
         body = bytes(sealed.manifest)
         if hashlib.sha256(body).hexdigest() != sealed.sha256:
             raise Corrupt("the manifest differs from its own SHA-256")
-        found = msgspec.json.decode(body, type=_Schema).schema
+        found = from_json(body, _Schema).schema
         if found > schema:
             raise Untrusted(f"the manifest has schema {found}, this version reads up to {schema}; update outlast")
-        return msgspec.json.decode(body, type=kind), sealed.sha256
+        return from_json(body, kind), sealed.sha256
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Corrupt(f"the manifest cannot be read ({error})") from error
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
+from outlast.decoding import from_json
 from outlast.errors import Corrupt
 
 __all__ = [
@@ -195,7 +196,7 @@ def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, Span]]
     """
     try:
         header = json.loads(bytes(head[8:]))
-        identity = msgspec.json.decode(header.pop("__metadata__")["outlast"], type=Identity)
+        identity = from_json(header.pop("__metadata__")["outlast"], Identity)
         spans = {}
         for name, entry in header.items():
             begin, end = entry["data_offsets"]

@@ -21,6 +21,7 @@ from outlast.checkpoint.replication import group_of
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.shard_reader import check_shard
 from outlast.checkpoint.writer_client import WriterClient
+from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
 
@@ -101,7 +102,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topolog
     _list_local(mine, places, peers, topology)
     if peers.rank == 0 and places.directory is not None:
         _list_global(mine, places.directory, places)
-    listings = [msgspec.json.decode(data, type=_Listing) for data in peers.gather(msgspec.json.encode(mine))]
+    listings = [from_json(data, _Listing) for data in peers.gather(msgspec.json.encode(mine))]
     table = Table(
         copies=[set() for _ in listings],
         lineage={held.attempt: held.restored_attempt for one in listings for held in one.held},

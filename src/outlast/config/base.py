@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from outlast.decoding import convert
 from outlast.errors import ConfigError
 
 __all__ = [
@@ -196,7 +197,7 @@ def parse_text(hint: Any, value: Any, *, where: str) -> Any:
         value = {key: None if is_none(item) else item for key, item in value.items()}
         lax = lax or any(isinstance(item, str) for item in value.values())
     try:
-        return msgspec.convert(value, hint, strict=not lax)
+        return convert(value, hint, strict=not lax)
     except msgspec.ValidationError:
         raise ConfigError(f"{where}: {given!r} does not fit; write {_describe_type(hint)}") from None
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
+from outlast.decoding import convert
 from outlast.demo.sources import Sources, find_sources, newest_global
 from outlast.demo.strikes import Strike, find_strikes, kind_of, split_jobs
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
@@ -104,8 +103,8 @@ def _decisions(events: Sequence[Event]) -> list[_Decision]:
     for event in _by_time(events, EventKind.VERDICT, EventKind.INCIDENT):
         if event.cycle is None or not {"verdict", "incident"} <= event.data.keys():
             continue
-        incident = msgspec.convert(event.data["incident"], Incident)
-        verdict = msgspec.convert(event.data["verdict"], Verdict)
+        incident = convert(event.data["incident"], Incident)
+        verdict = convert(event.data["verdict"], Verdict)
         strike = next((one for one in left if one.caused(incident, verdict, event)), None)
         if strike is not None:
             left.remove(strike)
@@ -158,7 +157,7 @@ def _row(decision: _Decision, events: Sequence[Event]) -> Account:
 def _diagnosis(incident: Incident) -> Diagnosis | None:
     if "diagnosis" not in incident.evidence:
         return None
-    return msgspec.convert(incident.evidence["diagnosis"], Diagnosis)
+    return convert(incident.evidence["diagnosis"], Diagnosis)
 
 
 def _victims(incident: Incident, verdict: Verdict, cycle: int, events: Sequence[Event]) -> tuple[int, ...]:

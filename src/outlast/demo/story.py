@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from outlast.decoding import convert
 from outlast.demo.sources import count_bytes
 from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind, Incident, Rung, Verdict
@@ -26,9 +25,9 @@ def tell(event: Event) -> str | None:
             return f"FAULT: {data['fault']}: {target}, at iteration {event.iteration}{spoiled}"
         case EventKind.INCIDENT:
             decided = f"; decided: {data['verdict']['reason']}" if "verdict" in data else ""
-            return f"noticed by {event.node}: {msgspec.convert(data['incident'], Incident).describe()}{decided}"
+            return f"noticed by {event.node}: {convert(data['incident'], Incident).describe()}{decided}"
         case EventKind.VERDICT:
-            verdict = msgspec.convert(data["verdict"], Verdict)
+            verdict = convert(data["verdict"], Verdict)
             return f"decided: {verdict.reason}" if verdict.rung != Rung.STOP or verdict.exit_code else None
         case EventKind.NOTICE:
             who = event.node if event.rank is None else f"rank {event.rank}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from outlast.decoding import json_decoder
 from outlast.health import node_checks
 from outlast.health.result import Outcome, Status
 from outlast.health.tasks import Compute, Devices, Driver, MemoryTest, Task
@@ -36,7 +37,7 @@ def main() -> None:
     answers, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent)
     os.set_inheritable(answers, False)
-    decoder = msgspec.json.Decoder(Task)
+    decoder = json_decoder(Task)
     for line in sys.stdin.buffer:
         data = msgspec.json.encode(_answer(decoder.decode(line))) + b"\n"
         while data:

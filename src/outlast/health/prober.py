@@ -20,6 +20,7 @@ import msgspec
 
 from outlast import env
 from outlast.clock import now_s
+from outlast.decoding import from_json
 from outlast.health.result import CheckResult, Outcome, Status
 from outlast.health.tasks import Task
 from outlast.runtime.processes import describe_exit, kill_group
@@ -99,7 +100,7 @@ class Prober:
             exit_code = self._drop()
             how = "its process could not be reaped" if exit_code is None else describe_exit(exit_code)
             return Outcome(status=Status.FAILED, reason=f"the check's process ended with {how}")
-        return msgspec.json.decode(line, type=Outcome)
+        return from_json(line, Outcome)
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._abandoned.is_set():

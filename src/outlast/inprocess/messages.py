@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
+from outlast.decoding import msgpack_decoder
 from outlast.errors import OutlastError
 from outlast.policy.restart_orders import (
     Abort,
@@ -161,9 +162,9 @@ FromMonitor = Listening | Candidates | Order
 OnLink = Join | NotHub | Candidates | Beat | Gone | Report | Order
 
 _encoder = msgspec.msgpack.Encoder()
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-_from_monitor: msgspec.msgpack.Decoder[FromMonitor] = msgspec.msgpack.Decoder(FromMonitor)
-_on_link: msgspec.msgpack.Decoder[OnLink] = msgspec.msgpack.Decoder(OnLink)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgpack_decoder(FromRank)
+_from_monitor: msgspec.msgpack.Decoder[FromMonitor] = msgpack_decoder(FromMonitor)
+_on_link: msgspec.msgpack.Decoder[OnLink] = msgpack_decoder(OnLink)
 
 
 def encode(message: FromRank | FromMonitor | OnLink) -> bytes:

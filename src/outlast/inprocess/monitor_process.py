@@ -21,6 +21,7 @@ import sys
 import msgspec
 
 from outlast import clock
+from outlast.decoding import from_json
 from outlast.errors import OutlastError
 from outlast.inprocess import messages as m
 from outlast.inprocess import whereabouts
@@ -282,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # schedulers signal every process of a job; this one ends with its rank
     rank_fd, page_fd, text = sys.argv[1:] if arguments is None else arguments
-    task = msgspec.json.decode(text, type=MonitorTask)
+    task = from_json(text, MonitorTask)
     if task.log_path:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", filename=task.log_path)
     else:

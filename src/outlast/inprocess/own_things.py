@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from outlast.checkpoint.state import decode, flatten, is_stateful
+from outlast.decoding import from_msgpack, msgpack_decoder
 from outlast.errors import OutlastError
 from outlast.runtime.device import device_rng_state
 from outlast.runtime.random_numbers import restore_random
@@ -46,7 +47,7 @@ class _Payload(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Payload)
+_decoder = msgpack_decoder(_Payload)
 
 
 class OwnThings:
@@ -272,7 +273,7 @@ def _as_bytes(value: Any) -> bytes:
 
 
 def _from_bytes(data: bytes) -> Any:
-    encoded = msgspec.msgpack.decode(data, type=_Encoded)
+    encoded = from_msgpack(data, _Encoded)
     tensors = {}
     for name, kind, shape, content in encoded.tensors:
         dtype = getattr(torch, kind)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from outlast import clock
 from outlast.checkpoint.restore import restore_into
 from outlast.checkpoint.state import capture, decode, flatten
+from outlast.decoding import from_msgpack
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.kept_state import KeptState, digest_parts, parts_of
 from outlast.inprocess.own_page import OwnPage
@@ -269,7 +270,7 @@ class _Talk:
         if self._group is None:
             return [mine]
         told = gather_bytes(self._group, msgspec.msgpack.encode(mine))
-        return [msgspec.msgpack.decode(data, type=kind) for data in told]
+        return [from_msgpack(data, kind) for data in told]
 
     def pass_on(self, data: bytes, giver: int, taker: int) -> bytes:
         """Send ``data`` if this rank is the giver; return it if this is the taker, else nothing."""
@@ -301,7 +302,7 @@ class _Talk:
         Raises:
             CheckpointError: They do not fit.
         """
-        told = msgspec.msgpack.decode(self.pass_on(b"", giver, self.rank), type=_Part)
+        told = from_msgpack(self.pass_on(b"", giver, self.rank), _Part)
         tensors = {}
         for kind in told.tensors:
             one = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from outlast.decoding import from_json
 from outlast.errors import OutlastError
 from outlast.inprocess import messages as m
 
@@ -81,7 +82,7 @@ class StandIn:
             return
         self._stop_asking()
         try:
-            answer = msgspec.json.decode(self._answer, type=m.Connect)
+            answer = from_json(self._answer, m.Connect)
         except msgspec.DecodeError as error:
             log.warning("nobody tells where the hub is: %s", error)
             answer = None
@@ -111,7 +112,7 @@ def main() -> int:
 
     told: list[m.Connect] = []
     try:
-        errand = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Errand)
+        errand = from_json(sys.stdin.buffer.readline(), _Errand)
         meeting = Meeting(env.read_worker(), timeout_s=errand.timeout_s, key=errand.key)
         meeting.meet(errand.address, told.append, known=errand.known)
     except (msgspec.DecodeError, OutlastError) as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from outlast.decoding import convert
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import messages as m
 from outlast.policy.culprit import Position, find_culprit
@@ -112,7 +113,7 @@ def departure(cycle: int, leave: m.Leave) -> CycleEnd:
 def diagnosis_in(incident: Incident) -> Diagnosis | None:
     """Return the diagnosis that a worker left; ``None`` where there is none that can be read."""
     try:
-        return msgspec.convert(incident.evidence["diagnosis"], Diagnosis)
+        return convert(incident.evidence["diagnosis"], Diagnosis)
     except (KeyError, msgspec.ValidationError):
         return None
 

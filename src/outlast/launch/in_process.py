@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from outlast.decoding import msgpack_decoder
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch.worker_process import WorkerProcess
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 _MAX_DATAGRAM = 1 << 16
 _DECISIONS = frozenset({*OWN_VERDICTS, ExitReason.NO_PROGRESS})
 """Exit codes with which a worker decides for the whole job."""
-_decoder = msgspec.msgpack.Decoder(Change)
+_decoder = msgpack_decoder(Change)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

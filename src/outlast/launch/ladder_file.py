@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from outlast.decoding import from_json
 from outlast.errors import ConfigError
 from outlast.policy.ladder import LadderState, begin_job, begin_run
 from outlast.runtime.files import write_atomically
@@ -32,7 +33,7 @@ def load_ladder(run_dir: Path | None, *, is_new_job: bool, is_named: bool = True
     if run_dir is None or not _path(run_dir).exists():
         return LadderState()
     try:
-        state = msgspec.json.decode(_path(run_dir).read_bytes(), type=LadderState)
+        state = from_json(_path(run_dir).read_bytes(), LadderState)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{_path(run_dir)} cannot be used ({error}); move it away to begin with fresh budgets"

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from outlast import clock
+from outlast.decoding import from_json
 
 __all__ = ["PATIENCE_S", "Lifeline", "LifelineServer"]
 
@@ -107,7 +108,7 @@ class LifelineServer:
             data = b""
         if data and self._held[connection] is None:
             try:
-                hello = msgspec.json.decode(data, type=_Hello)
+                hello = from_json(data, _Hello)
             except msgspec.DecodeError:
                 data = b""  # none of ours
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from outlast.decoding import json_decoder
 from outlast.errors import RendezvousError
 from outlast.incidents import Incident
 from outlast.policy.culprit import Position
@@ -266,8 +267,8 @@ ToCoordinator = (
 ToNode = Wait | Prepare | Start | CycleOver | Remark | Stop
 
 _encoder = msgspec.json.Encoder()
-_to_coordinator: msgspec.json.Decoder[ToCoordinator] = msgspec.json.Decoder(ToCoordinator)
-_to_node: msgspec.json.Decoder[ToNode] = msgspec.json.Decoder(ToNode)
+_to_coordinator: msgspec.json.Decoder[ToCoordinator] = json_decoder(ToCoordinator)
+_to_node: msgspec.json.Decoder[ToNode] = json_decoder(ToNode)
 
 
 def encode(message: ToCoordinator | ToNode) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from outlast.decoding import json_decoder
 from outlast.monitor.stacks import Stack
 from outlast.policy.culprit import Collective
 
@@ -60,7 +61,7 @@ class _Trace(msgspec.Struct):
     pg_status: dict[str, _Status] = {}
 
 
-_decoder = msgspec.json.Decoder(_Trace)
+_decoder = json_decoder(_Trace)
 
 
 def count_collectives() -> int:

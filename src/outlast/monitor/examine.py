@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from outlast.decoding import json_decoder
 from outlast.monitor import stacks
 from outlast.monitor.collectives import Books, waits_in
 from outlast.monitor.responder import ANSWER, QUESTION, address
@@ -34,7 +35,7 @@ BOOKS_S = 2.0
 """Seconds that a rank has to say which collective it waits in, where no rank of the node is stopped or silent."""
 _LOOK_S = 0.003
 _MAX_ANSWER = 1 << 16
-_decoder = msgspec.json.Decoder(Books)
+_decoder = json_decoder(Books)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.decoding import from_json
 from outlast.policy import timeouts as policy
 from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Timeouts
 from outlast.policy.timeouts import Learned, Observation
@@ -153,7 +154,7 @@ class LearnedTimeouts:
 def _read(path: Path) -> _File:
     nothing = _File(version=_VERSION, learned=Learned(), cycle="", before=Learned(), seen=Observation())
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=_File)
+        state = from_json(path.read_bytes(), _File)
     except FileNotFoundError:
         return nothing
     except (OSError, msgspec.DecodeError) as error:

@@ -21,6 +21,7 @@ import msgspec
 from outlast import env as environment
 from outlast.clock import now_s
 from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.decoding import from_json
 from outlast.monitor.examine import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.culprit import find_culprit
@@ -136,7 +137,7 @@ class _Guard:
 def main(arguments: list[str] | None = None) -> int:
     """Run as a side process; return its exit code."""
     (text,) = sys.argv[1:] if arguments is None else arguments
-    task = msgspec.json.decode(text, type=Task)
+    task = from_json(text, Task)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         worker = os.pidfd_open(task.pid)

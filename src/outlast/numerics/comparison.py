@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from outlast.decoding import from_json
 from outlast.numerics.replica_agreement import Replica
 from outlast.runtime.gathering import broadcast_bytes, gather_bytes
 
@@ -108,7 +109,7 @@ class _Differences:
     def gather(self, node: str, device: str) -> None:
         word = _Word(node, device, [_Holding(key, size, _digest(own)) for key, (size, own) in self._mine.items()])
         told = gather_bytes(self._group, msgspec.json.encode(word))
-        words = [msgspec.json.decode(data, type=_Word) for data in told]
+        words = [from_json(data, _Word) for data in told]
         by_holders: dict[int, dict[int, _Holding]] = {}
         for rank, one in enumerate(words):
             for holding in one.holdings:
@@ -144,8 +145,7 @@ class _Differences:
         _, own = self._mine.get(key, (0, []))
         mine = msgspec.json.encode(own)
         first, second = (
-            msgspec.json.decode(broadcast_bytes(self._group, mine, rank), type=list[tuple[str, int]])
-            for rank in (reference, other)
+            from_json(broadcast_bytes(self._group, mine, rank), list[tuple[str, int]]) for rank in (reference, other)
         )
         pairs = zip_longest(first, second, fillvalue=("", 0))
         return next((two[0] or one[0] for one, two in pairs if one != two), "")

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from outlast.decoding import convert
 from outlast.numerics import plain
 from outlast.numerics.batches import ReplayableIterator
 from outlast.numerics.validations import Rejected
@@ -128,7 +129,7 @@ class StepFacts:
         """Return what was rejected, with its result."""
         expected = {}
         for plain_one, form in self.stored["rejected"]:
-            one = msgspec.convert(plain_one, Rejected)
+            one = convert(plain_one, Rejected)
             result = to_number(one.value) if form is None else plain.give_back(form, local_rank)
             expected[one.call] = (one, result)
         return expected

@@ -29,6 +29,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from outlast.decoding import from_json
 from outlast.policy.recovery_point import Copy, Tier
 
 __all__ = [
@@ -198,7 +199,7 @@ def decode_distrusted(text: str | None) -> tuple[Distrusted, ...]:
     Raises:
         msgspec.DecodeError: It is none.
     """
-    return msgspec.json.decode(text, type=tuple[Distrusted, ...]) if text else ()
+    return from_json(text, tuple[Distrusted, ...]) if text else ()
 
 
 def _covers(one: Distrusted, copy: Copy, ancestors: Sequence[str]) -> bool:

@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from outlast.decoding import from_json
+
 __all__ = [
     "Diagnosis",
     "Finding",
@@ -193,7 +195,7 @@ def decode_diagnosis(data: bytes | str) -> Diagnosis:
     Raises:
         msgspec.DecodeError: It is none.
     """
-    return msgspec.json.decode(data, type=Diagnosis)
+    return from_json(data, Diagnosis)
 
 
 def encode_replay(replay: Replay) -> str:
@@ -207,7 +209,7 @@ def decode_replay(text: str | None) -> Replay | None:
     Raises:
         msgspec.DecodeError: It is none.
     """
-    return msgspec.json.decode(text, type=Replay) if text else None
+    return from_json(text, Replay) if text else None
 
 
 def _text(value: JsonNumber) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from outlast import clock
 from outlast.config import CheckpointConfig
+from outlast.decoding import from_json
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.monitor.collectives import count_collectives
@@ -208,7 +209,7 @@ class Keeping:
             from torch.distributed.distributed_c10d import _get_default_group
 
             told = gather_bytes(_get_default_group(), told[0])
-        everyone = [msgspec.json.decode(one, type=tuple[tuple[int, str] | None, bool]) for one in told]
+        everyone = [from_json(one, tuple[tuple[int, str] | None, bool]) for one in told]
         all_hold = held is not None and all(one == held for one, _ in everyone)
         return all_hold, all(is_new for _, is_new in everyone)
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from outlast import clock
+from outlast.decoding import json_decoder
 from outlast.env import clean_name
 from outlast.incidents import Event, EventKind
 
@@ -25,7 +26,7 @@ __all__ = ["Journal", "read_journal"]
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Event)
+_decoder = json_decoder(Event)
 
 
 class Journal:

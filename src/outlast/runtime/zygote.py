@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from outlast.decoding import msgpack_decoder
 from outlast.errors import OutlastError
 
 __all__ = ["Clear", "Cleared", "Exited", "FailedToStart", "Ready", "SendSignal", "Spawn", "Started", "Zygote"]
@@ -109,7 +110,7 @@ Request = Spawn | SendSignal | Clear
 Reply = Ready | Started | FailedToStart | Exited | Cleared
 
 _encoder = msgspec.msgpack.Encoder()
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgpack_decoder(Reply)
 
 
 class Zygote:

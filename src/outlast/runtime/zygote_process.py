@@ -18,6 +18,7 @@ import sys
 import msgspec
 
 from outlast import clock
+from outlast.decoding import msgpack_decoder
 from outlast.runtime import processes
 from outlast.runtime.forked_worker import Preloaded, become_worker, preload
 from outlast.runtime.zygote import (
@@ -35,7 +36,7 @@ from outlast.runtime.zygote import (
 
 __all__ = ["main"]
 
-_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_decoder: msgspec.msgpack.Decoder[Request] = msgpack_decoder(Request)
 _encoder = msgspec.msgpack.Encoder()
 
 

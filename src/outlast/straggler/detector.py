@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from outlast import clock
 from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.decoding import from_msgpack
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError, PeerLost
 from outlast.policy.machines import Cause, MachineVerdict, choose_others
@@ -304,7 +305,7 @@ class StragglerDetector:
         if group is None:
             return (mine,)
         told = gather_bytes(group, msgspec.msgpack.encode(mine))
-        return tuple(msgspec.msgpack.decode(data, type=RankTimings) for data in told)
+        return tuple(from_msgpack(data, RankTimings) for data in told)
 
     def _open_group(self) -> dist.ProcessGroup | None:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from outlast import clock
+from outlast.decoding import from_msgpack
 from outlast.policy.machines import MachineTimes, MachineVerdict, judge_machine
 from outlast.policy.timings import lower_median
 from outlast.runtime.device import time_on_device
@@ -61,10 +62,7 @@ def gather_machine_verdict(
             MachineTimes(rank=rank, product_s=product_s, copy_s=copy_s, exchange_s=exchange_s)
         )
     told = {
-        times.rank: times
-        for data in gather_bytes(group, mine)
-        if data
-        for times in [msgspec.msgpack.decode(data, type=MachineTimes)]
+        times.rank: times for data in gather_bytes(group, mine) if data for times in [from_msgpack(data, MachineTimes)]
     }
     return judge_machine(told[suspect], [told[other] for other in others], node=node)
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from outlast.checkpoint.holdings import CopyKey
+from outlast.decoding import from_msgpack
 
 __all__ = [
     "HEAD_BYTES",
@@ -173,7 +174,7 @@ def decode_body(body: bytes) -> Message:
         FrameError: It is no message, or one that must not be obeyed.
     """
     try:
-        message: Message = msgspec.msgpack.decode(body, type=Message)
+        message: Message = from_msgpack(body, Message)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FrameError(f"it holds no message ({error})") from error
     if isinstance(message, Put | Get):

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from outlast import clock
+from outlast.decoding import from_json
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.slurm.commands import call
 from outlast.launch.ladder_file import load_ladder
@@ -37,7 +38,7 @@ def load_requeue_state(run_dir: Path) -> RequeueState:
     """
     path = run_dir / "requeue.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RequeueState)
+        return from_json(path.read_bytes(), RequeueState)
     except FileNotFoundError:
         return RequeueState()
     except (OSError, msgspec.DecodeError) as error:
