@@ -206,7 +206,7 @@ def test_the_end_of_slurms_time_limit_is_a_notice(tmp_path: Path) -> None:
     notices = _events(tmp_path, EventKind.NOTICE)
     assert {notice.data["source"] for notice in notices} == {"time_limit"}
     assert all(notice.data["deadline_s"] <= 5 for notice in notices)
-    assert "the job's time limit ends in" in outputs[0]
+    assert any("the job's time limit ends in" in output for output in outputs), outputs  # by whoever saw it first
 
 
 @pytest.mark.process
