@@ -25,6 +25,7 @@ __all__ = [
     "DEVICE",
     "JOB",
     "NODE",
+    "POSTMORTEM",
     "REPLAY",
     "RUN_DIR",
     "RUN_ID",
@@ -36,6 +37,7 @@ __all__ = [
     "hostname",
     "node_name",
     "noting_reads",
+    "postmortem_path",
     "read_worker",
     "replace_environ",
     "set_default",
@@ -64,6 +66,8 @@ WRITER = "OUTLAST_WRITER"
 """Address of the node's checkpoint writer (an abstract Unix socket, without its leading zero); set by an agent only."""
 UNTRUSTED = "OUTLAST_UNTRUSTED"
 """JSON list of the copies that must not be loaded; set by an agent only."""
+POSTMORTEM = "OUTLAST_POSTMORTEM"
+"""Path of the memory file that keeps how this worker ended; set by an agent only."""
 REPLAY = "OUTLAST_REPLAY"
 """JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
 
@@ -71,6 +75,11 @@ REPLAY = "OUTLAST_REPLAY"
 def environ() -> dict[str, str]:
     """Return a copy of the environment of this process."""
     return dict(os.environ)
+
+
+def postmortem_path() -> str | None:
+    """Return where this worker records how it ends; ``None`` without an agent of ours."""
+    return os.environ.get(POSTMORTEM) or None
 
 
 def hostname() -> str:

@@ -59,7 +59,8 @@ class ExitReason(IntEnum):
     FAILED = 1
     """A failure that no other reason names; the ladder decides."""
     BAD_INPUT = 2
-    """The command line or a config is wrong; nothing was started."""
+    """The command line, a config or the script is wrong: nothing was started, or all ranks failed alike before the
+    first step, in a way that a restart cannot mend. Never re-queued."""
     RESUME_TO_DISAMBIGUATE = 16
     """An invalid result must be run again elsewhere before it can be judged."""
     FAILED_VALIDATION = 17

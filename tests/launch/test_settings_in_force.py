@@ -32,6 +32,7 @@ from outlast.policy.deadlines import Timeouts
 from outlast.policy.timeouts import Learned
 from outlast.runtime.board import Board
 from outlast.runtime.mailbox import Mailbox
+from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Exited
 from outlast.testing import Cluster
 
@@ -128,7 +129,7 @@ def make_cycle(tmp_path: Path) -> Any:
         parts["board"] = board = Board.create_anonymous(num_ranks=2)
         parts["in_process"] = InProcess(board=board, workers=parts["workers"], is_alone=True)
         options: Any = SimpleNamespace(layers=LayeredSettings(**layers), run_dir=tmp_path)
-        cycle = Cycle(**parts, options=options, job="job", node="n")
+        cycle = Cycle(**parts, options=options, job="job", node="n", postmortem=Postmortem(2))
         cycle.watch(on_hang=lambda _: None, on_error=lambda _: None)
         cycles.append(cycle)
         return cycle

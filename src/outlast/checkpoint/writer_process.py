@@ -77,6 +77,11 @@ class WriterProcess:
             if not self._closed:
                 self._process.kill()
 
+    def kill(self) -> None:
+        """End the writer at once, from a signal handler: no lock is taken, and nobody is waited for."""
+        self._closed = True
+        self._process.kill()
+
     def close(self) -> None:
         """End the writer, and give up what it held and did. Idempotent. Blocks: up to 2 s. Thread: any."""
         with self._lock:

@@ -323,14 +323,14 @@ class Coordinator:
             return
         if self.phase in (Phase.RUNNING, Phase.PREPARING):
             reason = facts.incident.describe() if facts.incident else f"node {node.name} left the cycle"
-            self._end_cycle(reason, examine=False, but=node)
+            self._end_cycle(reason, examine=False, but=node, awaits_alike=facts.permanent is not None)
         if self._ending is not None:
             self._ending.take(facts)
 
-    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None) -> Ending:
+    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> Ending:
         self.phase = Phase.FORMING
         self._ending = Ending(job=self.settings.job, cycle=self.cycle)
-        over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine)
+        over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_alike=awaits_alike)
         for node in self.nodes:
             if node is not but and self.nodes.holds_slot(node) and not node.ready:
                 self.nodes.send(node, over)
@@ -378,7 +378,9 @@ class Coordinator:
             ending, self._ending = self._ending, None
             barred = self.state.barred
             end = ending.summarise(
-                num_heirs=lambda name: self.nodes.num_heirs(name, barred), may_shrink=self._forming.may_shrink()
+                num_heirs=lambda name: self.nodes.num_heirs(name, barred),
+                may_shrink=self._forming.may_shrink(),
+                num_nodes=len(self.nodes.slots),
             )
             self._learn(self.cycle, observations(ending.facts), ending.expired)
             self._carry_out(self._rulings.rule(end), now_s)
@@ -388,6 +390,7 @@ class Coordinator:
             self._rulings.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
         slots = self._forming.fill(self.cycle, now_s, barred=self.state.barred)
         if slots is None:
+            self._forming.remind(now_s)
             awaited = bool(self.nodes.by_name) or self._unfit.any_waits
             if (reason := self._forming.gave_up(now_s, is_awaited=awaited)) is not None:
                 reason += self._unfit.describe()

@@ -18,8 +18,10 @@ from outlast.launch.agent_state import State
 from outlast.launch.checkups import CheckedUp, Checkups
 from outlast.launch.crew import Crew
 from outlast.launch.cycle import ALONE_S, Cycle
+from outlast.launch.ending import name_culprit
 from outlast.launch.fitness import Fitness
-from outlast.launch.link import LinkDown, LinkFailed, LinkUp
+from outlast.launch.forming import SAY_S
+from outlast.launch.link import GOODBYE_S, LinkDown, LinkFailed, LinkUp
 from outlast.launch.member import Member
 from outlast.launch.mending import Mending
 from outlast.launch.news import Broken, Hang, Notice, WriterDied
@@ -27,6 +29,7 @@ from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
 from outlast.launch.timers import Timers
 from outlast.launch.torchrun_backend import open_cycle_store
+from outlast.policy.causes import SAME_FAULT_S
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.store import TCPStore
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
@@ -35,6 +38,8 @@ __all__ = ["NodeAgent"]
 
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
+_PARTING_S = 0.2
+"""What a host that leaves before the first cycle gives its word to go out."""
 _PLAIN_AFTER_S = 60.0
 """A script that has shown no sign of life by then may well have no session."""
 
@@ -91,14 +96,17 @@ class NodeAgent:
     def run(self) -> None:
         """Take part in the job. Blocks: until it is over."""
         self._member.link.start()
+        self._wait_for_link(self.options.join_timeout_s)
         while not self._final:
             self._wait_and_handle()
 
     def close(self) -> None:
         """Free everything; whatever worker is left is killed."""
+        never_ran = self._crew.cycle is None
         self._fitness.close()
         self._crew.close()
-        self._member.link.close()
+        # Told to leave before the first cycle, the job is not over: there is nothing that others must hear.
+        self._member.link.close(goodbye_timeout_s=_PARTING_S if never_ran and self._signal else GOODBYE_S)
         self._cycle_store = None
         self._journal.close()
 
@@ -151,6 +159,8 @@ class NodeAgent:
             case m.Wait():
                 self._timers.cancel("answer")
                 log.info("[outlast] node %s waits: %s", self._member.node, news.reason)
+            case m.Waiting():
+                log.info("%s", news.reason)
             case m.Remark():
                 log.warning("[outlast] %s", news.text)
             case CheckedUp():
@@ -175,10 +185,21 @@ class NodeAgent:
             case _:
                 raise AssertionError(f"unexpected news {news!r}")
 
+    def _wait_for_link(self, left_s: float) -> None:
+        """Say every ten seconds that the control store is still looked for."""
+
+        def remind() -> None:
+            problem = self._member.link.problem or "no answer yet"
+            log.info("waiting for the control store: %s; gives up in %.0f s", problem, left_s - SAY_S)
+            self._wait_for_link(left_s - SAY_S)
+
+        self._timers.set("first link", SAY_S, remind)
+
     # -- joining and starting ----------------------------------------------------------------------------------
 
     def _on_link_up(self, news: LinkUp) -> None:
         self._timers.cancel("link")
+        self._timers.cancel("first link")
         member, self.is_host = self._member, news.is_host
         if not news.is_first:
             log.warning("[outlast] the control store is back, at %s", member.link.endpoint)
@@ -282,9 +303,17 @@ class NodeAgent:
             if cycle.all_ended:
                 self._on_all_ended(cycle)
         else:
-            incident = cycle.describe_death(worker)
             self._crew.note_failure(cycle, worker, news)
-            self._fail(incident)
+            self._fail_when_clear(cycle)
+
+    def _fail_when_clear(self, cycle: Cycle) -> None:
+        """End the cycle for a worker that failed, once it is clear which one began; others may just be failing, too."""
+        wait_s = cycle.wait_for_others_s
+        if not wait_s:
+            self._timers.cancel("clear")
+            self._fail(cycle.describe_failure())
+        elif not self._timers.is_set("clear"):
+            self._timers.set("clear", wait_s, lambda: self._fail(cycle.describe_failure()))
 
     def _on_all_ended(self, cycle: Cycle) -> None:
         if ExitReason.PREEMPTED in cycle.exit_codes:
@@ -302,19 +331,28 @@ class NodeAgent:
         if cycle is None or self._state not in (State.RUNNING, State.FINISHED):
             return
         self._journal.write_incident(incident)
-        log.warning("[outlast] %s", incident.describe())
+        self._log_incident(incident)
         self._end_cycle(cycle, cycle.facts(incident), incident.describe())
+
+    def _log_incident(self, incident: Incident) -> None:
+        """Log what was seen on this node; where the coordinator is, its verdict says so in a moment."""
+        log.log(logging.DEBUG if self.is_host else logging.WARNING, "%s", incident.describe())
 
     def _on_hang(self, hang: Hang) -> None:
         cycle = self._crew.on_duty
         if cycle is None or cycle.number != hang.cycle or self._state != State.RUNNING:
             return
         incident = cycle.describe_hang(hang.report)
-        self._journal.write_incident(incident)
         # The other nodes look at their ranks while this one does.
         self._member.report_hang(incident, hang.report.expired, cycle.number)
         positions = cycle.examine(hang.report)
-        self._end_cycle(cycle, cycle.facts(None, positions), incident.describe())
+        if is_alone := cycle.start.num_nodes == 1:
+            incident = name_culprit(incident, positions)
+        self._journal.write_incident(incident)
+        self._log_incident(incident)
+        # Who is to blame is found by what all nodes saw: the verdict says it.
+        reason = incident.describe() if is_alone else f"a hang; first seen: {incident.evidence['summary']}"
+        self._end_cycle(cycle, cycle.facts(None, positions), reason)
         self._fitness.suspect()
 
     def _on_cycle_over(self, over: m.CycleOver) -> None:
@@ -327,12 +365,24 @@ class NodeAgent:
         cycle = self._crew.on_duty
         if cycle is None or cycle.number != over.cycle or self._state not in (State.RUNNING, State.FINISHED):
             return
+        if over.awaits_alike and not cycle.all_ended and not self._timers.is_set("clear"):
+            # The ranks here are about to fail as those elsewhere did, or wait for them.
+            self._timers.set("clear", SAME_FAULT_S, lambda: self._fail_or_follow(cycle, over.reason))
+            return
         log.warning("[outlast] cycle %d is over: %s", over.cycle, over.reason)
         positions = cycle.examine(None) if over.examine and self._state == State.RUNNING else ()
         self._end_cycle(cycle, cycle.facts(None, positions), over.reason)
 
+    def _fail_or_follow(self, cycle: Cycle, reason: str) -> None:
+        """End a cycle that has ended elsewhere, with what failed here meanwhile."""
+        if any(code not in (None, ExitReason.FINISHED) for code in cycle.exit_codes):
+            self._fail(cycle.describe_failure())
+        elif cycle is self._crew.on_duty and self._state in (State.RUNNING, State.FINISHED):
+            self._end_cycle(cycle, cycle.facts(None), reason)
+
     def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str) -> None:
         cycle.over = True
+        self._timers.cancel("clear")
         self._journal.write_ended(cycle, reason)
         self._join(facts)
         self._crew.dismiss(cycle, self._timers)
@@ -350,6 +400,7 @@ class NodeAgent:
             incident = self._journal.incident(IncidentKind.WORKER_DIED, why, exit_code=-9)
             facts = cycle.facts(incident)
             cycle.over = True
+            self._timers.cancel("clear")
             self._journal.write_incident(incident)
             self._journal.write_ended(cycle, incident.describe())
             cycle.close()

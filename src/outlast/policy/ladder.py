@@ -157,6 +157,9 @@ def _judge(
     if end.exit_code == ExitReason.NO_PROGRESS:
         reason = f"{what}: the worker itself gave up: another try would get no further"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
+    if end.is_permanent:
+        reason = f"{what}; every rank failed so before its first step; a restart cannot help: mend it and start again"
+        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
         repeated = repeated or state.cycles_without_progress >= limits.max_no_progress_cycles

@@ -18,6 +18,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
 from outlast.monitor.rank_monitor import SectionTimer
 from outlast.policy.slots import OWN_VERDICTS
+from outlast.runtime import postmortem
 from outlast.runtime.device import training_device
 from outlast.session.attempts import Attempt
 from outlast.session.beginning import restore
@@ -277,6 +278,8 @@ class Session:
         if kind is None:
             self.close()
         else:
+            if not isinstance(error, SystemExit) and error is not None and (kept := postmortem.recorder()) is not None:
+                kept.exception(error)  # before peers notice that this rank is gone
             if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code in OWN_VERDICTS:
                 self._monitor.set_leaving(error.code)
             self._has.let_go()

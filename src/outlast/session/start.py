@@ -12,6 +12,7 @@ from outlast.config import Config, FaultToleranceConfig
 from outlast.config.files import load_config
 from outlast.errors import ConfigError
 from outlast.inprocess.handle import current_handle
+from outlast.runtime import postmortem
 from outlast.runtime.slurm_job import log_job_info
 from outlast.session.session import Session
 
@@ -46,6 +47,7 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
     Blocks: until all ranks have come.
     Thread: the main thread, or notices (SIGTERM) are not handled.
     """
+    postmortem.begin_with_hook()
     place = env.read_worker()
     _speak(place)
     if config is None:
