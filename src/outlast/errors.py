@@ -11,6 +11,8 @@ The whole tree::
     |   +-- Incomplete                       a generation lacks a part
     |   +-- Corrupt                          bytes differ from their digests
     |   +-- Untrusted                        whole, but of another run, rank or topology
+    |   +-- Mismatch                         whole and trusted, but does not fit the live state
+    |   +-- Unavailable                      a directory or store cannot be read or written
     +-- NotFinite                            a loss or a gradient is NaN or infinite
     +-- UnhealthyDevice                      a device failed its check
     +-- UnhealthyRank                        a rank must not take part any longer
@@ -38,6 +40,7 @@ __all__ = [
     "DeadlineExceeded",
     "ExitReason",
     "Incomplete",
+    "Mismatch",
     "NotFinite",
     "OutlastError",
     "PeerLost",
@@ -45,6 +48,7 @@ __all__ = [
     "RestartAbort",
     "RolledBack",
     "SparesExhausted",
+    "Unavailable",
     "UnhealthyDevice",
     "UnhealthyRank",
     "Untrusted",
@@ -129,6 +133,14 @@ class Corrupt(CheckpointError):
 
 class Untrusted(CheckpointError):
     """A copy is whole, but belongs to another run, rank, iteration or topology."""
+
+
+class Mismatch(CheckpointError):
+    """A generation is whole and trusted, but does not fit the state that it is to be loaded into."""
+
+
+class Unavailable(CheckpointError):
+    """A checkpoint directory or store cannot be read or written."""
 
 
 class NotFinite(OutlastError):

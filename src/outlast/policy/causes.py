@@ -28,12 +28,12 @@ _PEER_TEXT = re.compile(
     r"|application timeout caused pair closure|timed out waiting \d+ ?ms for (recv|send)|peer .* (is gone|left|closed)",
     re.IGNORECASE,
 )
-_STATIC = frozenset(
-    {"SyntaxError", "ImportError", "FileNotFoundError", "NotADirectoryError", "ConfigError", "Mismatch"}
-)
+_STATIC = frozenset({"SyntaxError", "ImportError", "FileNotFoundError", "NotADirectoryError", "ConfigError"})
 """What is wrong with a script, its surroundings, or how it was called, whatever else it does."""
 _BEFORE_STEPS = frozenset({"NameError", "AttributeError", "TypeError", "ValueError", "LookupError", "PermissionError"})
 """What is wrong with a script that is known to be before its first step."""
+_CHECKPOINT = frozenset({"Mismatch", "Unavailable", "Untrusted"})
+"""What is wrong with what was to be loaded, or with where it lies."""
 _PASSING = frozenset({"UnicodeError", "JSONDecodeError"})
 """ValueErrors that a file which is still being written can cause."""
 
@@ -70,7 +70,7 @@ def is_permanent(cause: Cause | None, *, has_session: bool) -> bool:
     if cause is None or is_consequence(cause):
         return False
     names = {cause.type.rpartition(".")[2], *cause.bases}
-    wrong = _STATIC | _BEFORE_STEPS if has_session else _STATIC
+    wrong = _STATIC | _CHECKPOINT | (_BEFORE_STEPS if has_session else frozenset())
     return cause.is_usage_error or (not names.isdisjoint(wrong) and names.isdisjoint(_PASSING))
 
 
