@@ -24,6 +24,8 @@ __all__ = [
     "CYCLE",
     "DEVICE",
     "JOB",
+    "LOG",
+    "LOG_LEVEL",
     "NODE",
     "REPLAY",
     "RUN_DIR",
@@ -66,6 +68,10 @@ UNTRUSTED = "OUTLAST_UNTRUSTED"
 """JSON list of the copies that must not be loaded; set by an agent only."""
 REPLAY = "OUTLAST_REPLAY"
 """JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
+LOG_LEVEL = "OUTLAST_LOG_LEVEL"
+"""Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
+LOG = "OUTLAST_LOG"
+"""Form of the log: ``text`` or ``json``."""
 
 
 def environ() -> dict[str, str]:

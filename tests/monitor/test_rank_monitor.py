@@ -45,7 +45,7 @@ def test_what_the_agent_was_given_comes_before_the_scripts_own(monitor, board, c
     """Field by field: the agent's section timeouts hold, and what only the script sets holds too. The line that users
     search for names them."""
     (line,) = [record.getMessage() for record in caplog.get_records("setup")]
-    assert line.startswith("[FaultTolerance] rank 5 (node n")
+    assert line.startswith("rank 5 (node n")
     assert "section timeouts: setup 600.0 s, step 180.0 s" in line
     assert monitor.config.rank_section_timeouts == {"setup": 600.0, "step": 180.0}
     assert monitor.config.safety_factor == 3.0

@@ -98,9 +98,9 @@ def test_hung_worker_is_ended_and_explained(start, tmp_path, what, state):
     log = worker.output(0)
     pid = worker.pid(0)
     assert f"no agent of outlast runs here: side process {worker.side} watches rank 3 (node n, pid {pid}" in log
-    assert "[RankMonitorServer] node n watches 1 ranks: section timeouts: step 0.5 s" in log
-    assert f"[RankMonitor] rank 3 (node n, pid {pid}): section 'step' exceeded 0.5 s" in log
-    assert f"[RankMonitor] rank 3 (pid {pid}) is ended with SIGKILL" in log
+    assert "node n watches 1 ranks: section timeouts: step 0.5 s" in log
+    assert f"rank 3 (node n, pid {pid}): section 'step' exceeded 0.5 s" in log
+    assert f"rank 3 (pid {pid}) is ended with SIGKILL" in log
     text = (tmp_path / "run" / "stacks" / "cycle-1" / "rank-3.txt").read_text()
     assert f"iteration 6, in step, process state {state}" in text
     assert 'File "<string>", line ' in text

@@ -81,7 +81,13 @@ class CheckpointManager:
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
-        self._writer = WriterClient(place.writer, writer_arguments, patience_s=patience_s)
+        self._writer = WriterClient(
+            place.writer,
+            writer_arguments,
+            owner=f"rank {place.global_rank}",
+            node=place.node,
+            patience_s=patience_s,
+        )
         self._peers = Peers(place.global_rank, place.world_size, timeout_s=config.save_timeout)
         try:
             self._places = agree_places(config, place, self._peers, self._writer)

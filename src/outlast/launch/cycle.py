@@ -107,7 +107,7 @@ class Cycle:
             elif local_rank not in self._strangers:
                 self._strangers.add(local_rank)
                 log.warning(
-                    "[outlast] the fault tolerance settings of local rank %d differ from another rank's, which are in "
+                    "the fault tolerance settings of local rank %d differ from another rank's, which are in "
                     "force; give all ranks the same config",
                     local_rank,
                 )
@@ -116,11 +116,11 @@ class Cycle:
         try:
             self.layers = self.layers.with_script(text or "{}")
         except ConfigError as error:
-            log.warning("[outlast] the fault tolerance settings of the script's config are not used: %s", error)
+            log.warning("the fault tolerance settings of the script's config are not used: %s", error)
         config, source = self.layers.config, self.layers.source
         for name, why in _WITHOUT_EFFECT.items():
             if source(name) == SCRIPT:
-                log.warning("[outlast] fault_tolerance.%s of the script's config has no effect: %s", name, why)
+                log.warning("fault_tolerance.%s of the script's config has no effect: %s", name, why)
         if self.watchdog is None:
             return
         if not config.enable_ft_package:
@@ -149,7 +149,7 @@ class Cycle:
     def _say_off(self) -> None:
         where = self.layers.source("enable_ft_package")
         log.warning(
-            "[outlast] hang detection is off: enable_ft_package is false (%s); only deaths of workers are noticed",
+            "hang detection is off: enable_ft_package is false (%s); only deaths of workers are noticed",
             where,
         )
 
