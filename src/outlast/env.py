@@ -132,6 +132,12 @@ class WorkerEnv:
     replay: str | None = None
     """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank logs what holds for all ranks and the whole job: rank 0, in the job's first cycle."""
+        # What srun and a plain start count are jobs: each has a log of its own.
+        return self.global_rank == 0 and (self.cycle == 0 or self.launcher in ("srun", "python"))
+
 
 def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
     """Read this worker's place from the environment.

@@ -106,7 +106,7 @@ class CheckpointManager:
             self._peers.close()
             self._writer.close()
             raise
-        if place.global_rank == 0:
+        if place.is_first:
             say_what_is_off(config, self._places)
         self._loader = Loader(
             config,
@@ -264,7 +264,7 @@ class CheckpointManager:
         self.finish_staging()
         restored = self._restored
         if restored is not None and iteration == restored.iteration and not suspect and wanted <= self._restored_tiers:
-            log.info("iteration %d is committed already; it is not written again", iteration)
+            log.debug("iteration %d is committed already; it is not written again", iteration)
             handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=restored.attempt)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle

@@ -70,6 +70,8 @@ class Cycle:
     """The fault tolerance settings in force: those of the launcher, and of the script once it told them."""
     script_settings: str | None = None
     """What the script's config sets, as text; ``None`` while no rank has attached to the board."""
+    watched: str = ""
+    """What the log last said of the timeouts in force on this node, in an earlier cycle too."""
     _strangers: set[int] = field(default_factory=set)
     """Local ranks whose scripts set something else than the first one's."""
     over: bool = False
@@ -136,7 +138,9 @@ class Cycle:
             field = FIELD_OF_SETTING[name]
             return "learned" if getattr(timeouts, field) != getattr(configured, field) else source(name)
 
-        self.watchdog.enforce(timeouts, timeouts.describe(origin))
+        description = timeouts.describe(origin)
+        self.watchdog.enforce(timeouts, description, is_new=description != self.watched)
+        self.watched = description
 
     @property
     def is_plain(self) -> bool:

@@ -185,7 +185,8 @@ class NodeAgent:
         else:
             self._journal.open(news.job, self._crew.command[1], self._crew.num_workers)
             if news.is_host:
-                log.info("node %s hosts the control store at %s", member.node, member.link.endpoint)
+                level = logging.INFO if self.options.max_nodes > 1 else logging.DEBUG
+                log.log(level, "node %s hosts the control store at %s", member.node, member.link.endpoint)
         if self._state == State.OUTSIDE:
             self._fitness.meet(is_host=news.is_host)
         else:

@@ -23,6 +23,7 @@ from outlast.monitor import side_process, stacks
 from outlast.monitor.learned import LearnedTimeouts, observe
 from outlast.monitor.responder import Responder
 from outlast.policy.deadlines import STEP, Timeouts
+from outlast.policy.timeouts import STANDARD
 from outlast.runtime.board import Board, LoadedCopy, RankState
 from outlast.runtime.in_process_mark import address as agent_address
 
@@ -117,6 +118,7 @@ class RankMonitor:
         self.pid = os.getpid()
         self._sections: dict[str, SectionTimer] = {}
         self._said: set[str] = set()
+        self._level = logging.INFO if self.env.is_first else logging.DEBUG
         self._side: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._last_state: RankState
@@ -138,7 +140,7 @@ class RankMonitor:
             settings=config.to_json() if config is not None and config.given else "",
         )
         self._timeouts = Timeouts.from_config(self.config, with_defaults=self.env.config_file is not None)
-        log.info("%s uses %s", self._who(), self._timeouts.describe())
+        log.debug("%s uses %s", self._who(), self._timeouts.describe())
         if self.env.board is not None:
             self._wake_agent()
             child = -1
@@ -211,7 +213,9 @@ class RankMonitor:
         timer = SectionTimer(self._page.intern(name), self._page.open, self._page.shut)
         self._sections[name] = timer
         if self._timeouts.sections.get(name) is None:
-            log.info("section %r has no timeout: it is measured, not enforced", name)
+            # Where no section has one, sections are not what this run is watched by.
+            level = self._level if self._timeouts.sections and name not in STANDARD else logging.DEBUG
+            log.log(level, "section %r has no timeout: it is measured, not enforced", name)
         return timer
 
     # -- facts ---------------------------------------------------------------------------------------------
@@ -309,7 +313,7 @@ class RankMonitor:
         if self._timeouts.smallest_s() is None:
             off = self.config.given.get("enable_ft_package") is False
             why = "enable_ft_package is off" if off else "no timeout is set"
-            log.info("%s is not watched: %s", self._who(), why)
+            log.log(self._level, "%s is not watched: %s", self._who(), why)
             return -1
         folder = None
         if self._run_dir is not None:
@@ -328,7 +332,8 @@ class RankMonitor:
         except OSError as error:
             log.warning("%s is not watched: %s", self._who(), error)
             return -1
-        log.info(
+        log.log(
+            self._level,
             "no agent of outlast runs here: side process %d watches %s and ends it with %s "
             "when it hangs, for its launcher to start it again",
             self._side.pid,

@@ -141,7 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run as a side process; return its exit code."""
     (text,) = sys.argv[1:] if arguments is None else arguments
     task = from_json(text, Task)
-    logs.configure(f"monitor rank {task.rank}", node=task.node, rank=task.rank)
+    least = logging.INFO if task.rank == 0 else logging.WARNING  # all say alike which timeouts they enforce
+    logs.configure(f"monitor rank {task.rank}", node=task.node, rank=task.rank, least=least)
     try:
         worker = os.pidfd_open(task.pid)
     except ProcessLookupError:
