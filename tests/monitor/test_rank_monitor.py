@@ -44,7 +44,7 @@ def names(board):
 def test_what_the_agent_was_given_comes_before_the_scripts_own(monitor, board, caplog):
     """Field by field: the agent's section timeouts hold, and what only the script sets holds too. The line that users
     search for names them."""
-    (line,) = [record.getMessage() for record in caplog.get_records("setup")]
+    (line,) = [text for record in caplog.get_records("setup") if " uses " in (text := record.getMessage())]
     assert line.startswith("rank 5 (node n")
     assert "section timeouts: setup 600.0 s, step 180.0 s" in line
     assert monitor.config.rank_section_timeouts == {"setup": 600.0, "step": 180.0}
@@ -118,7 +118,7 @@ def test_sections_without_blocks(monitor, board, caplog):
     assert names(board) == []
 
 
-def test_section_without_timeout_is_said_once(monitor, caplog):
+def test_section_without_timeout_is_said_once(monitor, board, caplog):
     """An unknown name is measured and not enforced, which is said once: at INFO by rank 0 in the first cycle, and by
     others at DEBUG."""
     for _ in range(3):
