@@ -106,7 +106,7 @@ def test_hang_is_reported_at_its_deadline(board, clock, caplog):
     assert one.elapsed_s == 180.0
     assert [state.global_rank for state in report.states] == [3, -1]
     assert caplog.messages == [
-        "[RankMonitor] rank 3 (node worker-1, pid 4711): section 'step' exceeded 180.0 s (180.0 s so far, iteration 57)"
+        "rank 3 (node worker-1, pid 4711): section 'step' exceeded 180.0 s (180.0 s so far, iteration 57)"
     ]
 
 
@@ -182,7 +182,7 @@ def test_thread_reports_and_stops(board, caplog):
     assert report.expired[0].elapsed_s >= 0.1
     assert dog.stop()
     assert dog.stop()
-    assert "[RankMonitorServer] node n watches 2 ranks: section timeouts: step 0.1 s" in caplog.text
+    assert "node n watches 2 ranks: section timeouts: step 0.1 s" in caplog.text
 
 
 def test_thread_can_be_stopped_from_its_own_report(board):

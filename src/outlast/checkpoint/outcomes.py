@@ -48,6 +48,8 @@ class Outcomes:
         self._reporter, self._arenas = reporter, arenas
         self._to_global, self._on_durable = to_global, on_durable
         self._lock = threading.Lock()
+        self._reached: dict[int, frozenset[Tier]] = {}
+        """Near tiers of the saves that are on their way to the global one, by their ordinal."""
         self.durable: int | None = None
         """The newest generation known to be committed, loaded or saved."""
         self.num_failures = 0
@@ -79,9 +81,10 @@ class Outcomes:
         if near and not save.suspect:
             self._note_durable(save, near)
         if Tier.GLOBAL in missing:
+            self._reached[save.attempt.ordinal] = near
             self._to_global(save)
         else:
-            self._succeed(save)
+            self._succeed(save, near)
 
     def far(self, save: Save, error: CheckpointError | None) -> None:
         """A save reached the global tier, or did not."""
@@ -90,11 +93,12 @@ class Outcomes:
             return
         if not save.suspect:
             self._note_durable(save, frozenset({Tier.GLOBAL}))
-        self._succeed(save)
+        self._succeed(save, self._reached.pop(save.attempt.ordinal, frozenset()) | {Tier.GLOBAL})
 
     def failed(self, save: Save, error: CheckpointError) -> None:
         """A save did not reach a tier that it was meant for."""
         self._release(save)
+        reached = self._reached.pop(save.attempt.ordinal, frozenset())
         if isinstance(error, Refused):
             self.refusal = error
         if self.refusal is None and self._is_given_up():
@@ -103,7 +107,7 @@ class Outcomes:
             with self._lock:
                 self.num_failures += 1
                 self.last_error, num_failures = error, self.num_failures
-            self._reporter.failed(save.iteration, error, num_failures=num_failures)
+            self._reporter.failed(save.iteration, error, num_failures=num_failures, reached=reached)
         save.handle.fail(error)
 
     def _is_given_up(self) -> bool:
@@ -117,10 +121,12 @@ class Outcomes:
             time.sleep(_LOOK_S)
         return True
 
-    def _succeed(self, save: Save) -> None:
+    def _succeed(self, save: Save, reached: frozenset[Tier]) -> None:
         self._release(save)
         with self._lock:
             self.num_failures = 0
+        if reached and not save.suspect:
+            self._reporter.saved(_result(save), reached)
         # Last, so that whoever waited finds the outcome logged and in the journal.
         save.handle.succeed(_result(save))
 

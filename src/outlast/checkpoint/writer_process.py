@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from outlast import clock
+from outlast import clock, env
 from outlast.runtime.processes import describe_exit
 
 __all__ = ["WriterProcess"]
@@ -36,6 +36,8 @@ class WriterProcess:
     Args:
         arguments: More arguments for the first process, for fault injection.
         address: Name of the socket, of one whose owner is gone; empty = the kernel draws one.
+        owner: Whose writer this is, for its log; empty = this node's.
+        node: Name of this node, for its log; empty = the one that the machine knows itself by.
         on_death: Called with a line for people when a writer died by itself. Thread: one of its own.
 
     Raises:
@@ -43,9 +45,17 @@ class WriterProcess:
     """
 
     def __init__(
-        self, arguments: tuple[str, ...] = (), *, address: str = "", on_death: Callable[[str], None] | None = None
+        self,
+        arguments: tuple[str, ...] = (),
+        *,
+        address: str = "",
+        owner: str = "",
+        node: str = "",
+        on_death: Callable[[str], None] | None = None,
     ) -> None:
         self._on_death = on_death
+        node = node or env.node_name()
+        self._names = ("--owner", owner or node, "--node", node)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lock = threading.Lock()
         self._closed = False
@@ -105,7 +115,8 @@ class WriterProcess:
 
     def _start(self, arguments: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         fd = self._socket.fileno()
-        command = [sys.executable, "-P", "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid()), *arguments]
+        command = [sys.executable, "-P", "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid())]
+        command += [*self._names, *arguments]
         return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
 
     def _watch(self) -> None:

@@ -9,6 +9,8 @@ import sys
 import click
 from click.shell_completion import CompletionItem
 
+from outlast import env, logs
+
 __all__ = ["run"]
 
 
@@ -55,9 +57,12 @@ def run(arguments: tuple[str, ...]) -> None:
     if arguments and arguments[0] in ("-h", "--help"):
         click.echo(make_parser().format_help())
         return
+    logs.read_settings()
+    _configure_log(env.node_name())  # reading a config file may have something to say
     options = parse_options(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("outlast").setLevel(logging.INFO)
+    if options.log_level is not None:
+        env.update({env.LOG_LEVEL: options.log_level})  # for the workers and the checkpoint writer, too
+    _configure_log(options.node_name)
     from outlast.launch.run import launch
 
     code = launch(options)
@@ -66,3 +71,8 @@ def run(arguments: tuple[str, ...]) -> None:
     sys.stderr.flush()
     # Threads that wait in a store call can neither be interrupted nor outlive this; everything of value is closed.
     os._exit(code)
+
+
+def _configure_log(node: str) -> None:
+    threads = dict.fromkeys(("outlast-coordinator", "outlast-lifelines"), "coordinator")
+    logs.configure(f"agent {node}", node=node, threads=threads)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from outlast import env
+from outlast import env, logs
 from outlast.errors import ConfigError, ExitReason, OutlastError
 
 if TYPE_CHECKING:
@@ -164,7 +163,7 @@ def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on
         click.echo(f"outlast: job {job_id} is not given back: {error}", err=True)
         return int(ExitReason.FAILED)
     what = "goes back to the queue" if ruling.requeue else "is not re-queued"
-    click.echo(f"[outlast] Slurm job {job_id} {what}: {ruling.reason}", err=True)
+    logging.getLogger(logs.OUTCOME).info("Slurm job %s %s: %s", job_id, what, ruling.reason)
     return int(ExitReason.FINISHED)
 
 
@@ -203,4 +202,5 @@ def _check_command(command: tuple[str, ...]) -> str:
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.WARNING, format="[outlast] %(message)s", stream=sys.stderr)
+    logs.read_settings()
+    logs.configure("slurm")

@@ -49,7 +49,7 @@ class Announcements:
         self._mark = self._open_mark()
         if self._mark is not None:
             self._mark.arm(call, patience_s=config.barrier_timeout + config.hard_timeout)
-        if call == 0 and place.global_rank == 0:
+        if call == 0 and place.is_first:
             _say_what_the_launcher_allows(place.launcher)
 
     def begin(self, go: m.Go) -> None:

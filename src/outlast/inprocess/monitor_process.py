@@ -20,7 +20,7 @@ import sys
 
 import msgspec
 
-from outlast import clock
+from outlast import clock, logs
 from outlast.decoding import from_json
 from outlast.errors import OutlastError
 from outlast.inprocess import messages as m
@@ -284,10 +284,13 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)  # schedulers signal every process of a job; this one ends with its rank
     rank_fd, page_fd, text = sys.argv[1:] if arguments is None else arguments
     task = from_json(text, MonitorTask)
-    if task.log_path:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", filename=task.log_path)
-    else:
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(
+        f"monitor rank {task.initial_rank}",
+        node=task.node,
+        rank=task.initial_rank,
+        path=task.log_path,
+        least=logging.INFO if task.log_path else logging.WARNING,
+    )
     pidfd = _open_pidfd(task.pid)
     try:
         return MonitorProcess(task, socket.socket(fileno=int(rank_fd)), Page(int(page_fd)), pidfd).run()

@@ -7,7 +7,7 @@ import queue
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outlast import env
+from outlast import env, logs
 from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.errors import ConfigError, OutlastError, RestartAbort
 from outlast.inprocess import messages as m
@@ -84,6 +84,7 @@ class Rank:
         name = handle_parameter(function)
         if name is not None and name in kwargs:
             name = None
+        logs.configure_worker(self._place.global_rank, self._place.node)
         self._interruption.install()
         stacks.register()
         noting = connections.Noting(self._check_group)

@@ -78,6 +78,8 @@ class Cycle:
     """The fault tolerance settings in force: those of the launcher, and of the script once it told them."""
     script_settings: str | None = None
     """What the script's config sets, as text; ``None`` while no rank has attached to the board."""
+    watched: str = ""
+    """What the log last said of the timeouts in force on this node, in an earlier cycle too."""
     _strangers: set[int] = field(default_factory=set)
     """Local ranks whose scripts set something else than the first one's."""
     over: bool = False
@@ -115,7 +117,7 @@ class Cycle:
             elif local_rank not in self._strangers:
                 self._strangers.add(local_rank)
                 log.warning(
-                    "[outlast] the fault tolerance settings of local rank %d differ from another rank's, which are in "
+                    "the fault tolerance settings of local rank %d differ from another rank's, which are in "
                     "force; give all ranks the same config",
                     local_rank,
                 )
@@ -124,11 +126,11 @@ class Cycle:
         try:
             self.layers = self.layers.with_script(text or "{}")
         except ConfigError as error:
-            log.warning("[outlast] the fault tolerance settings of the script's config are not used: %s", error)
+            log.warning("the fault tolerance settings of the script's config are not used: %s", error)
         config, source = self.layers.config, self.layers.source
         for name, why in _WITHOUT_EFFECT.items():
             if source(name) == SCRIPT:
-                log.warning("[outlast] fault_tolerance.%s of the script's config has no effect: %s", name, why)
+                log.warning("fault_tolerance.%s of the script's config has no effect: %s", name, why)
         if self.watchdog is None:
             return
         if not config.enable_ft_package:
@@ -144,7 +146,9 @@ class Cycle:
             field = FIELD_OF_SETTING[name]
             return "learned" if getattr(timeouts, field) != getattr(configured, field) else source(name)
 
-        self.watchdog.enforce(timeouts, timeouts.describe(origin))
+        description = timeouts.describe(origin)
+        self.watchdog.enforce(timeouts, description, is_new=description != self.watched)
+        self.watched = description
 
     @property
     def is_plain(self) -> bool:
@@ -157,7 +161,7 @@ class Cycle:
     def _say_off(self) -> None:
         where = self.layers.source("enable_ft_package")
         log.warning(
-            "[outlast] hang detection is off: enable_ft_package is false (%s); only deaths of workers are noticed",
+            "hang detection is off: enable_ft_package is false (%s); only deaths of workers are noticed",
             where,
         )
 

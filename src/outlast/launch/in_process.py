@@ -207,7 +207,7 @@ class InProcess:
             except BlockingIOError:
                 return
             except msgspec.DecodeError as error:
-                log.warning("[outlast] a worker's word about restarts inside its process cannot be read: %s", error)
+                log.warning("a worker's word about restarts inside its process cannot be read: %s", error)
                 continue
             if change.state in HAS_BEGUN:  # before that a cause may not be known yet
                 self._told.add((change.call, change.iteration))

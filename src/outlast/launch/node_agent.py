@@ -158,11 +158,11 @@ class NodeAgent:
                 self._on_stop(news)
             case m.Wait():
                 self._timers.cancel("answer")
-                log.info("[outlast] node %s waits: %s", self._member.node, news.reason)
+                log.info("node %s waits: %s", self._member.node, news.reason)
             case m.Waiting():
                 log.info("%s", news.reason)
             case m.Remark():
-                log.warning("[outlast] %s", news.text)
+                log.warning("%s", news.text)
             case CheckedUp():
                 self._fitness.take(news)
             case Hang():
@@ -174,13 +174,13 @@ class NodeAgent:
             case LinkUp():
                 self._on_link_up(news)
             case LinkDown():
-                log.warning("[outlast] the control store is out of reach (%s); training goes on without it", news.error)
+                log.warning("the control store is out of reach (%s); training goes on without it", news.error)
                 if self._state in (State.OUTSIDE, State.JOINING, State.FINISHED):
                     self._timers.set("link", self.options.join_timeout_s, self._give_up_on_link)
             case LinkFailed():
                 self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=news.error))
             case Broken():
-                log.error("[outlast] %s ended on an error: %r", news.what, news.error)
+                log.error("%s ended on an error: %r", news.what, news.error)
                 self._fail(self._journal.incident(IncidentKind.CANNOT_START, f"{news.what} ended: {news.error!r}"))
             case _:
                 raise AssertionError(f"unexpected news {news!r}")
@@ -202,11 +202,12 @@ class NodeAgent:
         self._timers.cancel("first link")
         member, self.is_host = self._member, news.is_host
         if not news.is_first:
-            log.warning("[outlast] the control store is back, at %s", member.link.endpoint)
+            log.warning("the control store is back, at %s", member.link.endpoint)
         else:
             self._journal.open(news.job, self._crew.command[1], self._crew.num_workers)
             if news.is_host:
-                log.info("[outlast] node %s hosts the control store at %s", member.node, member.link.endpoint)
+                level = logging.INFO if self.options.max_nodes > 1 else logging.DEBUG
+                log.log(level, "node %s hosts the control store at %s", member.node, member.link.endpoint)
         if self._state == State.OUTSIDE:
             self._fitness.meet(is_host=news.is_host)
         else:
@@ -269,7 +270,7 @@ class NodeAgent:
         if cycle is not None and not cycle.all_ended and cycle.is_plain and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "[outlast] no worker has called outlast.init() or made an outlast.monitor.RankMonitor yet; until one "
+                "no worker has called outlast.init() or made an outlast.monitor.RankMonitor yet; until one "
                 "does, a hung rank is not noticed"
             )
 
@@ -369,7 +370,7 @@ class NodeAgent:
             # The ranks here are about to fail as those elsewhere did, or wait for them.
             self._timers.set("clear", SAME_FAULT_S, lambda: self._fail_or_follow(cycle, over.reason))
             return
-        log.warning("[outlast] cycle %d is over: %s", over.cycle, over.reason)
+        log.warning("cycle %d is over: %s", over.cycle, over.reason)
         positions = cycle.examine(None) if over.examine and self._state == State.RUNNING else ()
         self._end_cycle(cycle, cycle.facts(None, positions), over.reason)
 
@@ -415,7 +416,7 @@ class NodeAgent:
     def _on_notice(self, notice: Notice) -> None:
         name = signal.Signals(notice.signal).name
         if self._state in (State.LEAVING, State.STOPPING):
-            log.warning("[outlast] received %s again: ending the workers now", name)
+            log.warning("received %s again: ending the workers now", name)
             self._timers.cancel("grace")
             self._workers.kill()
             return
@@ -423,17 +424,17 @@ class NodeAgent:
         self._journal.write(EventKind.NOTICE, signal=notice.signal)
         cycle = self._crew.on_duty
         if self._state != State.RUNNING or cycle is None or not cycle.has_started:
-            log.info("[outlast] received %s: leaving", name)
+            log.info("received %s: leaving", name)
             self._leave(whole_job=self._state != State.FINISHED and self._crew.cycle is not None)
             return
         grace_s = cycle.layers.config.shutdown_grace
-        log.info("[outlast] received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
+        log.info("received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
         self._state = State.LEAVING
         self._workers.notify(cycle)
         self._timers.set("grace", grace_s, self._on_grace_over)
 
     def _on_grace_over(self) -> None:
-        log.warning("[outlast] the workers did not end in time; killing them")
+        log.warning("the workers did not end in time; killing them")
         self._workers.kill()
 
     def _leave(self, *, whole_job: bool = True) -> None:

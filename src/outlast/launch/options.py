@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from outlast import clock, env
+from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.flags import add_ft_arguments, ft_config_from, unknown_flag_message
 from outlast.config.precedence import LayeredSettings
@@ -63,6 +63,8 @@ class RunOptions:
     join_timeout_s: float
     is_named: bool
     """The run has an id or a directory of its own, so that a later job goes on with it; once finished, it stays so."""
+    log_level: str | None
+    """What ``--log-level`` or ``--quiet`` asks for; ``None`` = what the environment says."""
     notes: tuple[str, ...]
     """What to log at the start: settings that mean something else than they do to torchrun."""
 
@@ -188,6 +190,18 @@ class _Parser:
             metavar="SECONDS",
             help="Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15.",
         )
+        add(
+            "log-level",
+            default=None,
+            metavar="LEVEL",
+            help="Least level of outlast's log lines, in all processes of this node: debug, info, warning or error; "
+            "default OUTLAST_LOG_LEVEL, else info.",
+        )
+        add(
+            "quiet",
+            action="store_true",
+            help="Log warnings, errors and the last line only: --log-level=warning.",
+        )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -275,6 +289,7 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         workers_stop_timeout_s=args.workers_stop_timeout if args.shutdown_timeout is None else args.shutdown_timeout,
         join_timeout_s=conf.get("join_timeout", conf.get("timeout", 600.0)),
         is_named=run_id != "none" or args.run_dir is not None or config.run_dir is not None,
+        log_level=_log_level(args),
         notes=(*_describe_spares(num_slots, max_nodes), *ignored),
     )
 
@@ -320,6 +335,19 @@ def _parse_nnodes(text: str) -> tuple[int, int]:
         f"--nnodes={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5",
     )
     return bounds
+
+
+def _log_level(args: argparse.Namespace) -> str | None:
+    level = None if args.log_level is None else args.log_level.lower()
+    _require(
+        level is None or level in logs.LEVELS, f"--log-level={args.log_level} is not one of {', '.join(logs.LEVELS)}"
+    )
+    if args.quiet:
+        _require(
+            level in (None, "warning"), f"--quiet and --log-level={args.log_level} contradict each other; leave one out"
+        )
+        return "warning"
+    return level
 
 
 def _check_nproc(text: str) -> None:

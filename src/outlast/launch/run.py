@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from outlast import clock, env
+from outlast import clock, env, logs
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.config.precedence import DEFAULT
 from outlast.errors import ConfigError, ExitReason
@@ -77,7 +77,7 @@ def launch(options: RunOptions) -> int:
     if checkups is not None:
         startup.ends(checkups.abandon)
     try:
-        writer = _start_writer(mailbox)
+        writer = _start_writer(mailbox, options.node_name)
         if writer is not None:
             startup.ends(writer.kill)
         try:
@@ -95,9 +95,9 @@ def launch(options: RunOptions) -> int:
     stop = agent.stop
     # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
     totals = f" ({summarise(options.run_dir, agent.job).describe()})" if agent.is_host else ""
-    log.log(
+    logging.getLogger(logs.OUTCOME).log(
         logging.INFO if stop.exit_code == ExitReason.FINISHED else logging.ERROR,
-        "[outlast] job over after %.1f s%s, exit code %d: %s; journal in %s",
+        "job over after %.1f s%s, exit code %d: %s; journal in %s",
         clock.now_s() - started_s,
         totals,
         stop.exit_code,
@@ -143,14 +143,14 @@ def _run_as_torch_knows_it(agent: Agent, event_log_handler: str) -> None:
     events.record(agent.get_event_succeeded(), event_log_handler)
 
 
-def _start_writer(mailbox: Mailbox[object]) -> WriterProcess | None:
+def _start_writer(mailbox: Mailbox[object], node: str) -> WriterProcess | None:
     """Start the node's checkpoint writer, which holds what its workers save, also after their end."""
 
     def on_death(summary: str) -> None:
         mailbox.put(WriterDied(summary))
 
     try:
-        return WriterProcess(on_death=on_death)
+        return WriterProcess(node=node, on_death=on_death)
     except OSError as error:
         log.warning("no checkpoint writer can be started (%s): saved state does not outlive the workers", error)
         return None

@@ -289,7 +289,7 @@ class RankPage:
     def _say(self, about: str, text: str) -> None:
         if about not in self._said:
             self._said.add(about)
-            log.warning("[FaultTolerance] %s", text)
+            log.warning("%s", text)
 
     # -- facts ---------------------------------------------------------------------------------------------
 

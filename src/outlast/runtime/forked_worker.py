@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from typing import Any, NoReturn
 
-from outlast import env
+from outlast import env, logs
 from outlast.errors import OutlastError
 from outlast.runtime import postmortem, processes
 from outlast.runtime.zygote import Spawn
@@ -169,6 +169,8 @@ def become_worker(request: Spawn, preloaded: list[Preloaded]) -> NoReturn:
     sys.stdout = sys.__stdout__ = _by_lines(sys.stdout)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _by_lines(sys.stderr)  # type: ignore[misc]
     _draw_anew()
+    if (rank := request.env.get("RANK", "")).isdecimal():
+        logs.configure_worker(int(rank), request.env.get(env.NODE, ""), least=logging.WARNING)
     if request.on_start:
         module, _, function = request.on_start.partition(":")
         getattr(importlib.import_module(module), function)()

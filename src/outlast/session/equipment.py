@@ -180,7 +180,7 @@ class Equipment:
         self.journal.write(
             EventKind.SESSION_STARTED, rank=place.global_rank, world_size=place.world_size, launcher=place.launcher
         )
-        if place.global_rank == 0:
+        if place.is_first and not self._enclosure.is_restart:
             say_what_is_off(
                 config,
                 place,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
-import sys
 
-from outlast import env
+from outlast import env, logs
 from outlast.config import Config, FaultToleranceConfig
 from outlast.config.files import load_config
 from outlast.errors import ConfigError
@@ -49,7 +48,8 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
     """
     postmortem.begin_with_hook()
     place = env.read_worker()
-    _speak(place)
+    logs.read_settings()
+    logs.configure_worker(place.global_rank, place.node)
     if config is None:
         settings = Config()
     elif isinstance(config, Config):
@@ -66,20 +66,6 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
     if settings.seed is not None:
         _seed(settings.seed + place.global_rank)
     return Session(settings, place, settings.fault_tolerance or FaultToleranceConfig())
-
-
-def _speak(place: env.WorkerEnv) -> None:
-    logger = logging.getLogger("outlast")
-    if logging.getLogger().handlers or logger.handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    who = f"[rank {place.global_rank}] " if place.world_size > 1 else ""
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", datefmt="%H:%M:%S"))
-    logger.addHandler(handler)
-    logger.propagate = False
-    if logger.level == logging.NOTSET:
-        # What every rank would say alike is said by one.
-        logger.setLevel(logging.INFO if place.global_rank == 0 else logging.WARNING)
 
 
 def _seed(seed: int) -> None:

@@ -208,7 +208,7 @@ class GlobalLane:
                 self._remove_old(directory)
             if self._may_be_stale:
                 if removed := directory.remove_stale(save.attempt):
-                    log.info("removed what earlier attempts left: %s", ", ".join(removed))
+                    log.debug("removed what earlier attempts left: %s", ", ".join(removed))
                 self._may_be_stale = False
         except (CheckpointError, OSError) as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
@@ -227,7 +227,7 @@ class GlobalLane:
         for generation in present:
             if generation not in kept and generation < newest and self._retention.most_recent_k >= 0:
                 directory.remove(generation)
-                log.info("removed generation %d from %s", generation, directory.url)
+                log.debug("removed generation %d from %s", generation, directory.url)
 
 
 def _failed_here(error: Exception) -> Outcome:
