@@ -246,8 +246,9 @@ def test_notice_before_the_workers_run_starts_none(tmp_path: Path) -> None:
     """A notice that comes while the first workers are still being prepared ends the job, long before the grace is over:
     nobody would tell them any more."""
     script = write(tmp_path, UNTIL_TOLD)
-    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        cluster.wait_for("watches 2 ranks", timeout_s=150)
+    options = ["--log-level=debug"]
+    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2, options=options) as cluster:
+        cluster.wait_for("the ranks are watched as soon as", timeout_s=150)
         cluster.agent(0).signal(signal.SIGTERM)
         assert cluster.wait(timeout_s=150) == [128 + signal.SIGTERM]
         cluster.assert_no_orphans(within_s=60)

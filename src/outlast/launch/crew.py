@@ -78,7 +78,6 @@ class Crew:
             OutlastError: Its board cannot be made.
         """
         spec = self._worker_group.spec
-        before = self.cycle
         self.cycle = prepare(
             start,
             spec=spec,
@@ -90,7 +89,6 @@ class Crew:
             command=self.command,
             writer=self._writer_address(),
         )
-        self.cycle.watched = before.watched if before is not None else ""
         self.failures = {}
         self._worker_group.workers = torch_workers(start, spec)
         self._worker_group.group_rank = start.node_rank  # type: ignore[assignment]

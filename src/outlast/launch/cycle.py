@@ -29,6 +29,7 @@ from outlast.policy.causes import PLAIN_START_S, Ended, find_first, permanent_ca
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
 from outlast.policy.in_process import InProcessState
+from outlast.policy.protection import describe_hangs
 from outlast.policy.quarantine import Load, tier_of_load
 from outlast.policy.rerun import Diagnosis
 from outlast.policy.slots import OWN_VERDICTS
@@ -76,10 +77,12 @@ class Cycle:
     watchdog: Watchdog | None = None
     layers: LayeredSettings = field(init=False)
     """The fault tolerance settings in force: those of the launcher, and of the script once it told them."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """What is enforced."""
+    _origins: dict[str, str] = field(default_factory=dict)
+    """Where each setting of it comes from."""
     script_settings: str | None = None
     """What the script's config sets, as text; ``None`` while no rank has attached to the board."""
-    watched: str = ""
-    """What the log last said of the timeouts in force on this node, in an earlier cycle too."""
     _strangers: set[int] = field(default_factory=set)
     """Local ranks whose scripts set something else than the first one's."""
     over: bool = False
@@ -99,8 +102,6 @@ class Cycle:
         if self.layers.config.enable_ft_package:
             self.watchdog = Watchdog(self.board, None, node=self.node, on_hang=on_hang, on_error=on_error)
             self.watchdog.start()
-        else:
-            self._say_off()
 
     def settle(self) -> None:
         """Enforce the timeouts that are in force, once a rank has attached to the board and told what its config sets.
@@ -136,7 +137,6 @@ class Cycle:
         if not config.enable_ft_package:
             self.watchdog.stop()
             self.watchdog = None
-            self._say_off()
             return
         timeouts = configured = Timeouts.from_config(config, with_defaults=True)
         if config.calc_ft_timeouts:
@@ -146,9 +146,8 @@ class Cycle:
             field = FIELD_OF_SETTING[name]
             return "learned" if getattr(timeouts, field) != getattr(configured, field) else source(name)
 
-        description = timeouts.describe(origin)
-        self.watchdog.enforce(timeouts, description, is_new=description != self.watched)
-        self.watched = description
+        self.timeouts, self._origins = timeouts, {name: origin(name) for name in FIELD_OF_SETTING}
+        self.watchdog.enforce(timeouts, timeouts.describe(origin))
 
     @property
     def is_plain(self) -> bool:
@@ -158,12 +157,19 @@ class Cycle:
             state.attached or state.in_process != InProcessState.OFF for state in states
         )
 
-    def _say_off(self) -> None:
-        where = self.layers.source("enable_ft_package")
-        log.warning(
-            "hang detection is off: enable_ft_package is false (%s); only deaths of workers are noticed",
-            where,
+    def describe_hang_detection(self) -> str:
+        """Return what notices hangs, for people."""
+        return describe_hangs(
+            self.timeouts if self.watchdog is not None else None,
+            self.layers.source("enable_ft_package"),
+            has_session=not self.is_plain,
+            origins=self._origins,
         )
+
+    @property
+    def session_protection(self) -> str:
+        """What the session of this node's first rank protects against; empty while none has told."""
+        return "" if self.over else self.board.protection(0)
 
     def look(self) -> None:
         """Have the workers judged afresh: something about them changed."""

@@ -30,6 +30,7 @@ from outlast.launch.options import RunOptions
 from outlast.launch.timers import Timers
 from outlast.launch.torchrun_backend import open_cycle_store
 from outlast.policy.causes import SAME_FAULT_S
+from outlast.policy.protection import Protection, describe_nodes
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.store import TCPStore
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
@@ -86,7 +87,9 @@ class NodeAgent:
         )
         self._start: m.Start | None = None  # a cycle to start once the zygote has cleared away the last one
         self._cycle_store: TCPStore | None = None
-        self._signal, self._final, self._has_warned = 0, False, False
+        self._signal, self._final = 0, False
+        self._protection: str | None = None
+        """What was last said of it; ``None`` = nothing yet."""
 
     @property
     def job(self) -> str:
@@ -254,7 +257,7 @@ class NodeAgent:
             self._crew.start(self._mailbox.put)
         except OutlastError as error:
             self._fail(self._journal.incident(IncidentKind.CANNOT_START, str(error)))
-        self._timers.set("plain", _PLAIN_AFTER_S, self._warn_if_plain)
+        self._timers.set("protection", _PLAIN_AFTER_S, self._say_protection)
 
     def _take_settings(self, cycle: Cycle) -> None:
         """Use what the script's config sets, now that a worker may have told it."""
@@ -263,16 +266,30 @@ class NodeAgent:
         cycle.settle()
         if cycle.script_settings is not None:
             self._member.report_settings(cycle.script_settings)
+        if cycle.session_protection:
+            self._say_protection()
 
-    def _warn_if_plain(self) -> None:
-        """Say once that hangs of a script that has shown no sign of life are not noticed."""
+    def _say_protection(self) -> None:
+        """Say in one line what the run is protected against, once it is known and when it has changed."""
         cycle = self._crew.on_duty
-        if cycle is not None and not cycle.all_ended and cycle.is_plain and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "no worker has called outlast.init() or made an outlast.monitor.RankMonitor yet; until one "
-                "does, a hung rank is not noticed"
-            )
+        if cycle is None or cycle.all_ended:
+            return
+        self._timers.cancel("protection")
+        options = self.options
+        protection = Protection(
+            max_restarts=options.torchrun.max_restarts,
+            hangs=cycle.describe_hang_detection(),
+            nodes=describe_nodes(
+                num_slots=options.num_slots, max_nodes=options.max_nodes, min_nodes=cycle.layers.config.min_nodes
+            ),
+            of_session=cycle.session_protection,
+        )
+        text = protection.describe()
+        if text == self._protection:
+            return
+        self._protection = text
+        level = logging.WARNING if protection.has_gap else logging.INFO
+        log.log(level if cycle.start.node_rank == 0 else logging.DEBUG, "%s", text)
 
     def _on_started(self, news: Started) -> None:
         if (cycle := self._crew.note_started(news)) is not None:

@@ -277,6 +277,12 @@ class RankMonitor:
             except OSError as error:
                 log.warning("learned timeouts could not be saved: %s", error)
 
+    def tell_protection(self, text: str) -> None:
+        """Tell the agent what a session protects against, for the line on a run's protection."""
+        self._page.set_protection(text)
+        if self.env.board is not None:
+            self._wake_agent()
+
     def close(self) -> None:
         """Stop being watched: end the responder and the side process; idempotent, and called at exit.
 

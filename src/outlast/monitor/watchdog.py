@@ -78,23 +78,14 @@ class Watchdog:
             log.debug("the ranks are watched as soon as the script calls outlast.init() or makes a RankMonitor")
         self._thread.start()
 
-    def enforce(self, timeouts: Timeouts, description: str, *, is_new: bool = True) -> None:
-        """Enforce other timeouts from now on.
-
-        Args:
-            timeouts: Which.
-            description: What the log says of them.
-            is_new: The log has not said so yet.
-
-        Thread: any.
-        """
+    def enforce(self, timeouts: Timeouts, description: str) -> None:
+        """Enforce other timeouts from now on; at DEBUG the log describes them. Thread: any."""
         self._timeouts = timeouts
-        self._say(description, is_new=is_new)
+        self._say(description, logging.DEBUG)
         self._wake.set()
 
-    def _say(self, description: str, *, is_new: bool = True) -> None:
+    def _say(self, description: str, level: int = logging.INFO) -> None:
         num = self._board.num_ranks
-        level = logging.INFO if is_new else logging.DEBUG
         log.log(level, "node %s watches %d %s: %s", self._node, num, "rank" if num == 1 else "ranks", description)
 
     def stop(self, timeout_s: float = 5.0) -> bool:
