@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,15 @@ from outlast.runtime.zygote import Exited, Spawn
 __all__ = ["ALONE_S", "Cycle"]
 
 log = logging.getLogger(__name__)
+_FATAL_SIGNALS = {
+    "Segmentation fault": -signal.SIGSEGV,
+    "Aborted": -signal.SIGABRT,
+    "Bus error": -signal.SIGBUS,
+    "Floating-point exception": -signal.SIGFPE,
+    "Floating point exception": -signal.SIGFPE,
+    "Illegal instruction": -signal.SIGILL,
+}
+"""What ``faulthandler`` calls the signals that it catches."""
 _LAST_LINES = 20
 _MAX_LINE = 300
 _MAX_TAIL = 16 * 1024
@@ -256,7 +266,10 @@ class Cycle:
             if worker.global_rank != first and any(worker.global_rank == one.rank for one in failing):
                 self._keep_postmortem(worker)
         worker = next(worker for worker in self.workers.values() if worker.global_rank == first)
-        return self._describe_exit(worker, 1 if worker.exit_code is None else worker.exit_code)
+        if (code := worker.exit_code) is None:  # it is about to end
+            cause = self.postmortem.read(worker.local_rank).cause
+            code = _FATAL_SIGNALS.get(cause.text, 1) if cause is not None and cause.type == "fatal signal" else 1
+        return self._describe_exit(worker, code)
 
     def _failing(self) -> list[Ended]:
         """Return the workers that ended with anything but 0, and those that recorded why they are about to."""

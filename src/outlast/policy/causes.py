@@ -22,6 +22,7 @@ FIRST_FAULT_S = 0.3
 PLAIN_START_S = 60.0
 """A script that reports no steps is taken to be before its first one for so long."""
 
+_LATE_NS = 1 << 62
 _PEERS = ("PeerLost", "DistBackendError", "DistNetworkError", "DistStoreError")
 _PEER_TEXT = re.compile(
     r"connection (closed|reset)|closed by peer|reset by peer|broken pipe|remote process exited|ncclRemoteError"
@@ -98,7 +99,7 @@ def find_first(ended: Sequence[Ended]) -> Ended:
 
 def _since_ns(one: Ended) -> int:
     recorded = one.cause.mono_ns if one.cause is not None else 0
-    return min(filter(None, (recorded, one.ended_ns)), default=0)
+    return min(filter(None, (recorded, one.ended_ns)), default=_LATE_NS)  # its core is being written, say
 
 
 def wait_s(
