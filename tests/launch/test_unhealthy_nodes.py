@@ -265,7 +265,7 @@ def test_full_disk_alone_ends_no_run(tmp_path: Path) -> None:
         assert found.data["incident"]["kind"] == "node_unhealthy"
         (tmp_path / "end").touch()
         assert cluster.wait(timeout_s=60) == [0], cluster.tails()
-        assert "is unfit (while it trains): command" in cluster.agent(0).output()
+        assert "is unhealthy (while it trains): command" in cluster.agent(0).output()
         assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
 
 
@@ -286,7 +286,7 @@ def test_node_is_looked_at_before_it_gets_its_slot_back(has_spare: bool, tmp_pat
             wait_until_joined(cluster, "spare")
         (tmp_path / "go").touch()
         assert cluster.wait(timeout_s=150) == [0] * len(cluster.agents), cluster.tails()
-        assert "node node-1 is unfit (after a fault): command" in cluster.agent("node-1").output()
+        assert "node node-1 is unhealthy (after a fault): command" in cluster.agent("node-1").output()
         verdicts = [e.data["verdict"] for e in cluster.events() if e.kind == EventKind.VERDICT and "incident" in e.data]
         assert verdicts[-1]["rung"] == (Rung.REPLACE_NODE if has_spare else Rung.RESTART_WORKERS)
         assert ("trained" in cluster.agent("node-1").output()) != has_spare

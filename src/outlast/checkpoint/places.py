@@ -240,7 +240,7 @@ def _read_key(path: str) -> bytes:
 def _raise_first(errors: list[str]) -> None:
     for error in errors:
         if error:
-            raise CheckpointError(f"the checkpoint directory is of no use: {error}")
+            raise CheckpointError(f"the checkpoint directory is unusable: {error}")
 
 
 def is_initialised() -> bool:

@@ -51,7 +51,7 @@ class Rulings:
         if end.incident is not None:
             data["incident"] = end.incident
             level = logging.ERROR if verdict.rung == Rung.STOP else logging.WARNING
-            what = "goes on" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
+            what = "continues" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
             log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
         self._record(EventKind.VERDICT, end.cycle, data)
         return verdict
