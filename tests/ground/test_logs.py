@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -132,6 +133,16 @@ def test_the_level_of_an_application_counts_unless_another_is_asked_for() -> Non
     """
     assert written(code) == []
     assert written(code, OUTLAST_LOG_LEVEL="info") == ["app: hello"]
+
+
+def test_a_file_is_appended_to(tmp_path: Path) -> None:
+    """With a path, as ``monitor_process_logdir`` gives one, lines go to that file and nowhere else."""
+    path = tmp_path / "log"
+    path.write_text("earlier\n")
+    assert written(f"logs.configure('monitor rank 3', rank=3, path={str(path)!r})\nlog.info('hello')") == []
+    earlier, line = path.read_text().splitlines()
+    assert earlier == "earlier"
+    assert line.endswith(" INFO [monitor rank 3] hello")
 
 
 def test_a_wrong_value_names_what_is_known() -> None:

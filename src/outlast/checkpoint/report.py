@@ -140,7 +140,8 @@ def _names(tiers: Collection[Tier]) -> list[str]:
 
 
 def _seconds(duration_s: float) -> str:
-    return f"{duration_s:.2g} s" if duration_s < 10 else f"{duration_s:.0f} s"
+    digits = 2 if duration_s < 1 else 1 if duration_s < 10 else 0
+    return f"{duration_s:.{digits}f} s"
 
 
 def _count(tiers: tuple[str, ...]) -> str:
