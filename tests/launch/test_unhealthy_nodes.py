@@ -184,7 +184,7 @@ def test_unfit_host_of_the_control_store_stays_for_the_others(tmp_path: Path) ->
     config = settings(tmp_path, 'commands = ["exit 3"]')
     with cluster_of(tmp_path, HELLO, num_nodes=1, num_spares=1) as cluster:
         sick = cluster.add_node("sick", options=[config])
-        cluster.wait_for("it stays, as it hosts the control store", timeout_s=60)
+        cluster.wait_for("its agent keeps running, as it hosts the control store", timeout_s=60)
         healthy = cluster.add_node("healthy")
         assert healthy.wait(timeout_s=100) == 0, cluster.tails()
         assert sick.wait(timeout_s=150) == ExitReason.UNHEALTHY_NODE, cluster.tails()
@@ -211,7 +211,7 @@ def test_node_that_recovers_joins(tmp_path: Path) -> None:
     with Cluster(
         script(tmp_path, HELLO), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=[config]
     ) as cluster:
-        cluster.wait_for("it is looked at again in 0.2 s", timeout_s=60)
+        cluster.wait_for("it is checked again in 0.2 s", timeout_s=60)
         (tmp_path / "repaired").touch()
         assert cluster.wait(timeout_s=100) == [0], cluster.tails()
         assert json.loads((tmp_path / "run" / "ladder.json").read_text())["quarantined"] == []
