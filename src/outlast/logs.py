@@ -21,7 +21,7 @@ from typing import TextIO
 from outlast import env
 from outlast.errors import ConfigError
 
-__all__ = ["LEVELS", "OUTCOME", "LogSettings", "configure", "configure_worker", "name_ranks", "read_settings"]
+__all__ = ["LEVELS", "OUTCOME", "LogSettings", "configure", "configure_worker", "read_settings"]
 
 LEVELS = ("debug", "info", "warning", "error")
 """What ``--log-level`` and ``OUTLAST_LOG_LEVEL`` take."""
@@ -117,7 +117,8 @@ def configure(
     handler.setFormatter(kind(where, threads or {}, node=node, rank=rank))
     logger.addHandler(handler)
     logger.propagate = is_shared
-    if logger.level == logging.NOTSET or settings.is_level_given:
+    # Without a level of its own the logger has that of the application, which is WARNING until it says otherwise.
+    if settings.is_level_given or (logger.level == logging.NOTSET and not (is_shared and level == logging.WARNING)):
         logger.setLevel(level)
     logging.getLogger(OUTCOME).setLevel(logging.INFO)
     if problem is not None:
@@ -138,12 +139,6 @@ def configure_worker(rank: int, node: str, *, least: int = logging.INFO) -> None
     """
     least = least if rank == 0 else logging.WARNING
     configure(f"rank {rank}", node=node, rank=rank, least=least, is_shared=True)
-
-
-def name_ranks(first: int, num: int, world_size: int) -> str:
-    """Name consecutive ranks: ``rank 0 of 1``, ``ranks 0 to 3 of 8``."""
-    which = f"rank {first}" if num == 1 else f"ranks {first} to {first + num - 1}"
-    return f"{which} of {world_size}"
 
 
 class _Handler(logging.Handler):

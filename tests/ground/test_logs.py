@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from outlast import logs
 from outlast.errors import ConfigError
+from outlast.wording import count, name_ranks
 
 LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d\d\d (DEBUG|INFO|WARNING|ERROR) \[([^\]]+)\] (.*)$")
 
@@ -101,16 +103,18 @@ def test_the_level_holds_and_the_last_line_is_always_written(level: str, seen: l
     assert [line.partition("] ")[2] for line in lines] == seen
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_application_that_configures_logging_keeps_its_handlers(when: str) -> None:
-    """Whether it does so before or after, its own handler gets the lines, each once, and nothing is added to it."""
+def test_an_application_that_configures_logging_keeps_its_handlers(when: str, rank: int) -> None:
+    """Whether it does so before or after, its own handler gets the lines that it wants, each once, on any rank, and
+    nothing is added to it."""
     lines = written(
         f"""
         def configure_application():
             logging.basicConfig(format="app: %(message)s", level=logging.INFO)
         if {when!r} == "before":
             configure_application()
-        logs.configure_worker(0, "a")
+        logs.configure_worker({rank}, "a")
         if {when!r} == "after":
             configure_application()
         log.info("hello")
@@ -129,6 +133,16 @@ def test_the_level_of_an_application_counts_unless_another_is_asked_for() -> Non
     """
     assert written(code) == []
     assert written(code, OUTLAST_LOG_LEVEL="info") == ["app: hello"]
+
+
+def test_a_file_is_appended_to(tmp_path: Path) -> None:
+    """With a path, as ``monitor_process_logdir`` gives one, lines go to that file and nowhere else."""
+    path = tmp_path / "log"
+    path.write_text("earlier\n")
+    assert written(f"logs.configure('monitor rank 3', rank=3, path={str(path)!r})\nlog.info('hello')") == []
+    earlier, line = path.read_text().splitlines()
+    assert earlier == "earlier"
+    assert line.endswith(" INFO [monitor rank 3] hello")
 
 
 def test_a_wrong_value_names_what_is_known() -> None:
@@ -158,4 +172,9 @@ def test_nothing_is_configured_at_import() -> None:
 )
 def test_ranks_are_named_in_words(first: int, num: int, world_size: int, text: str) -> None:
     """One rank is ``rank 0 of 1``, not a range from itself to itself."""
-    assert logs.name_ranks(first, num, world_size) == text
+    assert name_ranks(first, num, world_size) == text
+
+
+def test_one_is_singular() -> None:
+    """1 iteration, and 0 or 2 iterations."""
+    assert [count(number, "iteration") for number in (0, 1, 2)] == ["0 iterations", "1 iteration", "2 iterations"]

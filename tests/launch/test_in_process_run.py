@@ -196,7 +196,7 @@ finish(everybody)
     with cluster(tmp_path, code) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
         assert rungs(job) == [Rung.RESTART_WORKERS, Rung.STOP]
-        assert "did not get on without it in time" in job.agent(0).output()
+        assert "did not recover in process in time" in job.agent(0).output()
 
 
 @pytest.mark.slow

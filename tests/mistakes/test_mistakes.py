@@ -246,7 +246,7 @@ FAILED = {
     ),
     "a file that is not there": ("open('tokens.bin')\n", (), "No such file or directory: 'tokens.bin' (train.py:1)"),
     "a setting that is wrong": (
-        "import outlast\noutlast.init(outlast.Config(checkpoint=outlast.CheckpointConfig(directory='c', save_interval=-3)))\n",
+        "import outlast\noutlast.CheckpointConfig(directory='c', save_interval=-3)\n",
         (),
         "save_interval=-3 must be",
     ),

@@ -59,7 +59,7 @@ def test_bad_node_is_left_and_excluded_when_the_job_told_to_leave_comes_back(
     assert training.remembered()["excluded"] == [bad]
     assert training.remembered()["failures"] == 0, "what the spare mended, and being told to leave, cost a retry"
     output = training.output()
-    assert output.count("goes back to the queue: told to leave") == 1, output
+    assert output.count("goes back to the queue: shutdown requested") == 1, output
     assert "is not re-queued: the run is finished" in output
     for rank in (0, 1):
         assert {one.node for one in training.ran(rank) if one.cycle == 0 and one.start == 0} == {bad}
@@ -76,7 +76,7 @@ def test_time_limit_is_announced_and_the_job_goes_on(limited: Training) -> None:
     assert limited.remembered()["failures"] == 0
     output, restarts = limited.output(), int(limited.facts()["Restarts"])
     assert restarts >= 1, "the limit was not reached"
-    assert output.count("goes back to the queue: told to leave, with a generation to go on from") == restarts, (
+    assert output.count("goes back to the queue: shutdown requested, with a saved generation") == restarts, (
         "a finished run came back"
     )
     assert "is not re-queued: the run is finished" in output

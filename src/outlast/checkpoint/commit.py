@@ -173,7 +173,7 @@ class Committer:
         try:
             listener(save, *what)
         except Exception:  # a caller's own code, whose error is not the save's
-            log.exception("what follows the save of iteration %d failed", save.iteration)
+            log.exception("a callback after the save of iteration %d failed", save.iteration)
 
     def _commit(self, save: Save) -> tuple[f.CopyFailure, ...]:
         ready, failures = self._write(save)
@@ -275,7 +275,7 @@ class Committer:
                 if self._claim is not None and self._claim.is_held:  # else they may be another run's, and in use
                     folder.remove_stale(save.attempt)
             except OSError as error:
-                log.warning("what failed saves left cannot be removed: %s", error)
+                log.warning("files of failed saves cannot be removed: %s", error)
 
     # -- the node's part ---------------------------------------------------------------------------------------
 
@@ -382,7 +382,7 @@ class Committer:
                 folder.point_to(save.iteration)
                 self._remove_old(folder, save.iteration)
             if removed := folder.remove_stale(save.attempt):
-                log.debug("removed what earlier attempts left: %s", ", ".join(removed))
+                log.debug("removed files of earlier attempts: %s", ", ".join(removed))
         except OSError as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
 

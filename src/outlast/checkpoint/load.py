@@ -82,7 +82,7 @@ class Loaded:
         if random is not None:
             restore_random(random)
         elif not isinstance(self.copy, KeptState):
-            log.info("loaded in another layout than it was saved in: every rank's random numbers begin afresh")
+            log.info("loaded in another layout than it was saved in: every rank's random numbers start from a new seed")
 
     def describe(self, rank: int, *, load_s: float) -> Restored:
         """Return what a rank's caller is told of it.

@@ -337,7 +337,7 @@ class CheckpointManager:
         ended = self._pipeline.stop(0.5 if is_idle else 0.2)
         self._writer.close()
         if not (ended or self._pipeline.stop(2.0)):
-            log.warning("a store that does not answer keeps a thread; it ends with the process")
+            log.warning("the store does not answer, so a checkpoint thread still runs; it ends with the process")
         self._peers.close()
         self._pipeline.close()
 
@@ -347,7 +347,7 @@ class CheckpointManager:
         Blocks: never. Thread: any; repeat it while the training thread may still begin to wait.
         """
         for handle in self._pending:
-            handle.fail(CheckpointError(f"the save of iteration {handle.iteration} is given up"))
+            handle.fail(CheckpointError(f"the save of iteration {handle.iteration} is abandoned"))
         self._pipeline.arenas.give_up()
         self._peers.cut()
 

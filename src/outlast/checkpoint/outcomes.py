@@ -19,6 +19,7 @@ from outlast.checkpoint.report import Reporter
 from outlast.checkpoint.save import Save
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
+from outlast.wording import count
 
 __all__ = ["Outcomes"]
 
@@ -67,7 +68,7 @@ class Outcomes:
             if isinstance(self.last_error, PeerSilent):
                 advice = "Have the launcher start all ranks again"
             raise CheckpointError(
-                f"{self.num_failures} saves in a row failed, the last with: {self.last_error}. "
+                f"{count(self.num_failures, 'save')} in a row failed, the last with: {self.last_error}. "
                 f"{advice}; max_consecutive_save_failures sets how many are tolerated",
                 rank=rank,
                 iteration=iteration,

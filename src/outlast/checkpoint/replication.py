@@ -65,8 +65,7 @@ def say_what_is_off(config: CheckpointConfig, places: Places) -> None:
         log.debug("one node: nothing is copied to other nodes")
     elif config.replication_factor > len(places.leaders):
         log.warning(
-            "replication_factor=%d needs as many nodes, and there are %d: each shard has %d copies",
+            "replication_factor=%d is more than the number of nodes: each shard has %d copies",
             config.replication_factor,
-            len(places.leaders),
             len(places.leaders),
         )

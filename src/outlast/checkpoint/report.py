@@ -71,7 +71,7 @@ class Reporter:
         if not failure.is_new:
             log.debug("still no copy on node %s: %s", failure.node, failure.error)
             return
-        log.warning("no copy on node %s: %s; saves go on without it", failure.node, failure.error)
+        log.warning("no copy on node %s: %s; saves continue without it", failure.node, failure.error)
         text = f"node {failure.node}: {failure.error}"
         self._write_incident(IncidentKind.REPLICATION_FAILED, iteration, text, {"partner": failure.node})
 
@@ -92,7 +92,7 @@ class Reporter:
         """A generation was loaded; newer copies may have been passed over."""
         for rejection in restored.rejected:
             if rejection.rank == self._place.global_rank:
-                log.warning("passed over: %s", rejection)
+                log.warning("skipped: %s", rejection)
                 evidence = {"generation": rejection.generation, "tier": rejection.tier, "file": rejection.file}
                 self._write_incident(IncidentKind.COPY_REJECTED, rejection.generation, str(rejection), evidence)
         log.log(
@@ -105,7 +105,7 @@ class Reporter:
         if not restored.finite and self._place.global_rank == 0:
             log.warning(
                 "what was loaded, generation %d, holds numbers that are infinite or NaN: there is no older one without "
-                "them, or prefer_finite is off; if they do not belong there, training goes on from a broken state",
+                "them, or prefer_finite is off; unless they belong there, training resumes from a broken state",
                 restored.generation,
             )
         self._journal.write(
@@ -140,7 +140,8 @@ def _names(tiers: Collection[Tier]) -> list[str]:
 
 
 def _seconds(duration_s: float) -> str:
-    return f"{duration_s:.2g} s" if duration_s < 10 else f"{duration_s:.0f} s"
+    digits = 2 if duration_s < 1 else 1 if duration_s < 10 else 0
+    return f"{duration_s:.{digits}f} s"
 
 
 def _count(tiers: tuple[str, ...]) -> str:

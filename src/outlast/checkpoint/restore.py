@@ -69,7 +69,9 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             assert isinstance(live, MutableMapping)
             live[name] = found
     if extra := [str(name) for name in saved if name not in live]:
-        log.warning("saved state that nobody takes back: %s", ", ".join(extra))
+        log.warning(
+            "the checkpoint holds state that the script has no place for; it is not loaded: %s", ", ".join(extra)
+        )
 
 
 def _is_nested(value: Any) -> bool:

@@ -101,7 +101,7 @@ class WriterProcess:
         if threading.current_thread() is not self._watcher:
             self._watcher.join(2.0)
             if self._watcher.is_alive():  # in the kernel, writing to a disk that does not answer
-                log.warning("writer process %d does not end; it is left to the system", self._process.pid)
+                log.warning("checkpoint writer (pid %d) does not end; the system will end it", self._process.pid)
 
     def _bind(self, address: str) -> None:
         end_s = clock.now_s() + _NAME_FREE_S
@@ -130,15 +130,15 @@ class WriterProcess:
                 self._deaths = [at_ns for at_ns in self._deaths if now_ns - at_ns < DEATHS_WITHIN_S * 1e9] + [now_ns]
                 what = f"the checkpoint writer (pid {self._process.pid}) ended: {describe_exit(code)}"
                 if len(self._deaths) >= MAX_DEATHS:
-                    log.error("%s; %d times within %g s: no other is started", what, MAX_DEATHS, DEATHS_WITHIN_S)
+                    log.error("%s; %d times within %g s: no new one is started", what, MAX_DEATHS, DEATHS_WITHIN_S)
                     self._socket.close()  # whoever asks is refused at once
                     return
                 try:
                     self._process = self._start()
                 except OSError as error:
-                    log.error("%s, and no other can be started (%s)", what, error)
+                    log.error("%s, and a new one cannot be started (%s)", what, error)
                     self._socket.close()
                     return
-            log.warning("%s; another one runs (pid %d), what it held in memory is gone", what, self._process.pid)
+            log.warning("%s; a new one runs (pid %d), and checkpoints in memory are lost", what, self._process.pid)
             if self._on_death is not None:
                 self._on_death(what)

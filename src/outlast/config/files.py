@@ -57,7 +57,7 @@ def _warn_of_foreign_keys(where: str, section: str, keys: list[str]) -> None:
         return
     hints = [f"{key} (or {near}?)" if (near := _nearest_known(section, key)) else key for key in keys]
     log.warning(
-        "%s: [%s] has keys that are no settings of outlast and have no effect on it: %s; those that it reads there: %s",
+        "%s: [%s] has keys that outlast does not use: %s; the keys that it uses there: %s",
         where,
         section,
         ", ".join(hints),

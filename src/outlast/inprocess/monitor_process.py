@@ -236,7 +236,7 @@ class MonitorProcess:
 
     def _expel(self) -> None:
         """End a rank that counts as dead; it has a grace period first."""
-        log.warning("rank %d is expelled", self._task.initial_rank)
+        log.warning("rank %d is removed and ended", self._task.initial_rank)
         grace_s = self._task.termination_grace_s
         if grace_s > 0:
             self._signal(signal.SIGTERM)
@@ -295,7 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return MonitorProcess(task, socket.socket(fileno=int(rank_fd)), Page(int(page_fd)), pidfd).run()
     except OutlastError:
-        log.exception("rank %d is watched no more", task.initial_rank)
+        log.exception("the monitor of rank %d failed; the rank is no longer watched", task.initial_rank)
         return 1
 
 

@@ -88,7 +88,7 @@ class Coordinator:
         self.nodes = Nodes(settings.num_slots)
         self.stop: m.Stop | None = None
         if state.finished:
-            reason = "an earlier job finished the run; to train anew, name another --run-dir"
+            reason = "an earlier job finished this run; to train again, name another --run-dir"
             self.phase, self.stop = Phase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
         self._record, self._learn = record, learn
         self._ending: Ending | None = None
@@ -128,7 +128,7 @@ class Coordinator:
             case _:
                 node = self.nodes.get(message.node)
                 if node is None or node.epoch != message.epoch:
-                    log.debug("message of an unknown life of node %s passed over", message.node)
+                    log.debug("message of an earlier start of node %s ignored", message.node)
                 else:
                     self._on_known(message, node, now_s)
         self._advance(now_s)
@@ -227,7 +227,7 @@ class Coordinator:
         reason = "the node that hosted the control store is gone" if adoption.missing else "the cycle was ending"
         self._ending = self._end_cycle(reason, examine=False, but=None)
         for slot in adoption.missing:
-            why = f"it carried slot {slot} and went down with the control store"
+            why = f"it held slot {slot} and was lost together with the control store"
             incident = self._ending.lose(self.settings.former_host or "", why)
             self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         for name, facts in adoption.ended.items():
@@ -298,13 +298,13 @@ class Coordinator:
         self.nodes.remove(node.name)
         verdict = self._rulings.rule(departure(self.cycle, leave))
         code = ExitReason.PREEMPTED if leave.saved else 128 + leave.signal
-        self._stop_job(code, f"node {node.name} was told to leave; {verdict.reason}", now_s)
+        self._stop_job(code, f"node {node.name} was shut down; {verdict.reason}", now_s)
 
     def _lose(self, node: Node, why: str, now_s: float) -> None:
         self.nodes.remove(node.name)
         log.warning("node %s is lost: %s", node.name, why)
         # Should it only have been away, it hears this first: its ranks must not go on in a cycle that is over.
-        self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was taken for lost: {why}"))
+        self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was declared lost: {why}"))
         if self.nodes.holds_slot(node) and self.phase in (Phase.RUNNING, Phase.PREPARING):
             self._end_cycle(f"node {node.name} is lost: {why}", examine=False, but=None)
         if self.nodes.holds_slot(node) and self._ending is not None:

@@ -11,6 +11,7 @@ from outlast.launch.job import JobSettings
 from outlast.launch.nodes import Node, Nodes
 from outlast.policy.ladder import LadderState
 from outlast.policy.slots import Slot, fill_slots, shrink
+from outlast.wording import count
 
 __all__ = ["Forming", "why_it_waits"]
 
@@ -76,7 +77,7 @@ class Forming:
             if smaller is None or any(slot.holder is None for slot in smaller):
                 self._miss(sum(slot.holder is None for slot in slots), cycle, now_s)
                 return None
-            log.warning("no spare is left: the world shrinks from %d to %d nodes", len(slots), len(smaller))
+            log.warning("no spare is left: the world shrinks from %s to %d", count(len(slots), "node"), len(smaller))
             slots = smaller
         if not self.has_majority and self.settings.max_nodes >= 2 * len(slots):
             # Another part of a divided network could be complete as well; two runs must not go on.

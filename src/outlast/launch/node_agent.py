@@ -177,7 +177,7 @@ class NodeAgent:
             case LinkUp():
                 self._on_link_up(news)
             case LinkDown():
-                log.warning("the control store is out of reach (%s); training goes on without it", news.error)
+                log.warning("the control store is unreachable (%s); training continues without it", news.error)
                 if self._state in (State.OUTSIDE, State.JOINING, State.FINISHED):
                     self._timers.set("link", self.options.join_timeout_s, self._give_up_on_link)
             case LinkFailed():
@@ -205,7 +205,7 @@ class NodeAgent:
         self._timers.cancel("first link")
         member, self.is_host = self._member, news.is_host
         if not news.is_first:
-            log.warning("the control store is back, at %s", member.link.endpoint)
+            log.warning("the control store is reachable again at %s", member.link.endpoint)
         else:
             self._journal.open(news.job, self._crew.command[1], self._crew.num_workers)
             if news.is_host:
@@ -441,7 +441,7 @@ class NodeAgent:
         self._journal.write(EventKind.NOTICE, signal=notice.signal)
         cycle = self._crew.on_duty
         if self._state != State.RUNNING or cycle is None or not cycle.has_started:
-            log.info("received %s: leaving", name)
+            log.info("received %s: shutting down", name)
             self._leave(whole_job=self._state != State.FINISHED and self._crew.cycle is not None)
             return
         grace_s = cycle.layers.config.shutdown_grace
@@ -451,7 +451,7 @@ class NodeAgent:
         self._timers.set("grace", grace_s, self._on_grace_over)
 
     def _on_grace_over(self) -> None:
-        log.warning("the workers did not end in time; killing them")
+        log.warning("the workers did not end in time: killing them")
         self._workers.kill()
 
     def _leave(self, *, whole_job: bool = True) -> None:
@@ -465,7 +465,7 @@ class NodeAgent:
         self._crew.failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + number
         what = "there is a generation to go on from" if saved else "nothing was saved"
-        self._finish(m.Stop(exit_code=code, reason=f"told to leave; {what}"))
+        self._finish(m.Stop(exit_code=code, reason=f"shutdown requested; {what}"))
 
     # -- the end -----------------------------------------------------------------------------------------------
 

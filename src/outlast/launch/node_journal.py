@@ -8,9 +8,9 @@ from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch.cycle import Cycle
 from outlast.launch.options import RunOptions
 from outlast.launch.worker_process import WorkerProcess
-from outlast.logs import name_ranks
 from outlast.runtime.journal import Journal
 from outlast.runtime.zygote import Exited
+from outlast.wording import name_ranks
 
 __all__ = ["NodeJournal"]
 

@@ -50,10 +50,9 @@ class Rulings:
         data: dict[str, object] = {"verdict": verdict}
         if end.incident is not None:
             data["incident"] = end.incident
-            level = (
-                logging.DEBUG if verdict.rung == Rung.STOP else logging.WARNING
-            )  # a job's last line says why it stops
-            what = "goes on" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
+            # A job's last line says why it stops.
+            level = logging.DEBUG if verdict.rung == Rung.STOP else logging.WARNING
+            what = "continues" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
             log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
         self._record(EventKind.VERDICT, end.cycle, data)
         return verdict

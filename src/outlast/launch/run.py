@@ -152,7 +152,9 @@ def _start_writer(mailbox: Mailbox[object], node: str) -> WriterProcess | None:
     try:
         return WriterProcess(node=node, on_death=on_death)
     except OSError as error:
-        log.warning("no checkpoint writer can be started (%s): saved state does not outlive the workers", error)
+        log.warning(
+            "the checkpoint writer cannot be started (%s): what is in memory does not outlive the workers", error
+        )
         return None
 
 
@@ -174,7 +176,7 @@ def _worker_base_env(options: RunOptions) -> dict[str, str]:
     values = env.environ()
     nproc = options.torchrun.nproc_per_node
     if "OMP_NUM_THREADS" not in values and nproc != "1":
-        log.info("OMP_NUM_THREADS is not set: each worker gets 1 thread, as with torchrun; set it to what is best")
+        log.info("OMP_NUM_THREADS is not set: each worker gets 1 thread, as with torchrun")
         values["OMP_NUM_THREADS"] = "1"
     return values
 
@@ -302,6 +304,6 @@ def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:
     for name in filter(None, (part.strip() for part in names.split(","))):
         number = signal.Signals.__members__.get(name)
         if number is None:
-            log.warning("--signals-to-handle: %s is no signal; passed over", name)
+            log.warning("--signals-to-handle: %s is not a signal; it is ignored", name)
         else:
             signal.signal(number, lambda received, _frame: deliver(received))

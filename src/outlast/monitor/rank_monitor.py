@@ -341,7 +341,7 @@ class RankMonitor:
         log.log(
             self._level,
             "no agent of outlast runs here: side process %d watches %s and ends it with %s "
-            "when it hangs, for its launcher to start it again",
+            "when it hangs, so that its launcher restarts it",
             self._side.pid,
             self._who(),
             self.config.rank_termination_signal,
@@ -354,7 +354,7 @@ class RankMonitor:
         code = self._side.wait(timeout=5.0)
         if not self._closed:
             log.warning(
-                "side process %d ended (exit code %d): hangs of %s are not noticed any more",
+                "side process %d ended (exit code %d): hangs of %s are no longer noticed",
                 self._side.pid,
                 code,
                 self._who(),

@@ -113,7 +113,7 @@ class _Guard:
             self._send(signal.SIGCONT)  # a stopped process handles nothing else
             if not self._is_gone(_GRACE_S):
                 log.error(
-                    "rank %d (pid %d) lives %g s after %s: SIGKILL",
+                    "rank %d (pid %d) still runs %g s after %s: sending SIGKILL",
                     *(rank, self._task.pid, _GRACE_S, wanted.name),
                 )
                 self._send(signal.SIGKILL)

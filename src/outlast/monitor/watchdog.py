@@ -113,7 +113,7 @@ class Watchdog:
             # Not only this thread may have slept (a paused container, a suspended machine): let the ranks go
             # on for a moment before they are judged.
             log.warning(
-                "node %s was not running for %.1f s; its ranks are judged a second later",
+                "node %s was suspended for %.1f s; its ranks get one more second",
                 self._node,
                 (now - self._wake_ns) / 1e9,
             )
@@ -151,7 +151,7 @@ class Watchdog:
                     sleep_s = min(sleep_s, (wake - self._clock.now_ns()) / 1e9)
                 self._wake.wait(max(0.0, sleep_s))
         except BaseException as error:  # the owner decides
-            log.exception("node %s: the watchdog failed; ranks are not watched", self._node)
+            log.exception("node %s: the watchdog failed; its ranks are no longer watched", self._node)
             if self._on_error is not None:
                 self._on_error(error)
 

@@ -23,6 +23,7 @@ from outlast.numerics.replicas import ReplicatedTensor, find_replicated
 from outlast.numerics.tensor_digest import digest_tensors
 from outlast.runtime.device import device_name
 from outlast.runtime.group import Group
+from outlast.wording import count
 
 __all__ = ["ReplicaDigest"]
 
@@ -142,8 +143,8 @@ class ReplicaDigest:
         if names and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "%d tensors, the first of them %s, do not say which ranks hold the same: they are not compared; "
-                "fully_shard and DistributedDataParallel are",
-                len(names),
+                "%s not compared, the first of them %s: it is unknown which ranks hold replicas; fully_shard and "
+                "DistributedDataParallel record that",
+                count(len(names), "tensor"),
                 names[0],
             )

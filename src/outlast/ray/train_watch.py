@@ -34,6 +34,7 @@ from outlast.policy.culprit import Culprit, Position, find_culprit
 from outlast.policy.deadlines import Timeouts, expired
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
+from outlast.wording import count
 
 __all__ = ["Briefing", "Post", "Standing", "TrainWatch", "WorkerPlace"]
 
@@ -136,7 +137,7 @@ class TrainWatch:
                 try:
                     self._workers[worker.global_rank] = os.pidfd_open(worker.pid)
                 except ProcessLookupError:
-                    log.warning("rank %d (pid %d) is gone before it could be watched", worker.global_rank, worker.pid)
+                    log.warning("rank %d (pid %d) ended before it could be watched", worker.global_rank, worker.pid)
             self._watchdog = Watchdog(board, self._timeouts, node=self.node, on_hang=self._on_hang)
             self._watchdog.start()
             return Post(board=board.path, writer="" if self._writer is None else self._writer.address)
@@ -201,12 +202,12 @@ class TrainWatch:
             worker = os.dup(self._workers[rank])
         try:
             wanted = signal.Signals[self._config.rank_termination_signal]
-            log.error("rank %d is ended with %s, for Ray Train to restart the group", rank, wanted.name)
+            log.error("rank %d is ended with %s, so that Ray Train restarts the group", rank, wanted.name)
             _send(worker, wanted)
             if wanted != signal.SIGKILL:
                 _send(worker, signal.SIGCONT)  # a stopped process handles nothing else
                 if not _is_gone(worker, _GRACE_S):
-                    log.error("rank %d lives %g s after %s: SIGKILL", rank, _GRACE_S, wanted.name)
+                    log.error("rank %d still runs %g s after %s: sending SIGKILL", rank, _GRACE_S, wanted.name)
                     _send(worker, signal.SIGKILL)
         finally:
             os.close(worker)
@@ -267,7 +268,7 @@ class TrainWatch:
             try:
                 ray.get(self._judge.judge.remote(attempt, first), timeout=2 * (_ASK_S + _GRACE_S))
             except ray.exceptions.RayError as error:
-                log.warning("the judge of this run does not answer: %s", _first_line(error))
+                log.warning("the watch that decides for this run does not answer: %s", _first_line(error))
             else:
                 return
         self.judge(attempt, first)
@@ -277,7 +278,7 @@ class TrainWatch:
             return
         asked = [peer.end_worker.remote(attempt, position.global_rank) for peer in self._peers]
         if not any(_answers(asked, _ASK_S + _GRACE_S, "end its worker")):
-            log.error("nobody could end rank %d (node %s)", position.global_rank, position.node)
+            log.error("rank %d (node %s) could not be ended", position.global_rank, position.node)
 
     def _describe(self, first: Incident, culprit: Culprit) -> Incident:
         position = culprit.position
@@ -309,13 +310,13 @@ def _answers(asked: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
     """Return what the machines that answer in time say."""
     ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     if silent:
-        log.warning("%d machines did not %s within %g s", len(silent), what, timeout_s)
+        log.warning("%s did not %s within %g s", count(len(silent), "machine"), what, timeout_s)
     answers = []
     for reference in ready:
         try:
             answers.append(ray.get(reference))
         except ray.exceptions.RayError as error:  # it is gone
-            log.warning("a machine cannot %s: %s", what, _first_line(error))
+            log.warning("a machine did not %s: %s", what, _first_line(error))
     return answers
 
 

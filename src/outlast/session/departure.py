@@ -144,13 +144,16 @@ class Departure:
         if notice.gives_up:
             log.log(self._notice_level, "Received signal %d again, leaving at once", notice.signal)
         elif notice.ordinal > 1:
-            log.warning("told to leave again, by %s: %s", notice.source, notice.reason)
+            log.warning("shutdown requested again by %s: %s", notice.source, notice.reason)
         elif notice.signal is not None:
             when = _by_when(notice)
             log.log(self._notice_level, "Received signal %d, initiating graceful stop%s", notice.signal, when)
         else:
             log.warning(
-                "Told to leave by %s (%s), initiating graceful stop%s", notice.source, notice.reason, _by_when(notice)
+                "Shutdown requested by %s (%s), initiating graceful stop%s",
+                notice.source,
+                notice.reason,
+                _by_when(notice),
             )
 
     def _before_exit(self, code: int) -> None:

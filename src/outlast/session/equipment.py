@@ -196,7 +196,7 @@ class Equipment:
 
     def _at_exit(self) -> None:
         if self.saves is not None and not self._is_closed and self.in_steps:
-            log.warning("left in the middle of a step; what was not committed by now is lost")
+            log.warning("the session ended in the middle of a step; saves that were not committed are lost")
         self.let_go()
 
     def _abandon(self) -> None:

@@ -65,7 +65,7 @@ class Liveness:
         is_wrong = result.status == Status.FAILED
         ranks: list[int] = result.facts.get("wrong_ranks" if is_wrong else "absent_ranks", [])
         rank = ranks[0] if ranks else None
-        message = f"asked after iteration {iteration} whether all ranks are there: {result.reason}"
+        message = f"check of all ranks after iteration {iteration}: {result.reason}"
         answering = (other for other in range(self._place.world_size) if other not in ranks)
         speaks = self._place.global_rank == next(answering, None)
         log.log(logging.ERROR if speaks else logging.DEBUG, "%s", message)

@@ -290,7 +290,7 @@ class Session:
         except Untrusted as error:
             if self._place.untrusted is None:
                 raise
-            self._log(logging.ERROR, "no generation is left to trust: %s", error)
+            self._log(logging.ERROR, "no trusted generation is left: %s", error)
             self._exit(ExitReason.FAILED_VALIDATION)
         if self._has.iteration:
             self._monitor.set_iteration(self._has.iteration)
@@ -307,7 +307,7 @@ class Session:
         except PeerLost as error:
             if not self._departure.is_told:
                 raise
-            log.error("a peer was gone before all could leave together: %s", error)
+            log.error("a peer ended before all ranks could stop together: %s", error)
             self._exit(self._departure.say_farewell())
         self._has.iteration += 1
         took_s = self._pulse.end_step(self._has.iteration)

@@ -62,7 +62,7 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
         try:
             log_job_info()
         except ConfigError as error:  # it trains all the same
-            log.warning("the Slurm job is not understood: %s", error)
+            log.warning("the Slurm job cannot be read: %s", error)
     if settings.seed is not None:
         _seed(settings.seed + place.global_rank)
     return Session(settings, place, settings.fault_tolerance or FaultToleranceConfig())

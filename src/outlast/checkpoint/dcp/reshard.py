@@ -25,6 +25,7 @@ from outlast.checkpoint.layouts import own_part
 from outlast.checkpoint.restore import check_fit, restore_into
 from outlast.checkpoint.state import Wrapped, is_stateful, may_be_absent
 from outlast.errors import Mismatch
+from outlast.wording import count
 
 __all__ = ["Resharded", "load_resharded"]
 
@@ -272,8 +273,8 @@ def _say_what_differed(manifest: GlobalManifest) -> None:
     if names:
         more = ", ..." if len(names) > 3 else ""
         log.warning(
-            "%d tensors differed between the ranks that saved them (%s%s); all ranks now take those of the lowest",
-            len(names),
+            "%s differed between ranks when saved (%s%s); all ranks now take the lowest rank's",
+            count(len(names), "tensor"),
             ", ".join(name.removeprefix(prefix) for name in names[:3]),
             more,
         )
