@@ -31,7 +31,7 @@ def test_commands_and_options_are_completed() -> None:
     assert completions("ckpt", "") == ["ls", "prune", "verify"]
     assert completions("--ver") == ["--version"]
     assert completions("run", "--nnodes", "2", "--nproc") == ["--nproc-per-node"]
-    assert completions("run", "--ft-rank_h") == ["--ft-rank_heartbeat_timeout"]
+    assert completions("run", "--ft-rank-h") == ["--ft-rank-heartbeat-timeout"]
     assert "--run-dir" in completions("run", "--standalone", "--")
 
 

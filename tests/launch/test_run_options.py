@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import ConfigError
-from outlast.launch.options import make_parser, parse_options
+from outlast.launch.options import parse_options
+from outlast.launch.run_parser import make_parser
 from outlast.launch.torchrun_parser import make_torchrun_parser
 
 
@@ -78,28 +79,28 @@ def test_defaults(script: str) -> None:
     [
         (["--bogus", "train.py"], "unknown option --bogus", "--help"),
         (["--nproc-per-nodes=2", "train.py"], "--nproc-per-nodes", "--nproc-per-node?"),
-        (["--ft-rank_heartbeat_timeou=3", "train.py"], "--ft-rank_heartbeat_timeou", "--ft-rank_heartbeat_timeout"),
-        (["--ft-rank_heartbeat_timeout=-3", "train.py"], "rank_heartbeat_timeout=-3", "above 0"),
-        (["--ft-rank_section_timeouts=step", "train.py"], "'step'", "setup:600"),
+        (["--ft-rank-heartbeat-timeou=3", "train.py"], "--ft-rank-heartbeat-timeou", "--ft-rank-heartbeat-timeout"),
+        (["--ft-rank-heartbeat-timeout=-3", "train.py"], "--ft-rank-heartbeat-timeout=-3", "above 0"),
+        (["--ft-rank-section-timeouts=step", "train.py"], "'step'", "setup:600"),
         (["--nnodes=3:2", "train.py"], "--nnodes", "4:5"),
         (["--nproc-per-node=0", "train.py"], "--nproc-per-node=0", "at least 1"),
         (["--nproc-per-node=many", "train.py"], "'many'", "auto"),
         (["--max-restarts=-1", "train.py"], "--max-restarts=-1", "negative"),
-        (["--max-restarts=x", "train.py"], "'x'", "--help"),
+        (["--max-restarts=x", "train.py"], "--max-restarts='x' is not a whole number", "--max-restarts=3"),
         (["--rdzv-endpoint=host:http", "--nnodes=2", "train.py"], "'http'", "host:port"),
         (["--rdzv-backend=etcd", "train.py"], "etcd", "leave the option out"),
         (["--rdzv-conf=join_timeout=soon", "train.py"], "'soon'", "seconds"),
         (["--no-python", "--module", "train.py"], "--no-python and --module", "leave one out"),
         (["--run-dir=train.py", "train.py"], "not a folder", "name another"),
         (["--run-dir=/proc/x", "train.py"], "/proc/x", "writable"),
-        (["--ft-min_nodes=3", "--nnodes=2", "train.py"], "min_nodes=3", "lower it"),
+        (["--ft-min-nodes=3", "--nnodes=2", "train.py"], "--ft-min-nodes=3", "lower it"),
         (
-            ["--ft-initial_rank_heartbeat_timeout=1", "--ft-rank_heartbeat_timeout=2", "train.py"],
-            "initial_rank_heartbeat_timeout=1.0",
-            "rank_heartbeat_timeout=2.0",
+            ["--ft-initial-rank-heartbeat-timeout=1", "--ft-rank-heartbeat-timeout=2", "train.py"],
+            "--ft-initial-rank-heartbeat-timeout=1 ",
+            "--ft-rank-heartbeat-timeout=2:",
         ),
         (["gone.py"], "'gone.py' does not exist", "check its path"),
-        ([], "training_script", "--help"),
+        ([], "there is no script to run", "train.py"),
     ],
 )
 def test_mistakes_name_the_fault_and_the_remedy(argv: list[str], fault: str, remedy: str, script: str) -> None:

@@ -55,7 +55,7 @@ def test_everything_asked_for_is_there() -> None:
     """Each setting appears in the script, quoted where the shell would take it apart."""
     text = script(
         nodes=2,
-        command=("--ft-safety_factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"),
+        command=("--ft-safety-factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"),
         job_name="j.1",
         time="2-00",
         partition="big",
@@ -78,11 +78,11 @@ def test_everything_asked_for_is_there() -> None:
     assert 'sed "s/$/:1234/"' in text
     assert "--num-job-retries-on-failure=5" in text
     assert is_bash(text)
-    echoed = text[text.index("  --ft-safety_factor") :].splitlines()[0]
+    echoed = text[text.index("  --ft-safety-factor") :].splitlines()[0]
     done = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {echoed}"], capture_output=True, text=True, check=True, timeout=100
     )
-    assert done.stdout.splitlines() == ["--ft-safety_factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"]
+    assert done.stdout.splitlines() == ["--ft-safety-factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"]
 
 
 def test_own_meeting_point() -> None:
@@ -136,9 +136,9 @@ def test_arguments_of_the_training_script_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--nodes", "2", "--", "--ft-rank_section_timeout=step:1", "train.py"], "rank_section_timeouts"),
+        (["--nodes", "2", "--", "--ft-rank-section-timeout=step:1", "train.py"], "rank_section_timeouts"),
         (["--", "--max-restartz=1", "train.py"], "--max-restarts"),
-        (["--nodes", "2", "--", "--ft-safety_factor=many", "train.py"], "safety_factor"),
+        (["--nodes", "2", "--", "--ft-safety-factor=many", "train.py"], "safety_factor"),
         (["--exclude", "n[1", "--", "train.py"], "n\\[1"),
     ],
 )

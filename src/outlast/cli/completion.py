@@ -80,7 +80,7 @@ def complete_run_word(ctx: click.Context, parameter: click.Parameter, incomplete
 
 
 def run_options(arguments: Sequence[str], incomplete: str) -> list[CompletionItem]:
-    """Return the options of `outlast run` that begin with ``incomplete``; none behind the script, whose own they are."""
+    """Return the options of `outlast run` that begin with ``incomplete``; none behind the script."""
     from outlast.launch.run_parser import make_parser, words_before_script
 
     parser, words = make_parser(), _with_values_joined(arguments)

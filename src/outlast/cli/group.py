@@ -34,5 +34,6 @@ class Group(click.Group):
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
             from outlast.config.base import nearest
 
-            raise ConfigError(f"{ctx.command_path} has no command {args[0]!r}; {nearest(args[0], known)}")
+            of = f" of {ctx.command_path}" if ctx.parent is not None else ""
+            raise ConfigError(f"there is no command {args[0]!r}{of}; {nearest(args[0], known)}")
         return super().resolve_command(ctx, args)

@@ -90,9 +90,7 @@ def ft_config_from(namespace: argparse.Namespace, typed: Mapping[str, str] | Non
 
 def ft_typed(namespace: argparse.Namespace, typed: Mapping[str, str]) -> dict[str, str]:
     """Return the given ``--ft-*`` options as field name to what was written, such as ``--ft-safety-factor=3``."""
-    return {
-        field: f"{typed.get(_dest(field), ft_option(field))}={text}" for field, text in _given(namespace).items()
-    }
+    return {field: f"{typed.get(_dest(field), ft_option(field))}={text}" for field, text in _given(namespace).items()}
 
 
 def _given(namespace: argparse.Namespace) -> dict[str, str]:

@@ -20,14 +20,17 @@ from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.precedence import LayeredSettings
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import Command, parse_command
+from outlast.launch.torchrun_parser import find_event_handlers
 from outlast.runtime.device import why_absent
 from outlast.runtime.endpoints import Endpoint, parse_endpoints
 
-__all__ = ["RunOptions", "check_script", "parse_options"]
+__all__ = ["Checked", "RunOptions", "check_values", "parse_options", "why_not_there"]
 
 NO_TERMINATION_SIGNAL = "outlast run ends a hung worker with SIGKILL; leave it out"
 """Why ``rank_termination_signal`` has no effect."""
 _BACKENDS = ("static", "c10d", "outlast")
+_NEVER_EMPTY = ("config", "run_dir", "node_name", "rdzv_id", "rdzv_endpoint", "master_addr", "log_dir")
+_NOT_NEGATIVE = ("max_restarts", "max_restarts_total", "restart_grace", "workers_stop_timeout", "shutdown_timeout")
 _STREAMS = re.compile(r"[0-3]|\d:[0-3](,\d:[0-3])*")
 
 
@@ -62,7 +65,7 @@ class RunOptions:
     notes: tuple[str, ...]
     """What to log at the start: settings that mean something else than they do to torchrun."""
     new_folders: tuple[Path, ...]
-    """The run directory and those above it, as far as they were not there before; innermost first."""
+    """The folders of logs and of the run, and those above, as far as they were not there before; innermost first."""
 
     @property
     def fault_tolerance(self) -> FaultToleranceConfig:
@@ -74,17 +77,35 @@ class RunOptions:
         _remove_empty(self.new_folders)
 
 
-def parse_options(argv: Sequence[str]) -> RunOptions:
-    """Parse and check the command line, before anything is started.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A command line whose values fit, on whatever machine it is run."""
+
+    command: Command
+    config: Config
+    """What the file of ``--config`` holds."""
+    layers: LayeredSettings
+    num_slots: int
+    max_nodes: int
+    endpoints: str | None
+    """Where agents meet; ``None`` = there is one, alone."""
+    join_timeout_s: float
+    notes: tuple[str, ...]
+
+
+def check_values(argv: Sequence[str]) -> Checked:
+    """Parse a command line and check all that does not depend on the machine.
 
     Raises:
-        ConfigError: Something is unknown, out of range, contradictory, or cannot be used; one line with the remedy.
+        ConfigError: Something is unknown, out of range or contradictory; one line with the remedy.
     """
     command = parse_command(argv)
     args, name = command.args, command.name
-    for attribute in ("config", "run_dir", "node_name", "rdzv_id", "rdzv_endpoint", "master_addr", "log_dir"):
-        empty = attribute in command.typed and getattr(args, attribute) == ""
-        _require(not empty, f"{name(attribute)} is empty; give it a value, or leave it out (is a shell variable unset?)")
+    for attribute in _NEVER_EMPTY:
+        _require(
+            attribute not in command.typed or getattr(args, attribute) != "",
+            f"{name(attribute)} is empty; give it a value, or leave it out (is a shell variable unset?)",
+        )
     num_slots, max_nodes = _parse_nnodes(args.nnodes, name("nnodes"))
     config = _read_config(args.config)
     layers = LayeredSettings(
@@ -93,51 +114,86 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         file=config.fault_tolerance.given if config.fault_tolerance is not None else {},
         file_name=args.config or "",
     )
-    fault_tolerance = layers.config
-    for attribute in ("max_restarts", "max_restarts_total", "restart_grace", "workers_stop_timeout", "shutdown_timeout"):
+    fewest = layers.config.min_nodes
+    for attribute in _NOT_NEGATIVE:
         value = getattr(args, attribute)
-        _require(
-            value is None or 0 <= value < math.inf,
-            f"{name(attribute)}={value} must be 0 or more" + (", not negative" if value is not None and value < 0 else ""),
-        )
+        _require(value is None or value >= 0, f"{name(attribute)}={value} must not be negative; write 0 or more")
+        _require(value is None or value < math.inf, f"{name(attribute)}={value} has no end; write a number of seconds")
     _require(
         args.rdzv_backend in _BACKENDS,
         f"{name('rdzv_backend')}={args.rdzv_backend}: outlast run brings a rendezvous of its own; leave the option out",
     )
-    fewest = fault_tolerance.min_nodes
     _require(
         fewest is None or fewest <= num_slots,
-        f"{layers.written('min_nodes')} is more than the {num_slots} of {name('nnodes')}={args.nnodes}; lower it",
+        f"{layers.written('min_nodes')} is more than the {_count(num_slots, 'node')} of {name('nnodes')}; lower it",
     )
     _check_nproc(args.nproc_per_node, name("nproc_per_node"))
-    _check_output(command)
-    check_script(command)
+    _check_streams(command)
+    _require(
+        not (args.no_python and args.module),
+        f"{name('no_python')} and {name('module')} contradict each other; leave one out",
+    )
+    _require(
+        not args.no_health_check or config.health is None,
+        f"{name('no_health_check')} and [health] of {args.config} contradict each other; leave one out",
+    )
     alone = args.standalone or (max_nodes == 1 and not args.rdzv_endpoint and args.master_port is None)
     endpoints = _check_endpoints(command, num_slots, alone=alone)
-    wish = None if alone else args.node_rank
     _require(
-        wish is None or 0 <= wish < max_nodes,
-        f"{name('node_rank')}={wish} is no rank of {max_nodes} nodes; write 0 to {max_nodes - 1}, or leave it out",
+        alone or args.node_rank is None or 0 <= args.node_rank < max_nodes,
+        f"{name('node_rank')}={args.node_rank} is no rank of {_count(max_nodes, 'node')}; write a number from 0 to "
+        f"{max_nodes - 1}, or leave it out",
     )
-    run_id = args.rdzv_id
-    if run_id == "none" or args.standalone:
-        run_id = _fresh_run_id() if alone or max_nodes == 1 else "none"
     conf, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
-    run_dir = Path(args.run_dir or config.run_dir or Path("outlast-runs") / env.clean_name(run_id)).absolute()
-    health, places = _health(command, config, run_dir)
     hint = () if command.hint is None else (command.hint,)
-    new_folders = _make_run_dir(run_dir, _source_of_run_dir(command, config))  # last: what is refused leaves nothing
-    return RunOptions(
-        torchrun=args,
+    return Checked(
+        command=command,
+        config=config,
+        layers=layers,
         num_slots=num_slots,
         max_nodes=max_nodes,
         endpoints=endpoints,
+        join_timeout_s=conf.get("join_timeout", conf.get("timeout", 600.0)),
+        notes=(*hint, *_describe_spares(num_slots, max_nodes), *ignored),
+    )
+
+
+def parse_options(argv: Sequence[str]) -> RunOptions:
+    """Parse and check the command line, before anything is started; make the run directory once nothing is wrong.
+
+    Raises:
+        ConfigError: Something is unknown, out of range, contradictory, or cannot be used; one line with the remedy.
+    """
+    checked = check_values(argv)
+    command, config = checked.command, checked.config
+    args, is_alone = command.args, checked.endpoints is None
+    _check_devices(command)
+    _check_plugins(command)
+    _check_script(command)
+    run_id = args.rdzv_id
+    if run_id == "none" or args.standalone:
+        run_id = _fresh_run_id() if is_alone or checked.max_nodes == 1 else "none"
+    run_dir = Path(args.run_dir or config.run_dir or Path("outlast-runs") / env.clean_name(run_id)).absolute()
+    health, places = _health(command, config, run_dir)
+    # Last: what is refused leaves nothing.
+    new_folders = _make_folder(run_dir, _source_of_run_dir(command, config))
+    if args.log_dir is not None:
+        try:
+            new_folders = (*_make_folder(Path(args.log_dir).absolute(), command.name("log_dir")), *new_folders)
+        except ConfigError:
+            _remove_empty(new_folders)
+            raise
+    return RunOptions(
+        torchrun=args,
+        num_slots=checked.num_slots,
+        max_nodes=checked.max_nodes,
+        endpoints=checked.endpoints or "localhost:0",
         run_id=run_id,
         run_dir=run_dir,
         node_name=env.clean_name(args.node_name or env.node_name()),
         node_name_given=args.node_name is not None,
-        wish=wish,
-        layers=layers,
+        wish=None if is_alone else args.node_rank,
+        layers=checked.layers,
         health=health,
         health_places=places,
         max_restarts_total=args.max_restarts_total,
@@ -145,9 +201,9 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         warm_start=not args.no_warm_start,
         restart_grace_s=args.restart_grace,
         workers_stop_timeout_s=args.workers_stop_timeout if args.shutdown_timeout is None else args.shutdown_timeout,
-        join_timeout_s=conf.get("join_timeout", conf.get("timeout", 600.0)),
+        join_timeout_s=checked.join_timeout_s,
         is_named=run_id != "none" or args.run_dir is not None or config.run_dir is not None,
-        notes=(*hint, *_describe_spares(num_slots, max_nodes), *ignored),
+        notes=checked.notes,
         new_folders=new_folders,
     )
 
@@ -170,10 +226,6 @@ def _health(command: Command, config: Config, run_dir: Path) -> tuple[HealthConf
     """Return what this node must have, and where the run writes on it."""
     args, places = command.args, [str(run_dir)]
     if args.no_health_check:
-        _require(
-            config.health is None,
-            f"{command.name('no_health_check')} and [health] of {args.config} contradict each other; leave one out",
-        )
         return None, ()
     if args.config is None:
         return HealthConfig(), tuple(places)
@@ -204,11 +256,19 @@ def _check_nproc(text: str, name: str) -> None:
         text in ("auto", "cpu", "gpu", "xpu"),
         f"{name}={text!r} is neither a number nor auto, cpu, gpu or xpu",
     )
+
+
+def _check_devices(command: Command) -> None:
+    """Refuse workers on devices that are certainly not here, before torch is imported."""
+    args, name = command.args, command.name
+    text, binding = args.nproc_per_node, args.numa_binding
     why = why_absent(text) if text in ("gpu", "xpu") else None
-    _require(why is None, f"{name}={text}: {why}; write the number of workers, or auto")
+    _require(why is None, f"{name('nproc_per_node')}={text}: {why}; write the number of workers, or auto")
+    why = why_absent("gpu") if binding is not None else None
+    _require(why is None, f"{name('numa_binding')}={binding} needs GPUs, and {why}; leave it out")
 
 
-def _check_output(command: Command) -> None:
+def _check_streams(command: Command) -> None:
     """Refuse what torch would refuse of the options of its logs, but later."""
     args, name = command.args, command.name
     for attribute in ("redirects", "tee"):
@@ -223,40 +283,47 @@ def _check_output(command: Command) -> None:
         not ranks or all(rank.strip().isdigit() for rank in ranks.split(",")),
         f"{name('local_ranks_filter')}={ranks!r} is no list of local ranks; write for example 0,1",
     )
-    folder = args.log_dir
+
+
+def _check_plugins(command: Command) -> None:
+    """Refuse names that the installed packages do not have; torch would, seconds later."""
+    args, name = command.args, command.name
+    handlers = find_event_handlers()
     _require(
-        folder is None or os.path.isdir(folder) or not os.path.exists(folder),
-        f"{name('log_dir')}={folder} is not a folder; name another",
+        not handlers or args.event_log_handler in handlers,
+        f"{name('event_log_handler')}={args.event_log_handler} is no handler of torch's; write console or null",
     )
+    if args.logs_specs is not None:
+        from importlib.metadata import entry_points
+
+        _require(
+            args.logs_specs in entry_points(group="torchrun.logs_specs").names,
+            f"{name('logs_specs')}={args.logs_specs}: no installed package has log specs of this name; leave it out",
+        )
 
 
-def check_script(command: Command) -> None:
-    """Refuse a training script that cannot be started from here.
-
-    Raises:
-        ConfigError: It is not there, cannot be read, or is no module or program.
-    """
+def _check_script(command: Command) -> None:
+    """Refuse a training script that cannot be started from here: not there, not readable, no module or program."""
     args, script = command.args, command.args.training_script
-    no_python, module = command.name("no_python"), command.name("module")
-    _require(not (args.no_python and args.module), f"{no_python} and {module} contradict each other; leave one out")
     if args.no_python:
         _require(
             shutil.which(script) is not None,
             f"{script!r} is no program that can be run; check its path and mode",
         )
     elif args.module:
-        _require(not script.endswith(".py"), f"{module} takes a module's name; write {script[:-3]!r}, without .py")
-        top = script.partition(".")[0]
+        module, top = command.name("module"), script.partition(".")[0]
+        _require(not script.endswith(".py"), f"{module} takes a module's name; write {script[:-3]}, without .py")
         known = "PYTHON_EXEC" in env.environ() or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
         _require(known, f"{module}: there is no module {top!r} in this folder or installed; check its name")
     else:
-        _require(os.path.exists(script), f"the script {script!r} does not exist; {_why_not_there(script)}")
+        _require(os.path.exists(script), f"the script {script!r} does not exist; {why_not_there(script)}")
         _require(os.access(script, os.R_OK), f"the script {script!r} cannot be read; check its mode")
         is_program = not os.path.isdir(script) or os.path.exists(os.path.join(script, "__main__.py"))
         _require(is_program, f"{script!r} is a folder without __main__.py; name the script in it")
 
 
-def _why_not_there(script: str) -> str:
+def why_not_there(script: str) -> str:
+    """Return what to do about a script that does not exist."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(script)) or script == "torchrun":
         return f"outlast run starts Python itself: leave {script!r} out"
     if script[:1] in "\u2010\u2011\u2012\u2013\u2014\u2212":
@@ -264,8 +331,8 @@ def _why_not_there(script: str) -> str:
     return "check its path"
 
 
-def _check_endpoints(command: Command, num_slots: int, *, alone: bool) -> str:
-    """Return where the agents meet."""
+def _check_endpoints(command: Command, num_slots: int, *, alone: bool) -> str | None:
+    """Return where the agents meet; ``None`` = there is one."""
     args, name = command.args, command.name
     nnodes = f"{name('nnodes')}={args.nnodes}"
     if alone:
@@ -273,7 +340,7 @@ def _check_endpoints(command: Command, num_slots: int, *, alone: bool) -> str:
             num_slots == 1,
             f"{name('standalone')} is for one node, and {nnodes} for several; leave one out",
         )
-        return "localhost:0"
+        return None
     source = "rdzv_endpoint" if args.rdzv_endpoint else "master_addr"
     text = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
     endpoints: tuple[Endpoint, ...] = parse_endpoints(text, where=name(source))
@@ -289,12 +356,16 @@ def _describe_spares(num_slots: int, max_nodes: int) -> tuple[str, ...]:
     if num_slots == max_nodes:
         return ()
     spares = max_nodes - num_slots
-    train = "1 node trains" if num_slots == 1 else f"{num_slots} nodes train"
+    train = f"{_count(num_slots, 'node')} {'trains' if num_slots == 1 else 'train'}"
     wait = "1 more waits as a spare" if spares == 1 else f"up to {spares} more wait as spares"
     return (
         f"--nnodes={num_slots}:{max_nodes}: {train}, {wait}; to train on {max_nodes} and go on with {num_slots} where "
         f"one is lost, write --nnodes={max_nodes} --ft-min-nodes={num_slots}",
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _parse_conf(text: str, option: str) -> tuple[dict[str, float], tuple[str, ...]]:
@@ -306,14 +377,17 @@ def _parse_conf(text: str, option: str) -> tuple[dict[str, float], tuple[str, ..
     others: list[str] = []
     for part in filter(None, (part.strip() for part in text.strip(" '\"").split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
-        _require(bool(name and equals and value), f"{option}: {part!r} is not in the form name=value; write for example join_timeout=600")
+        _require(
+            bool(name and equals and value),
+            f"{option}: {part!r} is not in the form name=value; write join_timeout=600, say",
+        )
         if name not in ("join_timeout", "timeout"):
             others.append(name)
             continue
         try:
             values[name] = float(value)
         except ValueError:
-            raise ConfigError(f"{option}: {name}={value!r} is no number of seconds; write for example {name}=600") from None
+            raise ConfigError(f"{option}: {name}={value!r} is no number of seconds; write {name}=600, say") from None
         _require(values[name] > 0, f"{option}: {name}={value} must be above 0 seconds")
     if not others:
         return values, ()
@@ -332,8 +406,8 @@ def _source_of_run_dir(command: Command, config: Config) -> str:
     return f"run_dir of {command.args.config}" if config.run_dir else "the run directory"
 
 
-def _make_run_dir(path: Path, source: str) -> tuple[Path, ...]:
-    """Make the run directory; return it and the folders above it that were not there."""
+def _make_folder(path: Path, source: str) -> tuple[Path, ...]:
+    """Make a folder to write to; return it and those above it that were not there, innermost first."""
     remedy = "name another" if source != "the run directory" else "name another with --run-dir"
     new = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     named = f"{source}={path}" if source.startswith("-") else f"{source}, {path},"
@@ -355,6 +429,6 @@ def _make_run_dir(path: Path, source: str) -> tuple[Path, ...]:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    with contextlib.suppress(OSError):  # not empty, or somebody else's by now
-        for folder in folders:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # not empty, or somebody else's by now
             folder.rmdir()

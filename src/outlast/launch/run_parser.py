@@ -1,7 +1,7 @@
 """The command line of ``outlast run``: torchrun's options and ours, their help, and what exactly was typed.
 
-torchrun's parser is argparse's, so ours is too. Its messages speak of attributes and of all spellings at once; here each
-fault becomes one line in the words of whoever typed it.
+torchrun's parser is argparse's, so ours is too. Its messages speak of attributes and of all spellings at once; here
+each fault becomes one line in the words of whoever typed it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _BORROWED = {
 _REWORDED = {
     "help": "Show this help.",
     "rdzv_backend": "static, c10d and outlast all mean outlast's own rendezvous.",
-    "rdzv_conf": "join_timeout=SECONDS: how long agents wait for each other; default 600. Other settings have no effect.",
+    "rdzv_conf": "join_timeout=SECONDS: how long agents wait for each other; default 600.",
     "standalone": "One node, alone: no endpoint is needed, and the run has a new name.",
     "monitor_interval": "Without effect: a worker's end is noticed at once.",
     "start_method": "Without effect: see --no-warm-start.",
@@ -79,7 +79,19 @@ _FT_GROUPS = {
     "shutdown_grace": _RESTARTS,
 }
 _SCRIPTS_OWN = frozenset(
-    ["config", "help", "local-addr", "log-dir", "log-level", "module", "preload", "quiet", "role", "run-dir", "run-path"]
+    [
+        "config",
+        "help",
+        "local-addr",
+        "log-dir",
+        "log-level",
+        "module",
+        "preload",
+        "quiet",
+        "role",
+        "run-dir",
+        "run-path",
+    ]
 )
 """Names that scripts have for options of their own: behind the script they are taken for nothing else."""
 _WIDTH = 80
@@ -136,10 +148,11 @@ class Command:
         if not self.strays:
             return None
         names = " and ".join(filter(None, (", ".join(self.strays[:-1]), self.strays[-1])))
-        script, one = self.args.training_script, len(self.strays) == 1
+        script = self.args.training_script
+        stands, it, is_meant = ("stands", "it", "it is") if len(self.strays) == 1 else ("stand", "them", "they are")
         return (
-            f"{names} {'stands' if one else 'stand'} after the script, so the script gets {'it' if one else 'them'}; put "
-            f"{'it' if one else 'them'} before {script} if {'it is' if one else 'they are'} meant for outlast run"
+            f"{names} {stands} after the script, so the script gets {it}; put {it} before {script} if {is_meant} meant "
+            "for outlast run"
         )
 
 
@@ -281,6 +294,8 @@ class _Options:
         What torchrun takes for one of its own options means that option here, too, whatever we have added. argparse
         asks this of the script's arguments as well, which must not be refused; so no error is raised here.
         """
+        if text.startswith("--ft"):
+            return []
         found = {match[0]: match for match in self.abbreviated(text)}
         matches = [match for action, match in found.items() if action in self.torchruns] or list(found.values())
         return matches if len(matches) == 1 else []
@@ -333,7 +348,10 @@ class _Options:
         if fault.startswith("expected one argument"):
             raise ConfigError(f"{name} lacks its value; write {name}={_value_name(action)}")
         if (value := re.match(r"ignored explicit argument (.*)", fault)) is not None:
-            raise ConfigError(f"{name} takes no value; leave out ={value[1]}")
+            given = value[1].strip("'")
+            if name.startswith("--ft"):
+                raise ConfigError(unknown_flag_message(f"{name}={given}"))
+            raise ConfigError(f"{name} takes no value; leave out ={given}")
         raise ConfigError(f"{name}: {fault}; see outlast run --help")
 
     def _refuse_scriptless(self) -> NoReturn:
@@ -341,13 +359,13 @@ class _Options:
         if self.swallowed and self.typed:
             name = list(self.typed.values())[-1]
             raise ConfigError(
-                f"there is no script to run: {self.swallowed!r} is taken for the value of {name}; name the script after "
-                f"it, for example: {example}"
+                f"there is no script to run: {self.swallowed!r} is taken for the value of {name}; name the script "
+                f"after it, for example: {example}"
             )
         raise ConfigError(f"there is no script to run; name one after the options, for example: {example}")
 
     def _refuse_unknown(self, flag: str) -> NoReturn:
-        if flag.startswith(("--ft-", "--ft_")):
+        if flag.startswith("--ft"):
             raise ConfigError(unknown_flag_message(flag))
         short = flag.partition("=")[0]
         candidates = {match[0] for match in self.abbreviated(short)} if short.startswith("--") else set()

@@ -20,7 +20,7 @@ from typing import Any, cast
 from outlast import env
 from outlast.errors import ConfigError
 
-__all__ = ["make_torchrun_parser"]
+__all__ = ["find_event_handlers", "make_torchrun_parser"]
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,25 @@ def make_torchrun_parser() -> argparse.ArgumentParser:
     return get_args_parser()
 
 
-def _make_from_source() -> argparse.ArgumentParser:
+def find_event_handlers() -> frozenset[str]:
+    """Return the names that the installed torch knows for ``--event-log-handler``; empty = not known."""
+    try:
+        text = (_torch() / "distributed" / "elastic" / "events" / "handlers.py").read_text()
+    except (OSError, ImportError):
+        return frozenset()
+    table = re.search(r"^_log_handlers\b[^{]*\{(.*?)\}", text, re.MULTILINE | re.DOTALL)
+    return frozenset(re.findall(r"^\s*\"(\w+)\":", table[1], re.MULTILINE)) if table is not None else frozenset()
+
+
+def _torch() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("torch is not installed")
-    root = Path(next(iter(spec.submodule_search_locations)))
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _make_from_source() -> argparse.ArgumentParser:
+    root = _torch()
     actions = _load(root / "distributed" / "argparse_util.py", "outlast_torchrun_actions")
     path = root / "distributed" / "run.py"
     function = _find(path, ast.FunctionDef, "get_args_parser")

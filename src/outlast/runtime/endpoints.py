@@ -28,9 +28,7 @@ class Endpoint:
         return bool(_matches_machine_hostname(self.host))
 
 
-def parse_endpoints(
-    text: str, *, default_port: int = 29400, where: str = "--rdzv-endpoint"
-) -> tuple[Endpoint, ...]:
+def parse_endpoints(text: str, *, default_port: int = 29400, where: str = "--rdzv-endpoint") -> tuple[Endpoint, ...]:
     """Return the endpoints in ``host[:port][,host[:port]...]``.
 
     Args:
