@@ -37,7 +37,7 @@ def test_an_agent_watches_unless_a_source_says_no() -> None:
 
 
 def test_a_contradiction_between_sources_names_them() -> None:
-    """A script's value that contradicts an option's is refused: the option as it was typed, the other with its place."""
+    """A script's value that contradicts an option's is refused: the option as typed, the other with its place."""
     script = FaultToleranceConfig(rank_heartbeat_timeout=300.0)
     typed = "--ft-initial_rank_heartbeat_timeout=100"
     layers = LayeredSettings(

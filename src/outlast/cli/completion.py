@@ -90,13 +90,15 @@ def run_options(arguments: Sequence[str], incomplete: str) -> list[CompletionIte
 
 
 def _options_of(parser: argparse.ArgumentParser, incomplete: str) -> list[CompletionItem]:
-    """Return options in the first of their spellings that fits."""
-    items = []
+    """Return options in the first of their spellings that fits; a spelling that the help hides where no other does."""
+    shown, hidden = [], []
     for action in parser._actions:
-        names = [name for name in action.option_strings if name.startswith(incomplete)]
+        names = [name for name in action.option_strings if name.startswith(incomplete) and "=" not in name]
         if names and action.help != "==SUPPRESS==":
-            items.append(CompletionItem(names[0], help=action.help))
-    return items
+            shown.append(CompletionItem(names[0], help=action.help))
+        elif names:
+            hidden.append(CompletionItem(names[0]))
+    return shown or hidden
 
 
 def _with_values_joined(words: Sequence[str]) -> list[str]:

@@ -41,6 +41,12 @@ def slurm() -> None:
     """Run under Slurm: make and submit batch scripts, give a job back to the queue."""
 
 
+_CLEARLY_OURS = frozenset(
+    ["--cpus-per-task", "--dry-run", "--gpus-per-node", "--nodes", "--num-job-retries-on-failure", "--preempt-time"]
+)
+"""Options that a training script hardly has itself, or that somebody who forgot where they go must hear of."""
+
+
 class _Script(click.Command):
     """A command whose options are Slurm's, before those of `outlast run`."""
 
@@ -252,7 +258,7 @@ def _script_from(settings: dict[str, Any]) -> BatchScript:
     from outlast.config.base import as_written
     from outlast.integrations.slurm import BatchScript
     from outlast.launch.options import check_values
-    from outlast.launch.run_parser import parse_command
+    from outlast.launch.run_parser import hint_at, parse_command
     from outlast.slurm_notation import expand_nodes
 
     command, example = tuple(settings.pop("command")), click.get_current_context().command_path
@@ -281,8 +287,11 @@ def _script_from(settings: dict[str, Any]) -> BatchScript:
             if "_" in field:
                 written = re.sub(rf"(?<![\w/.-]){field}(?![\w/.=-])", _option(field), written)
         raise ConfigError(written) from None
-    if parsed.hint is not None:
-        click.echo(f"outlast: {parsed.hint}", err=True)
+    words = [word.partition("=")[0] for word in parsed.args.training_script_args]
+    ours = tuple(dict.fromkeys(word for word in words if word in _CLEARLY_OURS))
+    for hint in (parsed.hint, hint_at(ours, name, click.get_current_context().command_path)):
+        if hint is not None:
+            click.echo(f"outlast: {hint}", err=True)
     return script
 
 

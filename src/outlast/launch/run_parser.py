@@ -25,6 +25,7 @@ __all__ = [
     "OptionGroup",
     "describe_options",
     "given_options",
+    "hint_at",
     "make_parser",
     "option_name",
     "parse_command",
@@ -145,15 +146,7 @@ class Command:
     @property
     def hint(self) -> str | None:
         """What to say of options behind the script, which go to the script."""
-        if not self.strays:
-            return None
-        names = " and ".join(filter(None, (", ".join(self.strays[:-1]), self.strays[-1])))
-        script = self.args.training_script
-        stands, it, is_meant = ("stands", "it", "it is") if len(self.strays) == 1 else ("stand", "them", "they are")
-        return (
-            f"{names} {stands} after the script, so the script gets {it}; put {it} before {script} if {is_meant} meant "
-            "for outlast run"
-        )
+        return hint_at(self.strays, self.args.training_script, "outlast run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,6 +460,24 @@ def _find_option(parser: argparse.ArgumentParser, word: str) -> tuple[argparse.A
         matches = parser._get_option_tuples(name)
         return (matches[0][0] if len(matches) == 1 else None), name, bool(equals)
     return known.get(word[:2]), word[:2], len(word) > 2
+
+
+def hint_at(strays: Sequence[str], script: str, command: str) -> str | None:
+    """Return what to say of options behind the script; ``None`` = there are none.
+
+    Args:
+        strays: The options, as they stand there.
+        script: The training script.
+        command: What they would be options of.
+    """
+    if not strays:
+        return None
+    names = " and ".join(filter(None, (", ".join(strays[:-1]), strays[-1])))
+    stands, it, is_meant = ("stands", "it", "it is") if len(strays) == 1 else ("stand", "them", "they are")
+    return (
+        f"{names} {stands} after the script, so the script gets {it}; put {it} before {script} if {is_meant} meant for "
+        f"{command}"
+    )
 
 
 def takes_value(action: argparse.Action) -> bool:
