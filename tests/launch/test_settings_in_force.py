@@ -357,5 +357,5 @@ def test_the_file_has_all_its_names(name: str, tmp_path: Path, monkeypatch: pyte
     assert options.health is not None
     assert options.health.min_open_files == 12
     assert options.run_dir == tmp_path / "there"
-    with pytest.raises(ConfigError, match=r"\[health\] of --config contradict"):
+    with pytest.raises(ConfigError, match=r"--no-health-check and \[health\] of run.toml contradict"):
         parse_options([name, "run.toml", "--no-health-check", "train.py"])

@@ -90,7 +90,7 @@ def test_arguments_of_the_script_are_not_read() -> None:
     options = parse_options(["--nnodes=2", "--master-port=29501", "train.py", *rest])
     assert options.torchrun.training_script_args == rest
     assert options.wish is None
-    assert options.notes[0].startswith("--node-rank stands after the script, so the script gets it; put it before train")
+    assert options.notes[0].startswith("--node-rank stands after the script, so the script gets it; put it before")
 
 
 @pytest.mark.parametrize("conf", ["join_timeout=5,timeout=7", "'join_timeout=5, timeout=7'", ' "join_timeout = 5" '])

@@ -280,7 +280,7 @@ def _script_from(settings: dict[str, Any]) -> BatchScript:
             exclude=expand_nodes(exclude) if exclude else (),
             **settings,
         )
-        check_values([f"--nnodes={script.nnodes}", *command])
+        check_values([f"--nnodes={script.nodes}:{script.nodes + script.spares}", *command])
     except ConfigError as error:
         written = as_written(str(error), lambda field, value: f"{_option(field)}={value}" if field in known else None)
         for field in known:

@@ -120,7 +120,7 @@ class BatchScript:
             require(line.startswith("-") and "\n" not in line, f"{line!r} is no option of sbatch; write it with dashes")
         strange = _PATH.fullmatch(self.run_dir) is None
         require(not strange, f"run_dir={self.run_dir!r} must be of letters, digits and '/._+=:@-', for Slurm's sake")
-        _ = self.outlast_words
+        _ = self._outlast_words
         nproc = self.nproc_per_node
         require(
             nproc in ("auto", "gpu", "cpu", "xpu") or (nproc.isdigit() and int(nproc) > 0),
@@ -133,12 +133,12 @@ class BatchScript:
                 raise ConfigError(f"{typed} is made from {_OURS[name]}; leave it out of what outlast run gets")
 
     @property
-    def nnodes(self) -> str:
+    def _nnodes(self) -> str:
         """What `outlast run` gets as its nodes."""
         return f"{self.nodes}:{self.nodes + self.spares}" if self.spares else str(self.nodes)
 
     @property
-    def outlast_words(self) -> tuple[str, ...]:
+    def _outlast_words(self) -> tuple[str, ...]:
         """The words of the command that is `outlast` on every node.
 
         Raises:
@@ -164,7 +164,7 @@ class BatchScript:
         step += " --no-kill" if self.spares else ""
         # srun does not take this one over from the job (since Slurm 22.05).
         step += f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task is not None else ""
-        options = [f"--nnodes={self.nnodes}", f"--nproc-per-node={self.nproc_per_node}"]
+        options = [f"--nnodes={self._nnodes}", f"--nproc-per-node={self.nproc_per_node}"]
         meeting = ""
         has_endpoint = "rdzv_endpoint" in given_options(self.command)
         if self.nodes + self.spares > 1 and not has_endpoint:
@@ -177,7 +177,7 @@ class BatchScript:
             options.append('--rdzv-endpoint="$endpoints"')
         options += [f"--rdzv-id={self.run_id}", f"--run-dir={self.run_dir}"]
         command = " ".join(shlex.quote(word) for word in self.command)
-        ours = shlex.join(self.outlast_words)
+        ours = shlex.join(self._outlast_words)
         agent = shlex.quote(f'exec {ours} run --node-name="$SLURMD_NODENAME" "$@"')
         retries = self.num_job_retries_on_failure
         return f"""#!/usr/bin/env bash
