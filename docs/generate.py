@@ -38,7 +38,7 @@ def settings_table(cls: type, *, flag: str = "") -> str:
     head = ["setting", "type", "default", *(["option"] if flag else []), "meaning"]
     rows = []
     for field in describe_fields(cls):
-        option = [f"`{flag}{field.name}`"] if flag else []
+        option = [f"`{flag}{field.name.replace('_', '-')}`"] if flag else []
         rows.append([f"`{field.name}`", _type(field.type_name), _default(field.default), *option, _text(field.text)])
     return _table(head, rows)
 

@@ -347,7 +347,7 @@ with monitor.section("step"):
 monitor.close()
 finish(everybody)
 """
-    options = ("--ft-rank_section_timeouts=step:3.0",)
+    options = ("--ft-rank-section-timeouts=step:3.0",)
     with cluster(tmp_path, code, nproc=2, options=options) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
         assert rungs(job) == [1, 2, 1, Rung.STOP]

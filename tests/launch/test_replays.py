@@ -95,7 +95,7 @@ class Nodes(Cluster):
             num_spares=num_spares,
             nproc_per_node=nproc,
             devices={f"node-{number}": f"board-{number}" for number in range(self._num_joined)},
-            options=["--ft-max_no_progress_cycles=9", "--max-restarts=9"],
+            options=["--ft-max-no-progress-cycles=9", "--max-restarts=9"],
         )
 
     def __enter__(self) -> Nodes:

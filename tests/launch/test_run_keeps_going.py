@@ -127,7 +127,7 @@ def test_hang_names_the_one_culprit(how: str, tmp_path: Path) -> None:
     """Of 4 ranks that all exceed the timeout the one that the others wait for is named, with its section, its
     iteration and the line it hangs on; its stacks are kept; the next cycle runs to its end."""
     script = write(tmp_path, HANGING)
-    options = ["--ft-rank_section_timeouts=step:5"]
+    options = ["--ft-rank-section-timeouts=step:5"]
     with Cluster(script, how, run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2, options=options) as cluster:
         assert cluster.wait(timeout_s=150) == [0, 0]
         first = verdicts(cluster)[0]
@@ -150,7 +150,7 @@ def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(
         script, str(leave), run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1,
-        options=["--ft-node_heartbeat_timeout=8"],
+        options=["--ft-node-heartbeat-timeout=8"],
     ) as cluster:  # fmt: skip
         cluster.wait_for("rank 0 runs", timeout_s=150)
         cluster.wait_for("rank 1 runs", timeout_s=150)

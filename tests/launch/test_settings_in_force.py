@@ -77,7 +77,7 @@ def test_a_hang_is_noticed_by_the_scripts_own_config_and_timeouts_are_learned(tm
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "outlast.toml").write_text(SETTINGS.format(folder=tmp_path))
     (tmp_path / "run.toml").write_text(FILE)
-    options = ["--ft-initial_rank_heartbeat_timeout=2000", f"--config={tmp_path}/run.toml"]
+    options = ["--ft-initial-rank-heartbeat-timeout=2000", f"--config={tmp_path}/run.toml"]
     train, run = tmp_path / "train.py", tmp_path / "run"
     with Cluster(train, str(tmp_path), run_dir=run, num_nodes=1, nproc_per_node=1, options=options) as cluster:
         assert cluster.wait(timeout_s=150) == [0], cluster.tails()
@@ -304,7 +304,7 @@ def test_ranks_that_differ_and_settings_without_effect_are_named(
     assert enforced(cycle).heartbeat_s == 7.0
     assert caplog.text.count("local rank 1 differ from another rank's") == 1
     assert "node_heartbeat_timeout of the script's config has no effect" in caplog.text
-    assert "--ft-node_heartbeat_timeout" in caplog.text
+    assert "--ft-node-heartbeat-timeout" in caplog.text
 
 
 def test_a_script_that_contradicts_an_option_keeps_the_options(
@@ -354,11 +354,11 @@ def test_the_file_has_all_its_names(name: str, tmp_path: Path, monkeypatch: pyte
         'run_dir = "there"\n[fault_tolerance]\nenable_ft_package = true\nmax_node_faults = 7\nmin_nodes = 1\n'
         "[health]\nmin_open_files = 12\n"
     )
-    options = parse_options([name, "run.toml", "--ft-min_nodes=none", "train.py"])
+    options = parse_options([name, "run.toml", "--ft-min-nodes=none", "train.py"])
     assert (options.fault_tolerance.max_node_faults, options.fault_tolerance.min_nodes) == (7, None)
     assert options.layers.source("max_node_faults") == "run.toml"
     assert options.health is not None
     assert options.health.min_open_files == 12
     assert options.run_dir == tmp_path / "there"
-    with pytest.raises(ConfigError, match=r"\[health\] of --config contradict"):
+    with pytest.raises(ConfigError, match=r"--no-health-check and \[health\] of run.toml contradict"):
         parse_options([name, "run.toml", "--no-health-check", "train.py"])

@@ -48,7 +48,7 @@ def test_bad_node_is_left_and_excluded_when_the_job_told_to_leave_comes_back(
     """
     options = ["--nodes=1", "--spares=1", "--nproc-per-node=2"]
     script = ("--crash", "--pace", "0.3", "0.01")
-    training = Training(slurm, tmp_path, *options, total=150, agent=("--ft-max_node_faults=1",), script=script)
+    training = Training(slurm, tmp_path, *options, total=150, agent=("--ft-max-node-faults=1",), script=script)
     training.wait_for(0, 15)
     bad = (tmp_path / "crashed").read_text()
     slurm.call("scancel", "--signal=TERM", training.id)

@@ -57,7 +57,7 @@ _MAX_TAIL = 16 * 1024
 ALONE_S = 5.0
 """What workers that were told to leave have left when one of them ended without having saved."""
 _WITHOUT_EFFECT = {
-    "node_heartbeat_timeout": "agents need it before the script runs; give outlast run --ft-node_heartbeat_timeout, or "
+    "node_heartbeat_timeout": "agents need it before the script runs; give outlast run --ft-node-heartbeat-timeout, or "
     "--config with a file that has it",
     "rank_termination_signal": NO_TERMINATION_SIGNAL,
 }
