@@ -48,7 +48,7 @@ def submit(script: BatchScript) -> str:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir} cannot be made ({error}); name one that is writable") from None
-    if load_ladder(run_dir, is_new_job=False).finished:
+    if load_ladder(run_dir, is_new_job=False).is_over:
         raise OutlastError(f"the run in {run_dir} is finished; name another run directory for a new one")
     path = run_dir / "job.sbatch"
     write_atomically(path, with_known_exclusions(script).render().encode())
