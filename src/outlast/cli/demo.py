@@ -55,6 +55,9 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     with ending_on_signals():
         try:
             return _perform(Shape(iterations=iterations), seed=seed, keep=keep, as_json=as_json)
+        except KeyboardInterrupt:
+            click.echo("interrupted; every process of the demo has been ended", err=True)
+            raise
         except BrokenPipeError:  # nobody reads on, as after `| head`: everything has been ended and removed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
