@@ -89,13 +89,12 @@ def _perform(shape: Shape, *, seed: int, keep: str | None, as_json: bool) -> int
         return _exit_code(outcome)
     with console.capture() as captured:
         console.print(render(outcome))
-    text = captured.get()
-    click.echo(text if console.is_terminal else "\n".join(line.rstrip() for line in text.splitlines()))
-    # Lines of their own, whatever their length: a path is there to be copied.
-    if outcome.details is not None:
-        click.echo(f"What was done about each is in {outcome.details}")
-    if outcome.folder is not None:
-        click.echo(f"Journal, output and generations of both runs are in {outcome.folder}")
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip())
+    places = {"What was done about each": outcome.details, "Journal, output and generations": outcome.folder}
+    for what, place in places.items():
+        if place is not None:
+            click.echo(f"\n{what}:\n{place}")  # a line of its own, to be copied
     return _exit_code(outcome)
 
 

@@ -52,7 +52,7 @@ def render(outcome: Outcome) -> RenderableType:
         legend = "noticed, going on: how long after the fault; lost: iterations done twice"
         parts += [_costs_table(rows), Text(legend, style="dim"), Text()]
     if outcome.undisturbed and outcome.struck:
-        parts += [_proof_table(outcome), Text()]
+        parts.append(_proof_table(outcome))
     if outcome.ok:
         jobs = "" if outcome.leaving is None else " in 2 jobs"
         told = f"{_count(rows)}, {outcome.cycles} cycles{jobs}, the same result"

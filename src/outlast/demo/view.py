@@ -28,14 +28,18 @@ _REFRESH_S = 0.2
 _EVERY = 20
 """Iterations between two lines on how far the training is."""
 _INDENT = 10
-"""Of what goes on in a second line: the width of the time before it."""
+"""The width of the time before a line; what goes on in a second line is two columns further to the right."""
 _BAR = 40
 
 
 def wrap(text: str, width: int) -> str:
     """Return a line in lines of a width, made of whole words; a longer word has a line of its own."""
     return textwrap.fill(
-        text, max(width, 2 * _INDENT), subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False
+        text,
+        max(width, 2 * _INDENT),
+        subsequent_indent=" " * (_INDENT + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
