@@ -199,8 +199,9 @@ class LiveView(View):
                 table.add_row(str(rank), "-", "-", "-", "", style="yellow")
             else:
                 table.add_row(str(rank), one.node, str(one.pid), str(one.iteration), one.section)
+        waits = "waits as a spare" if scene.cycle >= 0 else "has joined"
         for node in scene.spares:
-            table.add_row("", node, "", "", "waits as a spare", style="dim")
+            table.add_row("", node, "", "", waits, style="dim")
         for node in sorted(scene.quarantined):
             table.add_row("", node, "", "", "is quarantined", style="dim")
         return table
