@@ -242,13 +242,22 @@ def _read(master: int) -> bytes:
 @pytest.mark.process
 @pytest.mark.parametrize("plain", [{"TERM": "dumb"}, {"TERM": "xterm", "NO_COLOR": "1"}], ids=["dumb", "no colour"])
 def test_a_terminal_that_wants_plain_text_gets_it(plain: dict[str, str]) -> None:
-    """No colour, no cursor that moves, no carriage return; a terminal that can do more gets them."""
+    """No colour, no cursor that moves, no carriage return."""
     shown = run_in_terminal(**plain)
     assert "\x1b" not in shown
     assert "\r" not in shown
     assert "FAULT: SIGKILL of a rank" in shown
     assert "bit-identical" in shown
-    assert "\x1b[" in run_in_terminal(TERM="xterm")
+
+
+@pytest.mark.process
+def test_a_terminal_that_can_do_more_gets_the_picture() -> None:
+    """Colours and a picture; in the end the same lines stand there, and the cursor is seen again."""
+    shown = run_in_terminal(TERM="xterm")
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") > 0
+    lines = seen(shown, 80)
+    assert "  2.00 s  FAULT: SIGKILL of a rank: rank 1 (pid 12), at iteration 30" in lines
+    assert any(line.startswith("bit-identical") for line in lines)
 
 
 def test_silence_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
