@@ -123,8 +123,8 @@ def _costs_table(rows: list[_Row]) -> Table:
         lost = "-" if row.lost is None else str(row.lost)
         table.add_row(row.kind, row.where, _duration(row.noticed_s), _duration(row.going_on_s), lost)
     going_on_s = sum(_as_shown(row.going_on_s) for row in rows if row.going_on_s is not None)
-    lost = sum(row.lost for row in rows if row.lost is not None)
-    table.add_row(f"{len(rows)} in all", "", "", _duration(going_on_s), str(lost), style="bold")
+    all_lost = sum(row.lost for row in rows if row.lost is not None)
+    table.add_row(f"{len(rows)} in all", "", "", _duration(going_on_s), str(all_lost), style="bold")
     return table
 
 
