@@ -162,10 +162,12 @@ class Cycle:
     @property
     def is_plain(self) -> bool:
         """Whether hangs would be noticed, but no worker of this node has anything yet that shows them."""
-        states = self.board.read_all()
-        return self.watchdog is not None and not any(
-            state.attached or state.in_process != InProcessState.OFF for state in states
-        )
+        return self.watchdog is not None and not self.had_session
+
+    @property
+    def had_session(self) -> bool:
+        """Whether a worker of this node has, or had, a session or a monitor: it has written on the board."""
+        return any(state.attached or state.in_process != InProcessState.OFF for state in self.board.read_all())
 
     def describe_hang_detection(self) -> str:
         """Return what notices hangs, for people."""
@@ -431,6 +433,7 @@ class Cycle:
             load=self._load(states),
             durable_iteration=self.durable_iteration,
             progress_known=self.progress_known,
+            had_session=self.had_session,
             positions=positions,
             observation=observe(states) if states else None,
             permanent=self._permanent_cause,
