@@ -43,7 +43,7 @@ _OUTLAST = str(Path(__file__).resolve().parent.parent) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 _INTERPRETER = re.compile(
-    rf"<|{re.escape(_STDLIB)}(?!site-packages)|.*/lib/python3\.\d+/(?!site-packages|dist-packages)"
+    rf"<|(?:{re.escape(_STDLIB)}|.*/lib/python3\.\d+/)(?!site-packages|dist-packages)",
 )
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")
 _MAIN = re.compile(r"^main thread 0x(?P<ident>[0-9a-f]+)$", re.MULTILINE)
