@@ -342,7 +342,8 @@ def why_not_there(script: str) -> str:
     """Return what to do about a script that does not exist."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(script)) or script == "torchrun":
         return f"outlast run starts Python itself: leave {script!r} out"
-    if script[:1] in "\u2010\u2011\u2012\u2013\u2014\u2212":
+    first = os.fsencode(script).decode(errors="replace")[:1]  # whatever the locale makes of it
+    if first and first in "\u2010\u2011\u2012\u2013\u2014\u2212":
         return "it begins with a dash that only looks like '-': type it again"
     return "check its path"
 
