@@ -183,7 +183,8 @@ class NodeAgent:
         if not news.is_first:
             log.warning("[outlast] the control store is back, at %s", member.link.endpoint)
         else:
-            self._journal.open(news.job, self._crew.command[1], self._crew.num_workers)
+            endpoints = [str(endpoint) for endpoint in member.link.endpoints]
+            self._journal.open(news.job, self._crew.command[1], self._crew.num_workers, endpoints)
             if news.is_host:
                 log.info("[outlast] node %s hosts the control store at %s", member.node, member.link.endpoint)
         if self._state == State.OUTSIDE:
