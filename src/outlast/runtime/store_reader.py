@@ -1,9 +1,8 @@
 """Reading one key of a control store, in bounded time and without torch.
 
 torch's own client waits without a limit for a foreign program that accepts its connection and says nothing, and takes
-seconds to import. What is needed to read one key of its wire protocol is little: each
-request is a byte that says what is asked, and lengths are 64 bits in the machine's order.
-
+seconds to import. What it takes to read one key is little: each request is a byte that says what is asked, and lengths
+are 64 bits in the order of the machine.
 Rejected: asking in a thread and leaving it behind (the interpreter's end aborts a thread that is inside the client).
 """
 
