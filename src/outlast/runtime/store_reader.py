@@ -3,6 +3,7 @@
 torch's own client waits without a limit for a foreign program that accepts its connection and says nothing, and takes
 seconds to import. What it takes to read one key is little: each request is a byte that says what is asked, and lengths
 are 64 bits in the order of the machine.
+
 Rejected: asking in a thread and leaving it behind (the interpreter's end aborts a thread that is inside the client).
 """
 
