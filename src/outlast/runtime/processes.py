@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 __all__ = [
     "describe_exit",
@@ -63,7 +64,7 @@ def machine_id() -> str:
         return ""
 
 
-def describe_self() -> dict[str, str | int]:
+def describe_self() -> dict[str, Any]:
     """Return what names this process for good, for :func:`is_running` in another one: its id may be given again."""
     pid = os.getpid()
     return {"pid": pid, "pid_started": _started(pid) or 0, "host": socket.gethostname(), "machine": machine_id()}

@@ -514,13 +514,13 @@ def _generations(
     return [
         Generation(
             tier=tier,
-            iteration=event.iteration or 0,
-            time=_time(event),
-            age_s=_age(event.wall_ns, now_ns),
-            job=event.job,
+            iteration=newest[tier].iteration or 0,
+            time=_time(newest[tier]),
+            age_s=_age(newest[tier].wall_ns, now_ns),
+            job=newest[tier].job,
         )
         for tier in _TIERS
-        if (event := newest.get(tier)) is not None
+        if tier in newest
     ]
 
 

@@ -68,8 +68,8 @@ def list_troubles(events: Iterable[Event], now_ns: int) -> tuple[list[Trouble], 
                 unjudged.setdefault(event.cycle, []).append(case)
         else:
             key = (event.cycle, kind, incident.get("iteration"), incident.get("node") if kind not in _MANY else "")
-            if (case := known.get(key)) is not None:
-                case.num_reports += 1
+            if key in known:
+                known[key].num_reports += 1
             else:
                 known[key] = _Case(event, incident, verdict)
                 cases.append(known[key])
