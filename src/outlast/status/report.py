@@ -65,7 +65,9 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """One node of the job."""
 
     name: str
+    """`--node-name`, or the machine's."""
     state: NodeState
+    """See below."""
     host: str | None
     """The machine's name."""
     agent_pid: int | None
@@ -84,9 +86,11 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """One budget of the ladder."""
 
     used: int
+    """What was taken of it."""
     limit: int | None
     """`null`: no limit."""
     left: int | None
+    """`null`: no limit."""
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,8 +112,11 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     tier: str
     """`memory`, `local`, `replica` or `global`."""
     iteration: int
+    """Optimizer steps that it has done."""
     time: str
+    """When it was committed."""
     age_s: float
+    """Seconds since then."""
     job: str
     """The job that saved it."""
 
@@ -118,12 +125,19 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """An incident, with what followed."""
 
     time: str
+    """When it was first reported."""
     age_s: float
+    """Seconds since then."""
     cycle: int | None
+    """The cycle in which it was."""
     kind: str
+    """One of the journal's kinds of incidents."""
     node: str | None
+    """`null`: no node is concerned, or none can be named."""
     rank: int | None
+    """Global rank; `null`: a whole node is concerned, or no rank can be named."""
     iteration: int | None
+    """Where the rank was."""
     text: str
     """The incident in one line."""
     remedy: str | None
@@ -138,7 +152,9 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that are waited for."""
 
     num_missing: int
+    """Nodes that are missing."""
     num_needed: int
+    """Nodes that the next cycle needs."""
     have: list[str]
     """Names of the nodes that are there."""
     gives_up_in_s: float | None
@@ -149,18 +165,23 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """A run at one moment."""
 
     schema: int
+    """1; raised when a field changes its meaning or goes."""
     time: str
     """When this was asked."""
     sources: list[str]
     """Where it comes from: `journal`, `coordinator`."""
     run: str
+    """The run's id."""
     run_dir: str | None
+    """The run directory."""
     job: str
+    """Its newest job."""
     launcher: str | None
     """`outlast run`, or who started the workers else: `torchrun`, `srun`, `python`; `null`: not known."""
     command: list[str]
     """The script with its arguments."""
     state: State
+    """See below."""
     summary: str
     """The state in one line."""
     exit_code: int | None
@@ -180,13 +201,17 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     num_cycles: int
     """Cycles of this job."""
     world_size: int | None
+    """Ranks of the newest cycle."""
     iteration: int | None
     """Optimizer steps done, as far as the ranks told; a session tells every 5 s."""
     iteration_time: str | None
+    """When that was told."""
     iteration_age_s: float | None
+    """Seconds since then."""
     rate: float | None
     """Iterations a second, over at most the last minute in which some were told."""
     nodes: list[NodeReport]
+    """Who runs where, in the order of the ranks."""
     spares: list[str]
     """Names of the nodes that wait for a slot."""
     excluded: list[str]
