@@ -1,4 +1,4 @@
-"""Processes: dying with one's parent, ending a whole group, saying what an exit means."""
+"""Processes: dying with one's parent, ending a whole group, finding one again, saying what an exit means."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import ctypes
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["describe_exit", "die_with_parent", "kill_group", "show_command"]
+from outlast.env import hostname
+from outlast.policy.lease import Process
+
+__all__ = ["describe_exit", "die_with_parent", "is_alive", "kill_group", "show_command", "this_process"]
 
 _PR_SET_PDEATHSIG = 1
+_ENDED = (b"Z", b"X", b"x")
+"""States of a process that has ended and was not reaped yet."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -34,12 +40,45 @@ def show_command(argv: Sequence[str]) -> None:
     The command line lies in the process's own memory; where its last byte is not zero, the kernel shows it up to the
     first byte that is.
     """
-    with open("/proc/self/stat", "rb") as stat:
-        fields = stat.read().rpartition(b")")[2].split()
+    fields = _stat("self")
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49 of proc(5)
     if (room := end - start - 2) > 0:
         shown = " ".join(argv).encode(errors="surrogateescape")[:room]
         ctypes.memmove(start, shown + b"\0" * (end - start - len(shown) - 1) + b" ", end - start)
+
+
+def this_process() -> Process:
+    """Return what others find this process by."""
+    return Process(host=hostname(), machine=_machine(), pid=os.getpid(), started=_started(_stat("self")))
+
+
+def is_alive(process: Process) -> bool | None:
+    """Return whether a process still runs, stopped or not; ``None``: it is not one of this machine."""
+    if process.machine != _machine():
+        return None
+    try:
+        fields = _stat(str(process.pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return _started(fields) == process.started and fields[0] not in _ENDED
+
+
+def _machine() -> str:
+    """Name this start of the machine, and the space of process numbers that this process is in."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = hostname()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _stat(pid: str) -> list[bytes]:
+    """Return the fields of proc(5) behind a process's name, from the third on."""
+    return Path("/proc", pid, "stat").read_bytes().rpartition(b")")[2].split()
+
+
+def _started(fields: list[bytes]) -> int:
+    return int(fields[19])  # starttime, field 22 of proc(5)
 
 
 def describe_exit(exit_code: int) -> str:
