@@ -6,6 +6,7 @@ A worker may have been started by ``outlast run``, ``torchrun``, ``srun`` or pla
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -24,6 +25,7 @@ __all__ = [
     "CYCLE",
     "DEVICE",
     "JOB",
+    "NAMES",
     "NODE",
     "REPLAY",
     "RUN_DIR",
@@ -34,6 +36,7 @@ __all__ = [
     "clean_name",
     "environ",
     "hostname",
+    "name_of_run",
     "node_name",
     "noting_reads",
     "read_worker",
@@ -46,6 +49,9 @@ RUN_ID = "OUTLAST_RUN_ID"
 """Names the run; the same in every job of it."""
 RUN_DIR = "OUTLAST_RUN_DIR"
 """The run directory, an absolute path."""
+NAMES = "OUTLAST_RUN_NAMES"
+"""JSON list of the names that somebody gave to the run (its id, its directory), empty where nobody did; set by an agent
+only."""
 JOB = "OUTLAST_JOB"
 """Names the job (one allocation, or one ``outlast run``)."""
 CYCLE = "OUTLAST_CYCLE"
@@ -125,6 +131,14 @@ class WorkerEnv:
     """Copies that must not be loaded, as JSON; ``None`` = none known."""
     replay: str | None = None
     """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
+    names: tuple[str, ...] = ()
+    """The names that somebody gave to the run, such as ``id a`` and ``directory /a``; it is told from others by them."""
+    allocation: str | None = None
+    """The scheduler's number of the job; ``None`` without a scheduler."""
+    requeues: int = 0
+    """How often the scheduler has started that job again."""
+    call: int = 0
+    """Number of the call, where a function is called again in the same processes."""
 
 
 def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
@@ -189,7 +203,37 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         master_addr=env.get("MASTER_ADDR") or None,
         untrusted=env.get(UNTRUSTED) or None,
         replay=env.get(REPLAY) or None,
+        names=_names(env, launcher),
+        allocation=env.get("SLURM_JOB_ID") or None,
+        requeues=number("SLURM_RESTART_COUNT", default=0),
     )
+
+
+def name_of_run(run_id: str | None) -> tuple[str, ...]:
+    """Return the name that a run's id is; nothing where nobody thought of one.
+
+    A number, as of a job or a random one, changes with each start, and so does what ``torchrun --standalone`` draws.
+    """
+    if not run_id or run_id == "none" or run_id.isdigit() or _DRAWN.fullmatch(run_id):
+        return ()
+    return (f"id {run_id}",)
+
+
+_DRAWN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def _names(env: Mapping[str, str], launcher: str) -> tuple[str, ...]:
+    """Return the names that somebody gave to the run.
+
+    Raises:
+        ConfigError: What the agent says is not in its form.
+    """
+    if launcher == "outlast":
+        try:
+            return tuple(str(name) for name in json.loads(env.get(NAMES) or "[]"))
+        except ValueError:
+            raise ConfigError(f"environment variable {NAMES}={env[NAMES]!r} is no JSON list; unset it") from None
+    return name_of_run(env.get("TORCHELASTIC_RUN_ID")) if launcher == "torchrun" else ()
 
 
 _STEP_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

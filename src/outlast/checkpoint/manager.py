@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from outlast import clock
+from outlast.checkpoint.claim import Refused
 from outlast.checkpoint.commit import GRACE_S
 from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.handle import SaveHandle, SaveResult, wait_for_all
+from outlast.checkpoint.leases import Leases
 from outlast.checkpoint.load import Loaded, Restored
 from outlast.checkpoint.loading import Loader
 from outlast.checkpoint.manifest import topology_digest
@@ -85,6 +87,7 @@ class CheckpointManager:
         self._peers = Peers(place.global_rank, place.world_size, timeout_s=config.save_timeout)
         try:
             self._places = agree_places(config, place, self._peers, self._writer)
+            self._leases = Leases(config, place, self._places, on_lost=self._note_refused)
             self._pipeline = Pipeline(
                 config,
                 self._places,
@@ -94,6 +97,7 @@ class CheckpointManager:
                 rank=place.global_rank,
                 limit_s=self._limit_s,
                 on_durable=lambda iteration: self.on_commit and self.on_commit(iteration),
+                leases=self._leases,
                 at_stage=at_stage,
             )
         except BaseException:  # nothing that was opened stays, whatever failed
@@ -155,7 +159,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: There are generations, but none that all ranks can load, or it does not fit ``state``;
-                or a file changed between its proof and its use, and ``state`` is of no use any more.
+                or a file changed between its proof and its use, and ``state`` is of no use any more. Or another run
+                writes to a directory, or saved what is there: see :attr:`refusal`.
             PeerLost: A peer left.
 
         Collective: all ranks, before the first save.
@@ -164,6 +169,7 @@ class CheckpointManager:
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
         begin_ns = clock.now_ns()
+        self._agree_to_write()
         loaded, is_ours = self._loader.newest(state, decode_distrusted(self._place.untrusted), has)
         if loaded is not None:
             loaded.restore(state)
@@ -186,6 +192,7 @@ class CheckpointManager:
         Collective: all ranks, before the first save.
         Blocks: until all ranks have looked at what there is.
         """
+        self._agree_to_write()
         known, not_finite = self._loader.known(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
         self._take_for_committed(known, not_finite, iteration)
@@ -210,6 +217,7 @@ class CheckpointManager:
         Blocks: until all ranks have read and verified their parts.
         """
         started_ns = clock.now_ns()
+        self._agree_to_write()
         loaded = self._loader.suspect(state, iteration, decode_distrusted(self._place.untrusted))
         if loaded is None:
             return None
@@ -330,8 +338,9 @@ class CheckpointManager:
         is_idle = all(handle.done for handle in self._pending)
         ended = self._pipeline.stop(0.5 if is_idle else 0.2)
         self._writer.close()
-        if not (ended or self._pipeline.stop(2.0)):
+        if not (ended := ended or self._pipeline.stop(2.0)):
             log.warning("a store that does not answer keeps a thread; it ends with the process")
+        self._leases.release(is_idle=ended)
         self._peers.close()
         self._pipeline.close()
 
@@ -353,6 +362,26 @@ class CheckpointManager:
         self._pipeline.outcomes.is_left = is_left
 
     # -- loading -----------------------------------------------------------------------------------------------
+
+    def _agree_to_write(self) -> None:
+        """Take the directories, before anything there is gone on from.
+
+        Raises:
+            Refused: Another run has one, or saved what is there.
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        refused = self._leases.acquire()
+        told = self._peers.gather(str(refused or "").encode())
+        if text := next(filter(None, told), b"").decode():
+            error = Refused(text)
+            self._note_refused(error)
+            raise error
+
+    def _note_refused(self, error: Refused) -> None:
+        """Take note of why no save can succeed. Thread: any."""
+        self._pipeline.outcomes.refusal = error
 
     def _note_loaded(self, loaded: Loaded, started_ns: int, *, is_ours: bool) -> None:
         load_s = (clock.now_ns() - started_ns) / 1e9
@@ -408,4 +437,4 @@ class CheckpointManager:
         self._pipeline.arenas.stop()
         self._peers.cut()
         self._writer.close()
-        self._pipeline.stop(0.5)
+        self._leases.release(is_idle=self._pipeline.stop(0.5))

@@ -63,6 +63,8 @@ class RunOptions:
     join_timeout_s: float
     is_named: bool
     """The run has an id or a directory of its own, so that a later job goes on with it; once finished, it stays so."""
+    names: tuple[str, ...]
+    """The names that the run was given: its id, its directory."""
     notes: tuple[str, ...]
     """What to log at the start: settings that mean something else than they do to torchrun."""
 
@@ -275,6 +277,7 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         workers_stop_timeout_s=args.workers_stop_timeout if args.shutdown_timeout is None else args.shutdown_timeout,
         join_timeout_s=conf.get("join_timeout", conf.get("timeout", 600.0)),
         is_named=run_id != "none" or args.run_dir is not None or config.run_dir is not None,
+        names=_names(args, config, run_dir),
         notes=(*_describe_spares(num_slots, max_nodes), *ignored),
     )
 
@@ -379,6 +382,13 @@ def _parse_conf(text: str) -> tuple[dict[str, float], tuple[str, ...]]:
     if not others:
         return values, ()
     return values, (f"--rdzv-conf: {', '.join(others)}: without effect; outlast's rendezvous knows join_timeout",)
+
+
+def _names(args: argparse.Namespace, config: Config, run_dir: Path) -> tuple[str, ...]:
+    """Return the names that somebody gave to the run."""
+    named = () if args.standalone else env.name_of_run(args.rdzv_id)
+    has_directory = args.run_dir is not None or config.run_dir is not None
+    return (*named, *([f"directory {run_dir}"] if has_directory else []))
 
 
 def _fresh_run_id() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from string import Template
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ def prepare(
         **base_env,
         env.RUN_ID: options.run_id,
         env.RUN_DIR: str(options.run_dir),
+        env.NAMES: json.dumps(options.names),
         env.JOB: job,
         env.CYCLE: str(start.cycle),
         env.NODE: node,

@@ -16,17 +16,7 @@ from enum import Enum
 
 import msgspec
 
-__all__ = [
-    "EXPIRES_AFTER",
-    "Owner",
-    "Process",
-    "Silence",
-    "Standing",
-    "Step",
-    "find_life",
-    "is_same_training",
-    "judge_owner",
-]
+__all__ = ["Owner", "Process", "Silence", "Standing", "Step", "find_life", "is_same_training", "judge_owner"]
 
 EXPIRES_AFTER = 5
 """Renewals that an owner misses before it counts as gone."""

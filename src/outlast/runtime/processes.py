@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from outlast.env import hostname
 from outlast.policy.lease import Process
 
-__all__ = ["describe_exit", "die_with_parent", "is_alive", "kill_group", "show_command", "this_process"]
+__all__ = ["describe_exit", "die_with_parent", "is_alive", "kill_group", "show_command", "this_process", "this_program"]
 
 _PR_SET_PDEATHSIG = 1
 _ENDED = (b"Z", b"X", b"x")
@@ -50,6 +51,12 @@ def show_command(argv: Sequence[str]) -> None:
 def this_process() -> Process:
     """Return what others find this process by."""
     return Process(host=hostname(), machine=_machine(), pid=os.getpid(), started=_started(_stat("self")))
+
+
+def this_program() -> str | None:
+    """Return the path of the script that this process runs; ``None``: it runs none (``python -c``, a prompt)."""
+    path = os.path.realpath(sys.argv[0]) if sys.argv and sys.argv[0] else ""
+    return path if os.path.isfile(path) else None
 
 
 def is_alive(process: Process) -> bool | None:

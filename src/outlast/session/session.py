@@ -285,6 +285,8 @@ class Session:
         try:
             self._has.iteration = restore(state, self._attempts, self._saves, self._has.resuming, replicas)
         except Untrusted as error:
+            if self._saves is not None and self._saves.refusal is not None:
+                self._leave_refused()
             if self._place.untrusted is None:
                 raise
             log.error("no generation is left to trust: %s", error)
