@@ -132,7 +132,7 @@ class WorkerEnv:
     replay: str | None = None
     """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
     names: tuple[str, ...] = ()
-    """The names that somebody gave to the run, such as ``id a`` and ``directory /a``; it is told from others by them."""
+    """The names that somebody gave to the run, such as ``id a`` and ``directory /a``; they tell it from others."""
     allocation: str | None = None
     """The scheduler's number of the job; ``None`` without a scheduler."""
     requeues: int = 0

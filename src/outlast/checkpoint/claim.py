@@ -16,7 +16,19 @@ from outlast.decoding import from_json
 from outlast.errors import Untrusted
 from outlast.policy.directory_owner import Owner, Step, find_owner, judge_claim
 
-__all__ = ["NEW", "RUN", "Claim", "Held", "Place", "Refused", "Seen", "decode_hint", "encode_hint", "look_at", "owner_of"]
+__all__ = [
+    "NEW",
+    "RUN",
+    "Claim",
+    "Held",
+    "Place",
+    "Refused",
+    "Seen",
+    "decode_hint",
+    "encode_hint",
+    "look_at",
+    "owner_of",
+]
 
 RUN = "run.json"
 """Names the run that a directory belongs to; a hint, since it has no digest."""

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from outlast.checkpoint.claim import Refused, owner_of
 from outlast.checkpoint.claim import Place as Claimed
+from outlast.checkpoint.claim import Refused, owner_of
 from outlast.checkpoint.places import Places
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
