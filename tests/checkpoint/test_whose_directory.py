@@ -137,8 +137,9 @@ def test_a_claim_that_cannot_be_read_is_not_replaced(tmp_path: Path, monkeypatch
 def test_what_is_committed_while_a_claim_is_taken_over_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs believe to own a directory, as after a stop in the middle of a commit. One has passed its last comparison when another takes its claim, which nothing proves yet, over. What the first
-    then reports as saved stays: the second is refused at its own commit, and the first goes on."""
+    """Two runs believe that they own a directory, as after a stop in the middle of a commit. One has passed its last
+    comparison when another takes its claim, which nothing proves yet, over. What the first then reports as saved
+    stays: the second is refused at its own commit, and the first goes on."""
     monkeypatch.setattr(DirectoryLease, "hold", lambda lease: None)
     config, folder = _place(tmp_path, "local")
     at_rename, may_rename, at_manifest, may_commit = (threading.Event() for _ in range(4))
