@@ -277,7 +277,8 @@ class Lease:
                     return
                 continue
             assert newest.owner is not None
-            if said_s is None or clock.now_s() - said_s >= SAY_S:
+            is_due = silence.silent_s >= 2 * newest.owner.renew_s if said_s is None else clock.now_s() - said_s >= SAY_S
+            if is_due:
                 said_s = clock.now_s()
                 log.warning(
                     "%s was last used by %s, which cannot be asked from here; waiting until it has shown no sign of "
@@ -322,16 +323,22 @@ class Lease:
         """Make the next record; return whether this process was the first to."""
         number, before = newest.number + 1, newest.owner
         self._own = msgspec.structs.replace(self._own, token=secrets.token_hex(8))
-        if not self._make(number):
-            return False
-        numbers = self._records.numbers()
-        if max(numbers, default=number) > number:  # ours was made in place of one that had come and gone
-            self._records.remove(number)
+        _held.add(self._own.token)
+        try:
+            is_made = self._make(number)
+            numbers = self._records.numbers() if is_made else []
+            if is_made and max(numbers, default=number) > number:  # in place of one that had come and gone
+                self._records.remove(number)
+                is_made = False
+        except BaseException:  # nothing is held, whatever failed
+            _held.discard(self._own.token)
+            raise
+        if not is_made:
+            _held.discard(self._own.token)
             return False
         self._number = number
-        _held.add(self._own.token)
-        is_ours = before is not None and before.job is not None and before.job == self._own.job
-        if before is not None and not before.released and not is_ours:
+        is_job = before is not None and before.job is not None and before.job == self._own.job
+        if before is not None and not before.released and not is_job:
             why = "has shown no sign of life" if silence.silent_s >= before.expires_s else "has ended"
             log.info("%s is taken over from %s, which %s", self._records.url, before.describe(), why)
         for old in numbers:
@@ -420,5 +427,5 @@ def _newest_of(records: Records, own_number: int = 0) -> _Newest:
         if owner is None and torn < MAX_TORN:
             torn += 1  # it was being renewed
             continue
-        return _Newest(number, data, owner or UNREADABLE)
+        return _Newest(number, data, owner or msgspec.structs.replace(UNREADABLE, renew_s=records.renew_s))
     raise OutlastError(f"{records.url}: the records of its owners change all the time; look into {FOLDER}/ there")
