@@ -9,12 +9,14 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from msgspec import structs
+
 from outlast.checkpoint.claim import Place as Claimed
 from outlast.checkpoint.claim import Refused, owner_of
 from outlast.checkpoint.places import Places
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, OutlastError
 from outlast.policy.lease import Owner, is_same_training
 from outlast.runtime.lease import InUse, Lease, Records
 from outlast.runtime.processes import this_process, this_program
@@ -46,9 +48,7 @@ class DirectoryLease:
         self, place: _Place, own: Owner, *, may_resume_other: bool, on_lost: Callable[[Refused], None]
     ) -> None:
         self._place, self._own, self._may_resume_other = place, own, may_resume_other
-        self._lease = Lease(
-            place.owners, own, may_follow=self._check_training, on_lost=lambda lost: on_lost(self._refused(lost))
-        )
+        self._lease = Lease(place.owners, own, follow=self._follow, on_lost=lambda lost: on_lost(self._refused(lost)))
 
     def hold(self) -> None:
         """Take the directory, or compare: the directory is still this run's.
@@ -62,6 +62,10 @@ class DirectoryLease:
             self._lease.hold()
         except InUse as error:
             raise self._refused(error) from None
+        except CheckpointError:
+            raise
+        except OutlastError as error:
+            raise CheckpointError(str(error)) from error
 
     def release(self, *, is_idle: bool) -> None:
         """Let go of the directory; see :meth:`Lease.release`."""
@@ -71,17 +75,25 @@ class DirectoryLease:
         remedy = f"end one of the two, or {_REMEDY}" if error.was_lost else f"wait until that has ended, or {_REMEDY}"
         return Refused(f"{error}; this training is run {self._own.series} and saves nothing there; {remedy}")
 
-    def _check_training(self, before: Owner) -> None:
+    def _follow(self, before: Owner) -> Owner:
         """Say whose generations this run goes on from, if they are not its own.
 
-        Raises: Refused, when they are another training's.
+        Returns:
+            What this run says of itself: without a name of its own it has that of the training with which it goes on.
+
+        Raises:
+            Refused: They are another training's.
         """
+        if not self._goes_on():
+            return self._own
         is_same = is_same_training(before, self._own)
-        if (is_same and (before.names or before.run == self._own.run)) or not self._goes_on():
-            return
+        own = self._own if self._own.names or not is_same else structs.replace(self._own, names=before.names)
+        if is_same and (not set(before.names).isdisjoint(self._own.names) or before.run == self._own.run):
+            return own
         what = f"{self._place.url} holds what {_name(before)} saved"
         if is_same:
-            log.warning("%s; training goes on from there: both run %s", what, before.script or "without a name")
+            why = ", as it runs the same script" if before.script is not None and self._own.script is not None else ""
+            log.warning("%s; training goes on from there%s", what, why)
         elif self._may_resume_other:
             log.warning("%s; training goes on from there, since checkpoint.resume_from_other_run is on", what)
         else:
@@ -89,6 +101,7 @@ class DirectoryLease:
                 f"{what}; this is {_name(self._own)}; to go on from there set checkpoint.resume_from_other_run = true, "
                 f"else {_REMEDY}"
             )
+        return own
 
     def _goes_on(self) -> bool:
         """Return whether the directory holds generations that this run takes for its own."""

@@ -160,8 +160,8 @@ class Lease:
     Args:
         records: Of the directory's owners.
         own: What this owner says of itself; token, interval and count are set here.
-        may_follow: Called with the last owner before the directory is taken over from it, whether it ended in order or
-            not; raises what is to be raised instead.
+        follow: Called with the last owner before the directory is taken over from it, whether it ended in order or
+            not; returns what this owner says of itself then, or raises what is to be raised instead.
         on_lost: Called once, in the lease's thread, when another owner has taken the directory over.
 
     Thread: any.
@@ -172,10 +172,10 @@ class Lease:
         records: Records,
         own: Owner,
         *,
-        may_follow: Callable[[Owner], None] = lambda owner: None,
+        follow: Callable[[Owner], Owner] | None = None,
         on_lost: Callable[[InUse], None] = lambda lost: None,
     ) -> None:
-        self._records, self._may_follow, self._on_lost = records, may_follow, on_lost
+        self._records, self._follow, self._on_lost = records, follow, on_lost
         self._own = msgspec.structs.replace(own, renew_s=records.renew_s)
         self._number = 0
         self._lost: InUse | None = None
@@ -271,8 +271,9 @@ class Lease:
                 assert newest.owner is not None
                 raise InUse(self._records.url, newest.owner)
             if step is Step.TAKE:
-                if newest.owner is not None:
-                    self._may_follow(newest.owner)
+                if newest.owner is not None and self._follow is not None:
+                    own = self._follow(newest.owner)
+                    self._own = msgspec.structs.replace(own, renew_s=self._records.renew_s)
                 if self._take(newest, silence):
                     return
                 continue
