@@ -34,7 +34,7 @@ from outlast.config import (
     RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
-from outlast.errors import CheckpointError, ConfigError
+from outlast.errors import CheckpointError, ConfigError, ExitReason
 from outlast.inprocess import Wrapper
 from outlast.numerics.injector import ErrorInjector
 from outlast.numerics.number_rules import NumberRules

@@ -90,7 +90,7 @@ class DirectoryLease:
         own = self._own if self._own.names or not is_same else structs.replace(self._own, names=before.names)
         if is_same and (not set(before.names).isdisjoint(self._own.names) or before.run == self._own.run):
             return own
-        what = f"{self._place.url} holds what {_name(before)} saved"
+        what = f"{self._place.url} holds what {_name(before, self._own)} saved"
         if is_same:
             why = ", as it runs the same script" if before.script is not None and self._own.script is not None else ""
             log.warning("%s; training goes on from there%s", what, why)
@@ -98,7 +98,7 @@ class DirectoryLease:
             log.warning("%s; training goes on from there, since checkpoint.resume_from_other_run is on", what)
         else:
             raise Refused(
-                f"{what}; this is {_name(self._own)}; to go on from there set checkpoint.resume_from_other_run = true, "
+                f"{what}; this is {_name(self._own, before).rstrip(',')}; to go on from there set checkpoint.resume_from_other_run = true, "
                 f"else {_REMEDY}"
             )
         return own
@@ -177,11 +177,9 @@ def describe_run(place: WorkerEnv, series: str) -> Owner:
     )
 
 
-def _name(owner: Owner) -> str:
-    """Return who a run is, by what tells it from others."""
-    known = list(owner.names) or [f"run {owner.run}"]
-    if owner.run_dir is not None and f"directory {owner.run_dir}" not in known:
-        known.append(f"run directory {owner.run_dir}")
-    if owner.script is not None:
-        known.append(f"script {owner.script}")
-    return f"the run with {', '.join(known)}" if owner.names else ", ".join(known)
+def _name(owner: Owner, other: Owner) -> str:
+    """Return who a run is, by what tells it from another one."""
+    name = f"the run with {' and '.join(owner.names)}" if owner.names else f"run {owner.run}"
+    if owner.script is None or (owner.names and other.names):
+        return name
+    return f"{name}, script {owner.script},"
