@@ -81,7 +81,7 @@ def test_the_same_run_twice_at_once(tmp_path: Path) -> None:
         assert code == ExitReason.BAD_INPUT, output
         (line,) = output.splitlines()
         assert line.startswith(f"outlast: run directory {tmp_path}/run is in use by run {first.run_id} (pid ")
-        assert line.endswith("wait until that has ended, or name another directory (--run-dir)")
+        assert line.endswith("wait until that job has ended, or name another directory (--run-dir)")
         code, output = _run(f"--run-dir={tmp_path}/other", script, str(tmp_path), "10", "-1")
         assert code == ExitReason.NO_PROGRESS, output
         (line,) = [line for line in output.splitlines() if "nothing there; wait" in line]

@@ -72,8 +72,10 @@ class DirectoryLease:
         self._lease.release(is_idle=is_idle)
 
     def _refused(self, error: InUse) -> Refused:
-        remedy = f"end one of the two, or {_REMEDY}" if error.was_lost else f"wait until that has ended, or {_REMEDY}"
-        return Refused(f"{error}; this training is run {self._own.series} and saves nothing there; {remedy}")
+        is_named = error.owner.series != self._own.series  # else it would go on from what that one saved
+        who = f"this training is run {self._own.series} and" if is_named else "this training"
+        remedy = "end one of the two" if error.was_lost else "wait until that one has ended"
+        return Refused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
 
     def _follow(self, before: Owner) -> Owner:
         """Say whose generations this run goes on from, if they are not its own.
@@ -84,12 +86,12 @@ class DirectoryLease:
         Raises:
             Refused: They are another training's.
         """
-        if not self._goes_on():
-            return self._own
         is_same = is_same_training(before, self._own)
         own = self._own if self._own.names or not is_same else structs.replace(self._own, names=before.names)
         if is_same and (not set(before.names).isdisjoint(self._own.names) or before.run == self._own.run):
             return own
+        if not self._goes_on():
+            return self._own
         what = f"{self._place.url} holds what {_name(before, self._own)} saved"
         if is_same:
             why = ", as it runs the same script" if before.script is not None and self._own.script is not None else ""
@@ -97,10 +99,9 @@ class DirectoryLease:
         elif self._may_resume_other:
             log.warning("%s; training goes on from there, since checkpoint.resume_from_other_run is on", what)
         else:
-            raise Refused(
-                f"{what}; this is {_name(self._own, before).rstrip(',')}; to go on from there set checkpoint.resume_from_other_run = true, "
-                f"else {_REMEDY}"
-            )
+            own_name = _name(self._own, before).rstrip(",")
+            remedy = f"to go on from there set checkpoint.resume_from_other_run = true, else {_REMEDY}"
+            raise Refused(f"{what}; this is {own_name}; {remedy}")
         return own
 
     def _goes_on(self) -> bool:

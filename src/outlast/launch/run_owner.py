@@ -44,7 +44,7 @@ class RunOwner:
             self._lease.acquire()
         except InUse as error:
             raise ConfigError(
-                f"run directory {error}; wait until that has ended, or name another directory (--run-dir)"
+                f"run directory {error}; wait until that job has ended, or name another directory (--run-dir)"
             ) from None
         except OSError as error:
             raise ConfigError(
