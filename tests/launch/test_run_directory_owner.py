@@ -18,7 +18,9 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.launch.options import parse_options
 from outlast.launch.run_owner import RunOwner
-from outlast.runtime.lease import FolderRecords, decode_owner
+from outlast.policy.lease import Owner
+from outlast.runtime.lease import FolderRecords, decode_owner, encode_owner
+from outlast.runtime.processes import this_process
 from outlast.testing import Cluster
 
 pytestmark = [pytest.mark.process]
@@ -114,6 +116,27 @@ def test_a_killed_job_is_followed_at_once(tmp_path: Path) -> None:
         assert line.endswith("which has ended")
     assert "loaded iteration 4" in output
     assert "finished with" in output
+
+
+@pytest.mark.slow
+def test_a_job_whose_run_directory_was_taken_over_ends(tmp_path: Path) -> None:
+    """As one that was stopped finds when it wakes up: its workers end, it writes nothing more of what its next job
+    would read, and its last line names the other job. No queue starts it again."""
+    script = tmp_path / "train.py"
+    script.write_text("import time\nprint('trains now', flush=True)\ntime.sleep(1000)\n")
+    with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as job:
+        job.wait_for("trains now", PATIENCE_S)
+        ladder = tmp_path / "run" / "ladder.json"
+        before = ladder.read_bytes() if ladder.exists() else None
+        other = Owner(token="other", process=this_process(), run="another")
+        assert FolderRecords(tmp_path / "run").create(2, encode_owner(other))
+        assert job.wait(PATIENCE_S) == [ExitReason.NO_PROGRESS], job.tails()
+        job.assert_no_orphans(PATIENCE_S)
+        last = job.agent(0).output().splitlines()[-1]
+    assert "exit code 93: run directory " in last
+    assert f"was taken over by run another (pid {os.getpid()} on " in last
+    assert (ladder.read_bytes() if ladder.exists() else None) == before
+    assert FolderRecords(tmp_path / "run").numbers() == [2]
 
 
 @contextmanager

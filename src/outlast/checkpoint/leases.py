@@ -75,6 +75,8 @@ class DirectoryLease:
         is_named = error.owner.series != self._own.series  # else it would go on from what that one saved
         who = f"this training is run {self._own.series} and" if is_named else "this training"
         remedy = "end one of the two" if error.was_lost else "wait until that one has ended"
+        if error.owner.process == self._own.process:
+            remedy = "close the manager or session of this process that has it"
         return Refused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
 
     def _follow(self, before: Owner) -> Owner:

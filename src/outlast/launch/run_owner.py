@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 
 from outlast import env
-from outlast.errors import ConfigError, OutlastError
+from outlast.errors import ConfigError
 from outlast.launch.options import RunOptions
 from outlast.policy.lease import Owner
 from outlast.runtime.endpoints import parse_endpoints
@@ -64,9 +64,11 @@ class RunOwner:
         """Return whether the directory is still this job's, for what is kept for its next job."""
         try:
             self._lease.check()
-        except (OSError, OutlastError) as error:
+        except InUse as error:
             log.debug("what the run has learned is not written: %s", error)
             return False
+        except OSError as error:  # whoever writes is going to say so
+            log.debug("the run directory does not answer: %s", error)
         return True
 
     def release(self) -> None:
