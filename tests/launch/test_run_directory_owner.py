@@ -148,6 +148,15 @@ def _owner(*options: str) -> Iterator[RunOwner]:
         owner.release()
 
 
+def test_a_job_that_is_refused_before_it_began_leaves_no_trace(tmp_path: Path) -> None:
+    """Its run directory is empty again, and the next job takes it without a word."""
+    owner = RunOwner(parse_options([f"--run-dir={tmp_path}/run", str(_script(tmp_path))]))
+    assert FolderRecords(tmp_path / "run").numbers() == [1]
+    owner.withdraw()
+    owner.release()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def test_agents_of_one_job_share_its_run_directory(tmp_path: Path) -> None:
     """They meet at the same endpoint under the same id; another id is another job. The one that comes to host the
     coordinator speaks for the job from then on, also after the first, and who has handed over goes on."""

@@ -56,6 +56,9 @@ def launch(options: RunOptions) -> int:
     owner = RunOwner(options)  # before anything is read or written there
     try:
         return _launch(options, owner)
+    except ConfigError:
+        owner.withdraw()
+        raise
     finally:
         owner.release()
 

@@ -71,6 +71,10 @@ class RunOwner:
             log.debug("the run directory does not answer: %s", error)
         return True
 
+    def withdraw(self) -> None:
+        """Leave no trace in the directory: the job was refused before it began. Blocks: as :meth:`release`."""
+        self._lease.withdraw()
+
     def release(self) -> None:
         """Let go of the directory. Blocks: up to 2 s where the file system does not answer."""
         self._lease.release()

@@ -10,6 +10,7 @@ answer, the thread waits, and training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -90,6 +91,9 @@ class Records(Protocol):
     def remove(self, number: int) -> None:
         """Delete a record, if it is there."""
 
+    def forget(self) -> None:
+        """Remove what held the records, if there are none."""
+
 
 class FolderRecords:
     """Records in a folder of a file system.
@@ -126,6 +130,11 @@ class FolderRecords:
 
     def remove(self, number: int) -> None:
         self._path(number).unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Remove the folder, if it is empty."""
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number}.json"
@@ -179,7 +188,7 @@ class Lease:
         self._own = msgspec.structs.replace(own, renew_s=records.renew_s)
         self._number = 0
         self._lost: InUse | None = None
-        self._is_over = self._is_released = False
+        self._is_over = self._is_released = self._is_withdrawn = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -251,6 +260,11 @@ class Lease:
         _held.discard(self._own.token)
         if thread is not threading.current_thread():
             thread.join(RELEASE_S)
+
+    def withdraw(self) -> None:
+        """Let go of the directory as if it had not been taken: nothing was written there. Blocks: as a release."""
+        self._is_withdrawn = self._number == 1  # else an older record would be gone without a trace
+        self.release()
 
     # -- taking it ---------------------------------------------------------------------------------------------
 
@@ -384,7 +398,10 @@ class Lease:
                         *(self._records.url, error),
                     )
                 is_failing = True
-        if self._is_released and self._lost is None:
+        if self._is_withdrawn and self._lost is None:
+            self._remove(self._number)
+            self._records.forget()
+        elif self._is_released and self._lost is None:
             try:
                 self._records.renew(self._number, encode_owner(msgspec.structs.replace(own, released=True)))
             except (OSError, OutlastError) as error:

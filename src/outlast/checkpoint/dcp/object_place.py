@@ -170,6 +170,9 @@ class StoreRecords:
     def remove(self, number: int) -> None:
         self._store.remove([f"{FOLDER}/{number}.json"])
 
+    def forget(self) -> None:
+        pass  # a folder is nothing but the names of its objects
+
 
 def _is_stale(name: str, attempt: Attempt) -> bool:
     """Whether a file is of an attempt of this job that is decided or whose processes are gone."""
