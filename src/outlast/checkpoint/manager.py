@@ -145,6 +145,25 @@ class CheckpointManager:
         """Seconds that optimizers' steps waited for overlapped copies so far."""
         return self._guard.stall_s
 
+    def claim(self) -> None:
+        """Take the directories for this run, before anything there is gone on from; the first save does so, too.
+
+        A program that only loads, to evaluate for example, leaves it out, and may load what another run saves.
+
+        Raises:
+            CheckpointError: Another run writes to one of them, or has saved what is there: :attr:`refusal` says why.
+            PeerLost: A peer left.
+
+        Collective: all ranks, before they load.
+        Blocks: where only time can tell whether an owner on another machine lives, 10 s; 50 s in an object store.
+        """
+        refused = self._leases.acquire()
+        told = self._peers.gather(str(refused or "").encode())
+        if text := next(filter(None, told), b"").decode():
+            error = Refused(text)
+            self._note_refused(error)
+            raise error
+
     def load_latest(self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None) -> Restored | None:
         """Load the newest generation that every rank can prove, each rank's part from the nearest tier.
 
@@ -159,8 +178,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: There are generations, but none that all ranks can load, or it does not fit ``state``;
-                or a file changed between its proof and its use, and ``state`` is of no use any more. Or another run
-                writes to a directory, or saved what is there: see :attr:`refusal`.
+                or a file changed between its proof and its use, and ``state`` is of no use any more.
             PeerLost: A peer left.
 
         Collective: all ranks, before the first save.
@@ -169,7 +187,6 @@ class CheckpointManager:
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
         begin_ns = clock.now_ns()
-        self._agree_to_write()
         loaded, is_ours = self._loader.newest(state, decode_distrusted(self._place.untrusted), has)
         if loaded is not None:
             loaded.restore(state)
@@ -192,7 +209,6 @@ class CheckpointManager:
         Collective: all ranks, before the first save.
         Blocks: until all ranks have looked at what there is.
         """
-        self._agree_to_write()
         known, not_finite = self._loader.known(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
         self._take_for_committed(known, not_finite, iteration)
@@ -217,7 +233,6 @@ class CheckpointManager:
         Blocks: until all ranks have read and verified their parts.
         """
         started_ns = clock.now_ns()
-        self._agree_to_write()
         loaded = self._loader.suspect(state, iteration, decode_distrusted(self._place.untrusted))
         if loaded is None:
             return None
@@ -362,22 +377,6 @@ class CheckpointManager:
         self._pipeline.outcomes.is_left = is_left
 
     # -- loading -----------------------------------------------------------------------------------------------
-
-    def _agree_to_write(self) -> None:
-        """Take the directories, before anything there is gone on from.
-
-        Raises:
-            Refused: Another run has one, or saved what is there.
-            PeerLost: A peer left.
-
-        Collective: all ranks.
-        """
-        refused = self._leases.acquire()
-        told = self._peers.gather(str(refused or "").encode())
-        if text := next(filter(None, told), b"").decode():
-            error = Refused(text)
-            self._note_refused(error)
-            raise error
 
     def _note_refused(self, error: Refused) -> None:
         """Take note of why no save can succeed. Thread: any."""
