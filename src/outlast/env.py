@@ -28,6 +28,7 @@ __all__ = [
     "NAMES",
     "NODE",
     "REPLAY",
+    "RESUME_OTHER",
     "RUN_DIR",
     "RUN_ID",
     "UNTRUSTED",
@@ -49,6 +50,8 @@ RUN_ID = "OUTLAST_RUN_ID"
 """Names the run; the same in every job of it."""
 RUN_DIR = "OUTLAST_RUN_DIR"
 """The run directory, an absolute path."""
+RESUME_OTHER = "OUTLAST_RESUME_FROM_OTHER_RUN"
+"""``1``: what another run saved may be gone on from, whatever the script's config says; set by an agent only."""
 NAMES = "OUTLAST_RUN_NAMES"
 """JSON list of the names that somebody gave to the run (its id, its directory), empty where nobody did; set by an agent
 only."""
@@ -137,6 +140,8 @@ class WorkerEnv:
     """The scheduler's number of the job; ``None`` without a scheduler."""
     requeues: int = 0
     """How often the scheduler has started that job again."""
+    resumes_other: bool = False
+    """What another run saved may be gone on from: ``outlast run`` was told so."""
     call: int = 0
     """Number of the call, where a function is called again in the same processes."""
 
@@ -204,6 +209,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         untrusted=env.get(UNTRUSTED) or None,
         replay=env.get(REPLAY) or None,
         names=_names(env, launcher),
+        resumes_other=env.get(RESUME_OTHER) == "1",
         allocation=env.get("SLURM_JOB_ID") or None,
         requeues=number("SLURM_RESTART_COUNT", default=0),
     )

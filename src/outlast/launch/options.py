@@ -65,6 +65,8 @@ class RunOptions:
     """The run has an id or a directory of its own, so that a later job goes on with it; once finished, it stays so."""
     names: tuple[str, ...]
     """The names that the run was given: its id, its directory."""
+    resumes_other: bool
+    """Its workers may go on from what another run saved."""
     notes: tuple[str, ...]
     """What to log at the start: settings that mean something else than they do to torchrun."""
 
@@ -164,6 +166,12 @@ class _Parser:
             default=None,
             metavar="N",
             help="Restarts in the whole run, with or without progress; default no limit.",
+        )
+        add(
+            "resume-from-other-run",
+            action="store_true",
+            help="Go on from checkpoints that another run saved, for this launch, as "
+            "checkpoint.resume_from_other_run does.",
         )
         add(
             "preload",
@@ -278,6 +286,7 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         join_timeout_s=conf.get("join_timeout", conf.get("timeout", 600.0)),
         is_named=run_id != "none" or args.run_dir is not None or config.run_dir is not None,
         names=_names(args, config, run_dir),
+        resumes_other=args.resume_from_other_run,
         notes=(*_describe_spares(num_slots, max_nodes), *ignored),
     )
 

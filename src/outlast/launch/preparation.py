@@ -62,6 +62,7 @@ def prepare(
         env.RUN_ID: options.run_id,
         env.RUN_DIR: str(options.run_dir),
         env.NAMES: json.dumps(options.names),
+        env.RESUME_OTHER: "1" if options.resumes_other else "",
         env.JOB: job,
         env.CYCLE: str(start.cycle),
         env.NODE: node,

@@ -1,7 +1,7 @@
 """A lease on a directory: one owner at a time, which renews it from a thread of its own. Nothing here imports torch.
 
 The records lie in the folder ``owner`` of the directory, one numbered file for each owner; the highest number is the
-owner's, and the newest file stays when its owner ends, so that no number is used twice. Making a file under a new name
+owner's, and its file stays when it ends, so that no number is used twice. Making a file under a new name
 is the one thing that file systems and object stores do for one process alone; nothing else here depends on that.
 
 Everything is decided in :mod:`outlast.policy.lease`. Training never waits for a renewal: where a file system does not
@@ -356,8 +356,10 @@ class Lease:
         if before is not None and not before.released and not is_job:
             why = "has shown no sign of life" if silence.silent_s >= before.expires_s else "has ended"
             log.info("%s is taken over from %s, which %s", self._records.url, before.describe(), why)
+        # Who wakes up finds its record gone; that of who has ended in order says who had the directory before.
+        kept = newest.number if before is not None and before.released else number
         for old in numbers:
-            if old < number:
+            if old < kept:
                 self._remove(old)
         self._thread = threading.Thread(target=self._keep, name="outlast-lease", daemon=True)
         self._thread.start()
