@@ -28,6 +28,7 @@ from outlast.config import (
 from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, IncidentKind, Rung
+from outlast.launch.run_parser import describe_options, option_name, takes_value
 
 DOCS = Path(__file__).parent
 PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -38,9 +39,22 @@ def settings_table(cls: type, *, flag: str = "") -> str:
     head = ["setting", "type", "default", *(["option"] if flag else []), "meaning"]
     rows = []
     for field in describe_fields(cls):
-        option = [f"`{flag}{field.name}`"] if flag else []
+        option = [f"`{flag}{field.name.replace('_', '-')}`"] if flag else []
         rows.append([f"`{field.name}`", _type(field.type_name), _default(field.default), *option, _text(field.text)])
     return _table(head, rows)
+
+
+def options_table() -> str:
+    """Return the options of ``outlast run`` that are not torchrun's alone, a table for each topic."""
+    tables = []
+    for group in describe_options()[:-1]:
+        rows = []
+        for option in group.options:
+            value = f"={option.metavar}" if takes_value(option) else ""
+            text = re.sub(r" \(default: none\)$", "", str(option.help).replace("%%", "%"))
+            rows.append([f"`{option_name(option)}{value}`".replace("|", "\\|"), _text(text)])
+        tables.append(_table([f"{group.title}: {group.text}" if group.text else group.title, "meaning"], rows))
+    return "\n".join(tables)
 
 
 def words_table(cls: type[enum.Enum], head: str, *, value: str) -> str:
@@ -88,6 +102,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "config": lambda: settings_table(Config),
     "checkpoint": lambda: settings_table(CheckpointConfig),
     "fault-tolerance": lambda: settings_table(FaultToleranceConfig, flag="--ft-"),
+    "run-options": options_table,
     "preemption": lambda: settings_table(PreemptionConfig),
     "in-process-restart": lambda: settings_table(InProcessRestartConfig),
     "rerun-state-machine": lambda: settings_table(RerunStateMachineConfig),

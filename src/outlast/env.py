@@ -25,8 +25,11 @@ __all__ = [
     "CYCLE",
     "DEVICE",
     "JOB",
+    "LOG",
+    "LOG_LEVEL",
     "NAMES",
     "NODE",
+    "POSTMORTEM",
     "REPLAY",
     "RESUME_OTHER",
     "RUN_DIR",
@@ -40,6 +43,7 @@ __all__ = [
     "name_of_run",
     "node_name",
     "noting_reads",
+    "postmortem_path",
     "read_worker",
     "replace_environ",
     "set_default",
@@ -73,13 +77,24 @@ WRITER = "OUTLAST_WRITER"
 """Address of the node's checkpoint writer (an abstract Unix socket, without its leading zero); set by an agent only."""
 UNTRUSTED = "OUTLAST_UNTRUSTED"
 """JSON list of the copies that must not be loaded; set by an agent only."""
+POSTMORTEM = "OUTLAST_POSTMORTEM"
+"""Path of the memory file that keeps how this worker ended; set by an agent only."""
 REPLAY = "OUTLAST_REPLAY"
 """JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
+LOG_LEVEL = "OUTLAST_LOG_LEVEL"
+"""Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
+LOG = "OUTLAST_LOG"
+"""Form of the log: ``text`` or ``json``."""
 
 
 def environ() -> dict[str, str]:
     """Return a copy of the environment of this process."""
     return dict(os.environ)
+
+
+def postmortem_path() -> str | None:
+    """Return where this worker records how it ends; ``None`` without an agent of ours."""
+    return os.environ.get(POSTMORTEM) or None
 
 
 def hostname() -> str:
@@ -144,6 +159,12 @@ class WorkerEnv:
     """What another run saved may be gone on from: ``outlast run`` was told so."""
     call: int = 0
     """Number of the call, where a function is called again in the same processes."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank logs what holds for all ranks and the whole job: rank 0, in the job's first cycle."""
+        # What srun and a plain start count are jobs: each has a log of its own.
+        return self.global_rank == 0 and (self.cycle == 0 or self.launcher in ("srun", "python"))
 
 
 def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:

@@ -69,12 +69,11 @@ def test_a_second_run_is_refused_while_the_first_lives_and_goes_on_after_it(tmp_
         with _ranks(tmp_path, '{"total": 9}', world_size=2) as second:
             codes, outputs = second.end()
         assert codes == [ExitReason.NO_PROGRESS] * 2, outputs
-        for output in outputs:
-            (line,) = [line for line in output.splitlines() if "is in use by" in line]
-            assert f"{tmp_path}/ckpt is in use by run run-" in line
-            assert f"(pid {first.pid(0)} on " in line
-            assert line.endswith("or give it a directory of its own")
-            assert "Traceback" not in output
+        (line,) = [line for line in "".join(outputs).splitlines() if "is in use by" in line]
+        assert f"{tmp_path}/ckpt is in use by run run-" in line
+        assert f"(pid {first.pid(0)} on " in line
+        assert line.endswith("or give it a directory of its own")
+        assert "Traceback" not in "".join(outputs)
         assert _content(tmp_path) == before
         assert first.running(0)
         first.kill(0)
