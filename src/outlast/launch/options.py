@@ -23,6 +23,7 @@ from outlast.launch.run_parser import Command, parse_command
 from outlast.launch.torchrun_parser import find_event_handlers
 from outlast.runtime.device import why_absent
 from outlast.runtime.endpoints import Endpoint, parse_endpoints
+from outlast.wording import count
 
 __all__ = ["Checked", "RunOptions", "check_values", "parse_options", "why_not_there"]
 
@@ -131,7 +132,7 @@ def check_values(argv: Sequence[str]) -> Checked:
     )
     _require(
         fewest is None or fewest <= num_slots,
-        f"{layers.written('min_nodes')} is more than the {_count(num_slots, 'node')} of {name('nnodes')}; lower it",
+        f"{layers.written('min_nodes')} is more than the {count(num_slots, 'node')} of {name('nnodes')}; lower it",
     )
     _check_nproc(args.nproc_per_node, name("nproc_per_node"))
     _check_streams(command)
@@ -147,7 +148,7 @@ def check_values(argv: Sequence[str]) -> Checked:
     endpoints = _check_endpoints(command, num_slots, alone=alone)
     _require(
         alone or args.node_rank is None or 0 <= args.node_rank < max_nodes,
-        f"{name('node_rank')}={args.node_rank} is no rank of {_count(max_nodes, 'node')}; write a number from 0 to "
+        f"{name('node_rank')}={args.node_rank} is no rank of {count(max_nodes, 'node')}; write a number from 0 to "
         f"{max_nodes - 1}, or leave it out",
     )
     conf, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
@@ -379,16 +380,12 @@ def _describe_spares(num_slots: int, max_nodes: int) -> tuple[str, ...]:
     if num_slots == max_nodes:
         return ()
     spares = max_nodes - num_slots
-    train = f"{_count(num_slots, 'node')} {'trains' if num_slots == 1 else 'train'}"
+    train = f"{count(num_slots, 'node')} {'trains' if num_slots == 1 else 'train'}"
     wait = "1 more waits as a spare" if spares == 1 else f"up to {spares} more wait as spares"
     return (
-        f"--nnodes={num_slots}:{max_nodes}: {train}, {wait}; to train on {max_nodes} and go on with {num_slots} where "
-        f"one is lost, write --nnodes={max_nodes} --ft-min-nodes={num_slots}",
+        f"--nnodes={num_slots}:{max_nodes}: {train}, {wait}; to train on {max_nodes} and continue with {num_slots} "
+        f"where one is lost, write --nnodes={max_nodes} --ft-min-nodes={num_slots}",
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _parse_conf(text: str, option: str) -> tuple[dict[str, float], tuple[str, ...]]:
