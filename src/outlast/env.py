@@ -6,6 +6,7 @@ A worker may have been started by ``outlast run``, ``torchrun``, ``srun`` or pla
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -26,9 +27,11 @@ __all__ = [
     "JOB",
     "LOG",
     "LOG_LEVEL",
+    "NAMES",
     "NODE",
     "POSTMORTEM",
     "REPLAY",
+    "RESUME_OTHER",
     "RUN_DIR",
     "RUN_ID",
     "UNTRUSTED",
@@ -37,6 +40,7 @@ __all__ = [
     "clean_name",
     "environ",
     "hostname",
+    "name_of_run",
     "node_name",
     "noting_reads",
     "postmortem_path",
@@ -50,6 +54,11 @@ RUN_ID = "OUTLAST_RUN_ID"
 """Names the run; the same in every job of it."""
 RUN_DIR = "OUTLAST_RUN_DIR"
 """The run directory, an absolute path."""
+RESUME_OTHER = "OUTLAST_RESUME_FROM_OTHER_RUN"
+"""``1``: what another run saved may be gone on from, whatever the script's config says; set by an agent only."""
+NAMES = "OUTLAST_RUN_NAMES"
+"""JSON list of the names that somebody gave to the run (its id, its directory), empty where nobody did; set by an agent
+only."""
 JOB = "OUTLAST_JOB"
 """Names the job (one allocation, or one ``outlast run``)."""
 CYCLE = "OUTLAST_CYCLE"
@@ -140,6 +149,16 @@ class WorkerEnv:
     """Copies that must not be loaded, as JSON; ``None`` = none known."""
     replay: str | None = None
     """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
+    names: tuple[str, ...] = ()
+    """The names that somebody gave to the run, such as ``id a`` and ``directory /a``; they tell it from others."""
+    allocation: str | None = None
+    """The scheduler's number of the job; ``None`` without a scheduler."""
+    requeues: int = 0
+    """How often the scheduler has started that job again."""
+    resumes_other: bool = False
+    """What another run saved may be gone on from: ``outlast run`` was told so."""
+    call: int = 0
+    """Number of the call, where a function is called again in the same processes."""
 
     @property
     def is_first(self) -> bool:
@@ -210,7 +229,38 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         master_addr=env.get("MASTER_ADDR") or None,
         untrusted=env.get(UNTRUSTED) or None,
         replay=env.get(REPLAY) or None,
+        names=_names(env, launcher),
+        resumes_other=env.get(RESUME_OTHER) == "1",
+        allocation=env.get("SLURM_JOB_ID") or None,
+        requeues=number("SLURM_RESTART_COUNT", default=0),
     )
+
+
+def name_of_run(run_id: str | None) -> tuple[str, ...]:
+    """Return the name that a run's id is; nothing where nobody thought of one.
+
+    A number, as of a job or a random one, changes with each start, and so does what ``torchrun --standalone`` draws.
+    """
+    if not run_id or run_id == "none" or run_id.isdigit() or _DRAWN.fullmatch(run_id):
+        return ()
+    return (f"id {run_id}",)
+
+
+_DRAWN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def _names(env: Mapping[str, str], launcher: str) -> tuple[str, ...]:
+    """Return the names that somebody gave to the run.
+
+    Raises:
+        ConfigError: What the agent says is not in its form.
+    """
+    if launcher == "outlast":
+        try:
+            return tuple(str(name) for name in json.loads(env.get(NAMES) or "[]"))
+        except ValueError:
+            raise ConfigError(f"environment variable {NAMES}={env[NAMES]!r} is no JSON list; unset it") from None
+    return name_of_run(env.get("TORCHELASTIC_RUN_ID")) if launcher == "torchrun" else ()
 
 
 _STEP_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

@@ -76,7 +76,8 @@ class ExitReason(IntEnum):
     PREEMPTED = 75
     """Told to leave; there is a saved state to go on from. Charged to no failure budget."""
     NO_PROGRESS = 93
-    """The restart budget is spent without progress, or the checkpoint directory is another run's. Never re-queued."""
+    """The restart budget is spent without progress, or a run or checkpoint directory is another run's. Never
+    re-queued."""
 
 
 class OutlastError(Exception):

@@ -62,7 +62,11 @@ manager.close()
 """
     ((code, told),) = start(tmp_path / "ckpt", script)
     assert code == 0, told
-    assert told == {"names": ["latest", "run.json", "step-2", "step-3"], "latest": "step-3\n", "untouched": True} | {
+    assert told == {
+        "names": ["latest", "owner", "run.json", "step-2", "step-3"],
+        "latest": "step-3\n",
+        "untouched": True,
+    } | {
         "again": [],
         "said": ["saved iteration 4 to local"],
     }
@@ -112,7 +116,7 @@ manager.close()
 """
     ((code, told),) = start(tmp_path / "ckpt", script)
     assert code == 0, told
-    assert told == {"names": ["latest", "run.json", "step-1"]}
+    assert told == {"names": ["latest", "owner", "run.json", "step-1"]}
 
 
 @pytest.mark.slow
@@ -158,7 +162,7 @@ manager.close()
     assert code == 0, told
     assert "generations (newest: 200) that this training did not load" in told["refused"]
     assert told["restored"] == 200
-    assert told["names"] == ["latest", "run.json", "step-200", "step-201"]
+    assert told["names"] == ["latest", "owner", "run.json", "step-200", "step-201"]
 
 
 @pytest.mark.process

@@ -453,5 +453,5 @@ def test_ctrl_c_ends_a_start_without_a_traceback(shell: Shell, moment: int) -> N
     assert not any("Traceback" in line or "KeyboardInterrupt" in line for line in lines if "train.py" not in line), seen
 
 
-RESUME: tuple[str, ...] = ()
+RESUME: tuple[str, ...] = ("--resume-from-other-run",)
 """What asks for going on with another run's checkpoints."""

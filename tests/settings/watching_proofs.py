@@ -141,7 +141,7 @@ def beats_as_often_as_told(scene: Scene) -> None:
     (scene.folder / "train.py").touch()
     for argv in ([], ["--ft-node-heartbeat-timeout=1"]):
         try:
-            run._make_agent(parse_options([*argv, "train.py"]), "job", *[Mock()] * 5, ("script", ()), {})  # type: ignore[arg-type]
+            run._make_agent(parse_options([*argv, "train.py"]), Mock(), "job", *[Mock()] * 5, ("script", ()), {})  # type: ignore[arg-type]
         except ConnectionError:
             pass
     assert intervals == [1.0, 0.2]

@@ -22,7 +22,7 @@ import msgspec
 
 from outlast import clock
 from outlast.checkpoint import frames as f
-from outlast.checkpoint.claim import Claim, Refused
+from outlast.checkpoint.claim import Claim, Held, Refused
 from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.exchange import Exchange, Outcome, deadline
 from outlast.checkpoint.finite import MAY_BE_INFINITE, is_finite
@@ -86,6 +86,7 @@ class Committer:
         on_committed: Called in this thread with each save that is committed to the near tiers, its tiers that are
             still missing, and failures of its copies.
         on_failed: Called in this thread with each save that is not, and its error.
+        lease: On this node's folder, on the rank that leads it; ``None`` = there is none.
         at_stage: For fault injection: called with a stage's name just before it.
     """
 
@@ -102,6 +103,7 @@ class Committer:
         replication: Replication,
         on_committed: Callable[[Save, frozenset[Tier], tuple[f.CopyFailure, ...]], None],
         on_failed: Callable[[Save, CheckpointError], None],
+        lease: Held | None = None,
         at_stage: Callable[[str], None] | None = None,
     ) -> None:
         self._places, self._rank, self._topology = places, rank, topology
@@ -114,7 +116,7 @@ class Committer:
         self._infinite_tensors: tuple[str, ...] = ()
         self._told_of = _Infinite()
         leads = places.local is not None and places.is_leader(rank)
-        self._claim = Claim(places.local, places.run, places.seen_local) if leads and places.local else None
+        self._claim = Claim(places.local, places.run, places.seen_local, lease) if leads and places.local else None
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._exchange = Exchange(store, places.token, self._stop, rank=rank)

@@ -98,6 +98,11 @@ class CheckpointConfig:
     load: str | None = None
     """Global tier to load from when ``directory`` holds no generation yet, for example of another run; read only."""
 
+    resume_from_other_run: bool = False
+    """Go on from generations that another run saved in these directories; off: the run is refused there. A run is
+    another one if both were given names (``--rdzv-id``, ``--run-dir``) and have none in common, or, where one of them
+    has no name, if they run different scripts."""
+
     non_persistent_local_ckpt_dir: str | None = None
     """Megatron's name of ``local_directory``."""
 

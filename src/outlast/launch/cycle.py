@@ -270,7 +270,9 @@ class Cycle:
         worker = next(worker for worker in self.workers.values() if worker.global_rank == first)
         if (code := worker.exit_code) is None:  # it is about to end
             cause = self.postmortem.read(worker.local_rank).cause
-            code = _FATAL_SIGNALS.get(cause.text, 1) if cause is not None and cause.type == "fatal signal" else 1
+            code = self.board.read(worker.local_rank).leaving_with or 1  # a session says with which
+            if cause is not None and cause.type == "fatal signal":
+                code = _FATAL_SIGNALS.get(cause.text, 1)
         return self._describe_exit(worker, code)
 
     def _failing(self) -> list[Ended]:

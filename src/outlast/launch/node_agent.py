@@ -24,7 +24,7 @@ from outlast.launch.forming import SAY_S
 from outlast.launch.link import GOODBYE_S, LinkDown, LinkFailed, LinkUp
 from outlast.launch.member import Member
 from outlast.launch.mending import Mending
-from outlast.launch.news import Broken, Hang, Notice, WriterDied
+from outlast.launch.news import Broken, Hang, Notice, RunDirectoryLost, WriterDied
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
 from outlast.launch.timers import Timers
@@ -176,6 +176,8 @@ class NodeAgent:
                 self._on_notice(news)
             case WriterDied():
                 self._journal.write(EventKind.WRITER_ENDED, summary=news.summary)
+            case RunDirectoryLost():
+                self._finish(m.Stop(exit_code=ExitReason.NO_PROGRESS, reason=news.why))
             case LinkUp():
                 self._on_link_up(news)
             case LinkDown():

@@ -63,6 +63,10 @@ class RunOptions:
     join_timeout_s: float
     is_named: bool
     """The run has an id or a directory of its own, so that a later job goes on with it; once finished, it stays so."""
+    names: tuple[str, ...]
+    """The names that the run was given: its id, its directory."""
+    resumes_other: bool
+    """Its workers may go on from what another run saved."""
     log_level: str | None
     """What ``--log-level`` or ``--quiet`` asks for; ``None`` = what the environment says."""
     notes: tuple[str, ...]
@@ -207,6 +211,8 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         workers_stop_timeout_s=args.workers_stop_timeout if args.shutdown_timeout is None else args.shutdown_timeout,
         join_timeout_s=checked.join_timeout_s,
         is_named=run_id != "none" or args.run_dir is not None or config.run_dir is not None,
+        names=_names(args, config, run_dir),
+        resumes_other=args.resume_from_other_run,
         log_level=_log_level(args),
         notes=checked.notes,
         new_folders=new_folders,
@@ -407,6 +413,13 @@ def _parse_conf(text: str, option: str) -> tuple[dict[str, float], tuple[str, ..
     if not others:
         return values, ()
     return values, (f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows join_timeout",)
+
+
+def _names(args: argparse.Namespace, config: Config, run_dir: Path) -> tuple[str, ...]:
+    """Return the names that somebody gave to the run."""
+    named = () if args.standalone else env.name_of_run(args.rdzv_id)
+    has_directory = args.run_dir is not None or config.run_dir is not None
+    return (*named, *([f"directory {run_dir}"] if has_directory else []))
 
 
 def _fresh_run_id() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from string import Template
 from typing import TYPE_CHECKING
@@ -61,6 +62,8 @@ def prepare(
         **base_env,
         env.RUN_ID: options.run_id,
         env.RUN_DIR: str(options.run_dir),
+        env.NAMES: json.dumps(options.names),
+        env.RESUME_OTHER: "1" if options.resumes_other else "",
         env.JOB: job,
         env.CYCLE: str(start.cycle),
         env.NODE: node,

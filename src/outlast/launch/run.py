@@ -19,9 +19,10 @@ from outlast.errors import ConfigError, ExitReason
 from outlast.launch.checkups import Checkups, Occasion
 from outlast.launch.job import JobSettings, name_job
 from outlast.launch.ladder_file import load_ladder
-from outlast.launch.news import Notice, WriterDied
+from outlast.launch.news import Notice, RunDirectoryLost, WriterDied
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.probing import check_endpoints
+from outlast.launch.run_owner import RunOwner
 from outlast.launch.summary import summarise
 from outlast.runtime.endpoints import parse_endpoints
 from outlast.runtime.mailbox import Mailbox
@@ -49,8 +50,22 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def launch(options: RunOptions) -> int:
     """Run a job's part on this node; return the exit code.
 
+    Raises:
+        ConfigError: Another job runs in the run directory, or something cannot be used.
+
     Blocks: until the job is over.
     """
+    owner = RunOwner(options)  # before anything is read or written there
+    try:
+        return _launch(options, owner)
+    except ConfigError:
+        owner.withdraw()
+        raise
+    finally:
+        owner.release()
+
+
+def _launch(options: RunOptions, owner: RunOwner) -> int:
     started_s = clock.now_s()
     startup = _StartUp()
     remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is said before all else
@@ -81,7 +96,9 @@ def launch(options: RunOptions) -> int:
         if writer is not None:
             startup.ends(writer.kill)
         try:
-            agent = _make_agent(options, job, zygote, new_zygote, writer, checkups, mailbox, (kind, argv), worker_env)
+            agent = _make_agent(
+                options, owner, job, zygote, new_zygote, writer, checkups, mailbox, (kind, argv), worker_env
+            )
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
@@ -196,6 +213,7 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
 
 def _make_agent(
     options: RunOptions,
+    owner: RunOwner,
     new_job: str,
     zygote: Zygote,
     new_zygote: Callable[[], Zygote],
@@ -228,6 +246,7 @@ def _make_agent(
         raise ValueError(f"--event-log-handler={args.event_log_handler} is no handler; write console or null") from None
 
     def serve(store: TCPStore, former: JobInProgress | None) -> ControlServer:
+        owner.lead()
         return ControlServer(
             store,
             JobSettings(
@@ -250,6 +269,7 @@ def _make_agent(
             run_id=options.run_id,
             node=options.node_name,
             layers=options.layers,
+            may_write=owner.may_write,
             on_error=lambda error: mailbox.put(LinkFailed(f"the coordinator ended: {error!r}")),
         )
 
@@ -291,6 +311,7 @@ def _make_agent(
         checkups=checkups,
         mailbox=mailbox,
     )
+    owner.on_lost = lambda why: mailbox.put(RunDirectoryLost(why))
     _install_handlers(args.signals_to_handle, lambda number: mailbox.put(Notice(number)))
     return agent
 

@@ -232,6 +232,12 @@ class _Options:
         )
         add(
             _RUN,
+            "resume-from-other-run",
+            action="store_true",
+            help="Go on from checkpoints that another run saved, in this launch; as checkpoint.resume_from_other_run.",
+        )
+        add(
+            _RUN,
             "preload",
             default="",
             metavar="MODULE,...",

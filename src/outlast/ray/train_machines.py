@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -137,6 +138,7 @@ class Machines:
         return {
             env.RUN_ID: told.run_id,
             env.RUN_DIR: told.run_dir,
+            env.NAMES: json.dumps([f"directory {told.run_dir}"] if told.run_dir else []),
             env.JOB: told.job,
             env.CYCLE: str(attempt),
             env.NODE: self._names[address],

@@ -31,6 +31,7 @@ import msgspec
 
 from outlast import clock, env
 from outlast.decoding import json_decoder
+from outlast.errors import OutlastError
 from outlast.incidents import Cause
 
 __all__ = ["Postmortem", "Recorder", "Remains", "begin", "begin_with_hook", "describe_exception", "recorder"]
@@ -235,9 +236,11 @@ def describe_exception(error: BaseException) -> Cause:
         is_usage_error = error.code == 2 and _comes_from_a_parser(error.__traceback__)
         if isinstance(error.code, int):
             text = ""
+        if isinstance(error.__cause__, OutlastError):  # a session leaves for it
+            text, error = _text_of(error.__cause__), error.__cause__
     module, name = type(error).__module__, type(error).__qualname__
     return Cause(
-        type=name if module in ("builtins", "__main__", "outlast.errors") else f"{module}.{name}",
+        type=name if module in ("builtins", "__main__") or module.startswith("outlast.") else f"{module}.{name}",
         bases=tuple(base.__name__ for base in type(error).__mro__[1:-1]),
         text=text,
         frame=frame,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
+import os
 import re
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,6 +16,7 @@ from outlast.chaos.simulated import arm_configured
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind
+from outlast.inprocess.handle import current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.group import Group, connect_world, settle
@@ -56,7 +58,7 @@ class Equipment:
         """Number of optimizer steps done."""
         self.in_steps = False
         """Whether the session's loop is under way."""
-        self.place = dataclasses.replace(as_initialised(place), run_dir=place.run_dir or config.run_dir)
+        self.place = _as_configured(as_initialised(place), config)
         self.saves: Saves | None = None
         self.replicas: ReplicaWatch | None = None
         self.slow_ranks: SlowRanks | None = None
@@ -247,3 +249,13 @@ class Equipment:
 def _without_user(url: str) -> str:
     """Return a URL without the name and password that it may hold: others read the journal."""
     return re.sub(r"://[^/@]*@", "://", url)
+
+
+def _as_configured(place: WorkerEnv, config: Config) -> WorkerEnv:
+    """Return the place with what the config and the call around the session say of it."""
+    call = current_handle()
+    changed = dataclasses.replace(place, call=call.iteration if call is not None else 0)
+    if place.run_dir is not None or config.run_dir is None:
+        return changed
+    name = f"directory {os.path.abspath(config.run_dir)}"
+    return dataclasses.replace(changed, run_dir=config.run_dir, names=(*place.names, name))

@@ -288,6 +288,8 @@ class Session:
         try:
             self._has.iteration = restore(state, self._attempts, self._saves, self._has.resuming, replicas)
         except Untrusted as error:
+            if self._saves is not None and self._saves.refusal is not None:
+                self._leave_refused()
             if self._place.untrusted is None:
                 raise
             self._log(logging.ERROR, "no trusted generation is left: %s", error)
@@ -396,7 +398,7 @@ class Session:
         log.log(
             level, "%s", refusal or "nothing can be saved: a directory is another run's; another rank's log names it"
         )
-        self._exit(ExitReason.NO_PROGRESS)
+        self._exit(ExitReason.NO_PROGRESS, refusal)
 
     def _leave_invalid(self, code: int, *, must_save: bool) -> NoReturn:
         """Save the state of before the step for diagnosis, if there is where to, and leave."""
@@ -414,10 +416,10 @@ class Session:
         """Log what all ranks have to say alike: rank 0 does."""
         log.log(level if self._place.global_rank == 0 else logging.DEBUG, text, *values)
 
-    def _exit(self, code: int) -> NoReturn:
+    def _exit(self, code: int, why: OutlastError | None = None) -> NoReturn:
         self._monitor.set_leaving(code)
         self._monitor.finish()
         self._has.write_end(code)
         # torchrun ends the others when the first rank has left: their exit codes must still be this one.
         self._has.let_go(keep_notices=True)
-        raise SystemExit(code)
+        raise SystemExit(code) from why

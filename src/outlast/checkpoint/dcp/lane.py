@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from outlast.checkpoint.claim import NEW, Claim, Refused, Seen
+from outlast.checkpoint.claim import NEW, Claim, Held, Refused, Seen
 from outlast.checkpoint.dcp.compose import compose
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.inventory import Report
@@ -59,6 +59,7 @@ class GlobalLane:
         on_outcome: Called in the lane's thread with each save and its error; ``None`` = it is committed.
         file_bytes: A file that has reached it is full.
         seen: What lay in the directory when the run began; ``None`` = that is not known. Only rank 0 uses it.
+        lease: On the directory, on rank 0; ``None`` = there is none.
 
     Collective: all ranks, with the same saves in the same order.
     """
@@ -79,6 +80,7 @@ class GlobalLane:
         on_outcome: Callable[[GlobalSave, CheckpointError | None], None],
         file_bytes: int = FILE_BYTES,
         seen: Seen | None = NEW,
+        lease: Held | None = None,
     ) -> None:
         self._directory = directory
         self._rank, self._world_size, self._run_name, self._topology = rank, world_size, run, topology
@@ -86,7 +88,7 @@ class GlobalLane:
         self._on_outcome, self._file_bytes = on_outcome, file_bytes
         self._known: set[int] = set()
         self._not_finite: set[int] = set()
-        self._claim, self._may_be_stale = Claim(directory, run, seen), True
+        self._claim, self._may_be_stale = Claim(directory, run, seen, lease), True
         self._saves: queue.SimpleQueue[GlobalSave | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._exchange = Exchange(store, f"{token}/global", self._stop, rank=rank)
