@@ -1,7 +1,10 @@
-"""What the site is given while it is built: pages that lie in the repository's root, and drawings within the text.
+"""What is changed in pages while the site is built.
 
-A page whose first line is ``<!-- include: ../NAME.md -->`` is that file, with its links turned to pages of the site. An
-SVG file that a page shows as an image becomes part of the page, so that it follows the switch between light and dark.
+* A page whose first line is ``<!-- include: ../NAME.md -->`` becomes that file, with its links turned to pages of the
+  site.
+* An SVG file that a page shows as an image becomes part of the page, so that it follows the switch between light and
+  dark.
+* Words within inline code are marked, so that no key or option breaks at a hyphen or in the middle.
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ DOCS = Path(__file__).parent
 INCLUDED = re.compile(r"\A<!-- include: \.\./(?P<name>[\w.-]+) -->\n")
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>(?![a-z]+:|#)[^)\s]+)\)")
 DRAWING = re.compile(r'<p><img alt="[^"]*" src="[./]*(?P<path>assets/[\w.-]+\.svg)" ?/?></p>')
+INLINE_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>(?P<text>[^<]+)</code>")
+WORD = re.compile(r"[^\s&]*-[^\s&]*|[^\s&]{12,40}")
+"""What a browser would break: at a hyphen, or anywhere if the line is short. Longer words may break on small screens."""
+LONGEST_WORD = 40
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -25,8 +32,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Return a page's HTML with its drawings in it."""
+    """Return a page's HTML with its drawings in it, and with the words of its inline code marked."""
+    html = INLINE_CODE.sub(lambda found: f"<code>{WORD.sub(_mark_word, found['text'])}</code>", html)
     return DRAWING.sub(lambda found: _frame((DOCS / found["path"]).read_text(encoding="utf-8")), html)
+
+
+def _mark_word(found: re.Match[str]) -> str:
+    word = found[0]
+    return f'<span class="word">{word}</span>' if len(word) <= LONGEST_WORD else word
 
 
 def _turn_link(found: re.Match[str]) -> str:
