@@ -185,7 +185,8 @@ def machines_text() -> str:
         lines.setdefault("; beside it ".join([text, ", ".join(peers)] if peers else [text]), []).append(bench)
     if len(lines) == 1:
         return f"Measured {next(iter(lines))}; CPU and gloo, no GPU.\n"
-    return "".join(f"* {', '.join(f'`{bench}`' for bench in some)}: {text}; CPU and gloo\n" for text, some in lines.items())
+    rows = [f"* {', '.join(f'`{bench}`' for bench in some)}: {text}; CPU and gloo\n" for text, some in lines.items()]
+    return "".join(rows)
 
 
 _OF_THE_MACHINE = {"date", "processor", "cores", "memory_gib", "load_1min", "kernel", "python", "torch", "outlast"}
