@@ -63,14 +63,14 @@ HEADLINES = ("restart.restart_vs_torchrun_4", "save.stall_vs_dcp_async", "ray.ra
 """The same for the README: three."""
 
 
-def settings_table(cls: type, *, flag: str = "") -> str:
-    """Return a config's fields as a table; with ``flag`` also their command line options."""
-    head = ["setting", "type", "default", *(["option"] if flag else []), "meaning"]
+def settings_table(cls: type) -> str:
+    """Return a config's fields as a table."""
     rows = []
     for field in describe_fields(cls):
-        option = [f"`{flag}{field.name}`"] if flag else []
-        rows.append([f"`{field.name}`", _type(field.type_name), _default(field.default), *option, _text(field.text)])
-    return _table(head, rows)
+        default = _default(field.default)
+        kind = _type(field.type_name).removesuffix(" or none") if default == "none" else _type(field.type_name)
+        rows.append([f"`{field.name}`", f"{kind}: {default}", _text(field.text)])
+    return _table(["setting", "type: default", "meaning"], rows)
 
 
 def words_table(cls: type[enum.Enum], head: str, *, value: str) -> str:
@@ -214,7 +214,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "machines": machines_text,
     "config": lambda: settings_table(Config),
     "checkpoint": lambda: settings_table(CheckpointConfig),
-    "fault-tolerance": lambda: settings_table(FaultToleranceConfig, flag="--ft-"),
+    "fault-tolerance": lambda: settings_table(FaultToleranceConfig),
     "preemption": lambda: settings_table(PreemptionConfig),
     "in-process-restart": lambda: settings_table(InProcessRestartConfig),
     "rerun-state-machine": lambda: settings_table(RerunStateMachineConfig),
