@@ -101,6 +101,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 def _type(name: str) -> str:
     if "Mapping" in name:
         return "name:seconds, ..."
+    name = re.sub(r"\b\w+Config\b", "section", name)
     return name.replace(" | None", " or none")
 
 
