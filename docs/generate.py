@@ -151,7 +151,7 @@ def all_figures_table() -> str:
     """Return every bar of every committed result."""
     rows = []
     for bench, result in load_results().items():
-        for bar in result["bars"]:
+        for number, bar in enumerate(result["bars"]):
             unit = bar["unit"]
             peer_unit = unit
             peer = bar["peer"] or "-"
@@ -160,7 +160,7 @@ def all_figures_table() -> str:
                 peer_unit = peer_unit.rstrip(")")
             rows.append(
                 [
-                    f"`{bench}`",
+                    "" if number else f"`{bench}`",
                     f"`{bar['name']}`",
                     show_figure(bar["value"], unit),
                     f"{show_figure(bar['bar'], unit)}{'' if bar['ok'] else ' (missed)'}",
@@ -199,7 +199,7 @@ def show_figure(value: float | None, unit: str) -> str:
         return NOT_MEASURED
     if unit == "s" and abs(value) < 1:
         value, unit = value * 1e3, "ms"
-    return f"{value:.3g} {unit}".rstrip()
+    return f"{value:.3g}\N{NO-BREAK SPACE}{unit}".rstrip()
 
 
 def figure_text(name: str) -> str:
