@@ -155,3 +155,34 @@ def test_paths_in_the_docs_exist(page: Path) -> None:
     """A test or example that a page names is there."""
     for path in re.findall(r"`((?:tests|examples)/[\w./-]+)`", page.read_text(encoding="utf-8")):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of each ``outlast`` command in a page, up to the training script, a pipe or a comment."""
+    found = []
+    for block in blocks(page, "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("$ outlast "):
+                words = re.split(r"\s+(?:#|\||--\s|\S+\.py\b)", line.removeprefix("$ outlast "))[0]
+                found.append(words.split())
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_commands_in_the_docs_exist(page: Path) -> None:
+    """Each command that a page shows is one, with the options that it is shown with."""
+    import click
+    from click.testing import CliRunner
+
+    from outlast.cli.main import cli
+
+    for words in commands(page):
+        path: list[str] = []
+        command: click.Command | None = cli
+        while isinstance(command, click.Group) and words[len(path) :]:
+            path.append(words[len(path)])
+            command = command.get_command(click.Context(command), path[-1])
+            assert command is not None, f"{page.name}: there is no command {' '.join(path)!r}"
+        told = CliRunner().invoke(cli, [*path, "--help"], standalone_mode=False).output.replace("_", "-")
+        for option in re.findall(r"(?<!\S)--[\w-]+", " ".join(words)):
+            assert option.replace("_", "-") in told, f"{page.name}: outlast {' '.join(path)} has no {option}"
