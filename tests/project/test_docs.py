@@ -117,7 +117,10 @@ def test_figures_come_from_the_results(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_figures_are_of_benches_that_exist() -> None:
-    """Each figure that a page shows is one that a benchmark of its name measures."""
+    """Each figure that a page shows is one that a benchmark of its name measures; none begins a line, where its comment
+    would end a paragraph."""
+    for page in PAGES:
+        assert not re.search(r"^\s*<!-- figure", page.read_text("utf-8"), re.MULTILINE), page.name
     named = re.findall(r"<!-- figure: (\w+)\.(\w+) -->", "".join(page.read_text("utf-8") for page in PAGES))
     for bench, bar in [*named, *(name.split(".") for name in GENERATE["COMPARED"])]:
         source = (ROOT / "src/outlast/bench" / f"{bench}.py").read_text("utf-8")
