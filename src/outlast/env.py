@@ -24,7 +24,10 @@ __all__ = [
     "CYCLE",
     "DEVICE",
     "JOB",
+    "LOG",
+    "LOG_LEVEL",
     "NODE",
+    "POSTMORTEM",
     "REPLAY",
     "RUN_DIR",
     "RUN_ID",
@@ -36,6 +39,7 @@ __all__ = [
     "hostname",
     "node_name",
     "noting_reads",
+    "postmortem_path",
     "read_worker",
     "replace_environ",
     "set_default",
@@ -64,13 +68,24 @@ WRITER = "OUTLAST_WRITER"
 """Address of the node's checkpoint writer (an abstract Unix socket, without its leading zero); set by an agent only."""
 UNTRUSTED = "OUTLAST_UNTRUSTED"
 """JSON list of the copies that must not be loaded; set by an agent only."""
+POSTMORTEM = "OUTLAST_POSTMORTEM"
+"""Path of the memory file that keeps how this worker ended; set by an agent only."""
 REPLAY = "OUTLAST_REPLAY"
 """JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
+LOG_LEVEL = "OUTLAST_LOG_LEVEL"
+"""Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
+LOG = "OUTLAST_LOG"
+"""Form of the log: ``text`` or ``json``."""
 
 
 def environ() -> dict[str, str]:
     """Return a copy of the environment of this process."""
     return dict(os.environ)
+
+
+def postmortem_path() -> str | None:
+    """Return where this worker records how it ends; ``None`` without an agent of ours."""
+    return os.environ.get(POSTMORTEM) or None
 
 
 def hostname() -> str:
@@ -125,6 +140,12 @@ class WorkerEnv:
     """Copies that must not be loaded, as JSON; ``None`` = none known."""
     replay: str | None = None
     """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank logs what holds for all ranks and the whole job: rank 0, in the job's first cycle."""
+        # What srun and a plain start count are jobs: each has a log of its own.
+        return self.global_rank == 0 and (self.cycle == 0 or self.launcher in ("srun", "python"))
 
 
 def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:

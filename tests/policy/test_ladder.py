@@ -284,7 +284,7 @@ def test_reason_reads_at_night() -> None:
     _, verdict = decide(LadderState(best_durable=50), end, Limits())
     assert verdict.reason == (
         "rank 1 on node a (pid 4711) was ended by SIGKILL at iteration 57; restarting the workers, "
-        "going on from iteration 50 (restart 1 of 3 without progress)"
+        "resuming from iteration 50 (restart 1 of 3 without progress)"
     )
 
 

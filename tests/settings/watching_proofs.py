@@ -134,7 +134,7 @@ def beats_as_often_as_told(scene: Scene) -> None:
     scene.patch.chdir(scene.folder)
     scene.patch.setattr(link, "Link", connect)
     (scene.folder / "train.py").touch()
-    for argv in ([], ["--ft-node_heartbeat_timeout=1"]):
+    for argv in ([], ["--ft-node-heartbeat-timeout=1"]):
         try:
             run._make_agent(parse_options([*argv, "train.py"]), "job", *[Mock()] * 5, ("script", ()), {})  # type: ignore[arg-type]
         except ConnectionError:

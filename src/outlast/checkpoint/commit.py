@@ -156,7 +156,7 @@ class Committer:
                     # missing must be the same for all.
                     self._known.add(save.iteration, missing)
                 else:
-                    log.info("iteration %d is committed already; it is not written again", save.iteration)
+                    log.debug("iteration %d is committed already; it is not written again", save.iteration)
             except CheckpointError as error:
                 self._fail(save, error)
             except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a word
@@ -173,7 +173,7 @@ class Committer:
         try:
             listener(save, *what)
         except Exception:  # a caller's own code, whose error is not the save's
-            log.exception("what follows the save of iteration %d failed", save.iteration)
+            log.exception("a callback after the save of iteration %d failed", save.iteration)
 
     def _commit(self, save: Save) -> tuple[f.CopyFailure, ...]:
         ready, failures = self._write(save)
@@ -275,7 +275,7 @@ class Committer:
                 if self._claim is not None and self._claim.is_held:  # else they may be another run's, and in use
                     folder.remove_stale(save.attempt)
             except OSError as error:
-                log.warning("what failed saves left cannot be removed: %s", error)
+                log.warning("files of failed saves cannot be removed: %s", error)
 
     # -- the node's part ---------------------------------------------------------------------------------------
 
@@ -382,7 +382,7 @@ class Committer:
                 folder.point_to(save.iteration)
                 self._remove_old(folder, save.iteration)
             if removed := folder.remove_stale(save.attempt):
-                log.info("removed what earlier attempts left: %s", ", ".join(removed))
+                log.debug("removed files of earlier attempts: %s", ", ".join(removed))
         except OSError as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
 
@@ -401,7 +401,7 @@ class Committer:
         for generation in present:
             if generation not in kept and generation < newest:
                 folder.remove(generation)
-                log.info("removed generation %d; the newest %d are kept", generation, self._retention.most_recent_k)
+                log.debug("removed generation %d; the newest %d are kept", generation, self._retention.most_recent_k)
 
     # -- words -------------------------------------------------------------------------------------------------
 

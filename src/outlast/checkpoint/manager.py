@@ -81,7 +81,13 @@ class CheckpointManager:
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
-        self._writer = WriterClient(place.writer, writer_arguments, patience_s=patience_s)
+        self._writer = WriterClient(
+            place.writer,
+            writer_arguments,
+            owner=f"rank {place.global_rank}",
+            node=place.node,
+            patience_s=patience_s,
+        )
         self._peers = Peers(place.global_rank, place.world_size, timeout_s=config.save_timeout)
         try:
             self._places = agree_places(config, place, self._peers, self._writer)
@@ -100,7 +106,7 @@ class CheckpointManager:
             self._peers.close()
             self._writer.close()
             raise
-        if place.global_rank == 0:
+        if place.is_first:
             say_what_is_off(config, self._places)
         self._loader = Loader(
             config,
@@ -258,7 +264,7 @@ class CheckpointManager:
         self.finish_staging()
         restored = self._restored
         if restored is not None and iteration == restored.iteration and not suspect and wanted <= self._restored_tiers:
-            log.info("iteration %d is committed already; it is not written again", iteration)
+            log.debug("iteration %d is committed already; it is not written again", iteration)
             handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=restored.attempt)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
@@ -331,7 +337,7 @@ class CheckpointManager:
         ended = self._pipeline.stop(0.5 if is_idle else 0.2)
         self._writer.close()
         if not (ended or self._pipeline.stop(2.0)):
-            log.warning("a store that does not answer keeps a thread; it ends with the process")
+            log.warning("the store does not answer, so a checkpoint thread still runs; it ends with the process")
         self._peers.close()
         self._pipeline.close()
 
@@ -341,7 +347,7 @@ class CheckpointManager:
         Blocks: never. Thread: any; repeat it while the training thread may still begin to wait.
         """
         for handle in self._pending:
-            handle.fail(CheckpointError(f"the save of iteration {handle.iteration} is given up"))
+            handle.fail(CheckpointError(f"the save of iteration {handle.iteration} is abandoned"))
         self._pipeline.arenas.give_up()
         self._peers.cut()
 

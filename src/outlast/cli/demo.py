@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import click
 
+from outlast.cli.completion import complete_folder
 from outlast.cli.ending import ending_on_signals
+from outlast.cli.group import HELP
 from outlast.errors import ExitReason
 
 __all__ = ["demo"]
@@ -12,7 +14,7 @@ __all__ = ["demo"]
 
 @click.command(
     "demo",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
     epilog="""\b
 Examples:
   outlast demo
@@ -23,7 +25,12 @@ Examples:
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws order, victims, moments.")
 @click.option("--iterations", type=int, default=115, show_default=True, help="Length of each run, at least 105.")
-@click.option("--keep", metavar="DIR", help="Keep journals, output and generations of both runs in this new folder.")
+@click.option(
+    "--keep",
+    metavar="DIR",
+    shell_complete=complete_folder,
+    help="Keep journals, output and generations of both runs in this new folder.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     """Watch a real training survive wrong numbers, a killed rank, a hung rank, lost nodes and a preemption.

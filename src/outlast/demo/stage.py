@@ -32,9 +32,9 @@ _TAIL_LINES = 25
 _END_S = 5.0
 _STOP_S = 1.0
 TIMEOUTS = (
-    "--ft-rank_section_timeouts=setup:60,step:3,checkpointing:30",
-    "--ft-rank_out_of_section_timeout=30",
-    "--ft-node_heartbeat_timeout=4",
+    "--ft-rank-section-timeouts=setup:60,step:3,checkpointing:30",
+    "--ft-rank-out-of-section-timeout=30",
+    "--ft-node-heartbeat-timeout=4",
 )
 
 

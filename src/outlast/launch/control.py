@@ -193,7 +193,7 @@ class ControlServer:
         try:
             save_ladder(self._run_dir, state)
         except OSError as error:
-            log.warning("ladder.json cannot be written (%s): a later job will not know what was tried", error)
+            log.warning("ladder.json cannot be written (%s): later jobs will not know which remedies were tried", error)
 
     def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
         if not self._config.calc_ft_timeouts or self._run_dir is None:

@@ -20,6 +20,7 @@ from outlast.launch.worker_process import WorkerProcess
 from outlast.policy.quarantine import encode_distrusted
 from outlast.policy.rerun import encode_replay
 from outlast.runtime.board import Board
+from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Spawn
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def prepare(
         workers: dict[int, WorkerProcess] = {}
         in_process = InProcess(board, workers, is_alone=start.num_nodes == 1)
         stack.callback(in_process.close)
+        postmortem = Postmortem(spec.local_world_size)
+        stack.callback(postmortem.close)
         logs = CycleLogs(logs_specs, envs, options.torchrun, prefixes)
         stack.pop_all()
     spawns: list[Spawn] = []
@@ -103,7 +106,7 @@ def prepare(
                 key=key,
                 kind=kind,
                 argv=_with_numa(own_argv, local_rank, spec) if kind == "exec" else own_argv,
-                env={**shared, **worker_env},
+                env={**shared, **worker_env, env.POSTMORTEM: postmortem.path(local_rank)},
                 stdout=logs.destinations.stdouts.get(local_rank) or "",
                 stderr=logs.destinations.stderrs.get(local_rank) or "",
                 on_start="outlast.monitor.stacks:register" if in_python else "",
@@ -120,6 +123,7 @@ def prepare(
         workers=workers,
         spawns=spawns,
         in_process=in_process,
+        postmortem=postmortem,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from outlast.incidents import Event, EventKind, Rung
 from outlast.runtime.journal import read_journal
+from outlast.wording import count
 
 __all__ = ["Summary", "summarise"]
 
@@ -28,14 +29,14 @@ class Summary:
     def describe(self) -> str:
         """Return a few words for people."""
         parts = [
-            _count(self.num_cycles, "cycle"),
-            _count(self.num_incidents, "incident"),
-            f"{_count(self.lost_iterations, 'iteration')} lost",
+            count(self.num_cycles, "cycle"),
+            count(self.num_incidents, "incident"),
+            f"{count(self.lost_iterations, 'iteration')} lost",
         ]
         if self.num_in_process:
-            parts.append(f"{_count(self.num_in_process, 'restart')} in process")
+            parts.append(f"{count(self.num_in_process, 'restart')} in process")
         if self.num_spared:
-            parts.append(f"{_count(self.num_spared, 'rank')} lost and done without")
+            parts.append(f"{count(self.num_spared, 'rank')} lost and done without")
         return ", ".join(parts)
 
 
@@ -73,7 +74,3 @@ def _highest_by_cycle(events: list[Event], kind: EventKind) -> dict[int, int]:
             iterations.append(event.iteration)
         highest[event.cycle] = max([highest.get(event.cycle, 0), *iterations])
     return highest
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -100,7 +100,7 @@ class StepReplay:
             random=self._rewinder.random.state,
         )
         if facts.problems:
-            log.warning("the batches are not saved: of %s nothing can be stored safely", ", ".join(facts.problems))
+            log.warning("the batches are not saved: %s cannot be stored safely", ", ".join(facts.problems))
 
     def forget(self) -> None:
         """Go on with steps that are run for the first time."""

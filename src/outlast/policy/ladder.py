@@ -136,11 +136,11 @@ def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> La
 
 
 def _leave(end: CycleEnd, state: LadderState) -> Verdict:
-    following = f"; the next job goes on {resume_point(state)}" if state.progress_known else ""
+    following = f"; the next job resumes {resume_point(state)}" if state.progress_known else ""
     if end.preempted_saved or not end.preempted:
-        reason, exit_code = f"told to leave; there is a generation to go on from{following}", ExitReason.PREEMPTED
+        reason, exit_code = f"shutdown requested; a saved generation exists{following}", ExitReason.PREEMPTED
     else:
-        reason, exit_code = f"told to leave, and nothing was saved{following}", ExitReason.FAILED
+        reason, exit_code = f"shutdown requested, and nothing was saved{following}", ExitReason.FAILED
     return Verdict(rung=Rung.REQUEUE_JOB, reason=reason, exit_code=exit_code)
 
 
@@ -157,6 +157,9 @@ def _judge(
     if end.exit_code == ExitReason.NO_PROGRESS:
         reason = f"{what}: the worker itself gave up: another try would get no further"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
+    if end.is_permanent:
+        reason = f"{what}; every rank failed so before its first step; a restart cannot help: mend it and start again"
+        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
         repeated = repeated or state.cycles_without_progress >= limits.max_no_progress_cycles
@@ -164,7 +167,7 @@ def _judge(
         return Verdict(rung=Rung.STOP, reason=f"{what}; {spent}", exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
     restores = state.progress_known and not end.mended_in_process  # else the state may have been kept in memory
-    where = f", going on {resume_point(state)}" if restores else ""
+    where = f", resuming {resume_point(state)}" if restores else ""
     reason = f"{what}; {action}{where} ({count_of_restart(state, limits)})"
     return Verdict(rung=rung, reason=reason, quarantine=quarantine)
 
@@ -197,7 +200,7 @@ def _judge_invalid_result(state: LadderState, limits: Limits, found: Answer) -> 
 def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> tuple[Rung, str, tuple[str, ...]]:
     """Return the rung, what is done, and the nodes to quarantine."""
     if end.mended_in_process:
-        return Rung.RESTART_IN_PROCESS, "the ranks went on inside their processes", ()
+        return Rung.RESTART_IN_PROCESS, "the ranks recovered in process", ()
     node, faults = incident.node, state.node_faults.get(incident.node, 0)
     worn_out = 0 < limits.max_node_faults <= faults and node not in state.quarantined
     spare = end.num_spares > 0

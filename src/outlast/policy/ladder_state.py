@@ -74,6 +74,9 @@ class CycleEnd:
     load: Load | None = None
     """What the workers had loaded; ``None`` = nothing, or it is not known."""
 
+    is_permanent: bool = False
+    """All ranks failed alike before their first step, in a way that a restart cannot mend; see ``policy.causes``."""
+
     diagnosis: Diagnosis | None = None
     """What the workers knew of the invalid result, or slow rank, because of which they left; ``None`` = they left
     none."""

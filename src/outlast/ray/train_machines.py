@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from outlast import env
+from outlast import env, logs
 from outlast.ray.train_watch import Briefing, Post, Standing, TrainWatch, WorkerPlace
 
 __all__ = ["Machines"]
@@ -33,6 +33,7 @@ class Machines:
     """
 
     def __init__(self, briefing: Briefing) -> None:
+        logs.configure("train controller", least=logging.WARNING, is_shared=True)
         self._briefing = briefing
         self._watches: dict[str, Any] = {}
         """By address of the machine."""

@@ -20,7 +20,7 @@ from outlast.runtime.journal import Journal
 from outlast.session.attempts import Attempts
 from outlast.session.departure import Departure
 from outlast.session.enclosure import Enclosure
-from outlast.session.place import as_initialised, is_initialised, say_what_is_off
+from outlast.session.place import as_initialised, describe_protection, is_initialised, say_what_is_off
 from outlast.session.pulse import Pulse
 from outlast.session.resuming import Resuming
 from outlast.session.saves import Saves
@@ -180,12 +180,14 @@ class Equipment:
         self.journal.write(
             EventKind.SESSION_STARTED, rank=place.global_rank, world_size=place.world_size, launcher=place.launcher
         )
-        if place.global_rank == 0:
+        watches_signals = self.departure.watches_signals
+        self.monitor.tell_protection(describe_protection(config, place, watches_signals=watches_signals))
+        if place.is_first and not self._enclosure.is_restart:
             say_what_is_off(
                 config,
                 place,
                 self.monitor.config,
-                watches_signals=self.departure.watches_signals,
+                watches_signals=watches_signals,
                 is_wrapped=self._enclosure.call is not None,
             )
 
@@ -194,7 +196,7 @@ class Equipment:
 
     def _at_exit(self) -> None:
         if self.saves is not None and not self._is_closed and self.in_steps:
-            log.warning("left in the middle of a step; what was not committed by now is lost")
+            log.warning("the session ended in the middle of a step; saves that were not committed are lost")
         self.let_go()
 
     def _abandon(self) -> None:

@@ -126,7 +126,7 @@ class GlobalLane:
             try:
                 self._on_outcome(save, error)
             except Exception:  # a caller's own code, whose error is not the save's
-                log.exception("what follows the save of iteration %d failed", save.iteration)
+                log.exception("a callback after the save of iteration %d failed", save.iteration)
 
     def _save(self, save: GlobalSave) -> None:
         step = Step(save, self._exchange, rank=self._rank, world_size=self._world_size, timeout_s=self._timeout_s)
@@ -172,7 +172,7 @@ class GlobalLane:
             try:
                 directory.discard(save.iteration, save.attempt)
             except (CheckpointError, OSError) as failure:
-                log.warning("what a failed save left cannot be removed: %s", failure)
+                log.warning("files of a failed save cannot be removed: %s", failure)
         step.tell_outcome(outcome)
 
     def _commit(self, save: GlobalSave, directory: GlobalDirectory, planned: Planned, reports: list[Report]) -> None:
@@ -208,7 +208,7 @@ class GlobalLane:
                 self._remove_old(directory)
             if self._may_be_stale:
                 if removed := directory.remove_stale(save.attempt):
-                    log.info("removed what earlier attempts left: %s", ", ".join(removed))
+                    log.debug("removed files of earlier attempts: %s", ", ".join(removed))
                 self._may_be_stale = False
         except (CheckpointError, OSError) as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
@@ -227,7 +227,7 @@ class GlobalLane:
         for generation in present:
             if generation not in kept and generation < newest and self._retention.most_recent_k >= 0:
                 directory.remove(generation)
-                log.info("removed generation %d from %s", generation, directory.url)
+                log.debug("removed generation %d from %s", generation, directory.url)
 
 
 def _failed_here(error: Exception) -> Outcome:
