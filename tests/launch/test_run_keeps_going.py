@@ -112,13 +112,20 @@ def test_total_budget_bounds_even_progress(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_finished_run_is_not_started_again(tmp_path: Path) -> None:
-    """A second job of a finished run ends at once with 0 and starts no worker."""
-    script = write(tmp_path, "print('trained', flush=True)")
-    for num_starts in (1, 1):
+    """A second job of a run that trained and finished ends at once with 0, starts no worker and says how to train anew.
+    A script that ended with 0 and never had a session, such as an empty one, finishes nothing for the jobs after it."""
+    empty, trains = "", "from outlast.monitor import RankMonitor\nRankMonitor().finish()"
+    for code, num_starts, said in (
+        (empty, 1, "the same run can be started again"),
+        (trains, 2, "the run is finished"),
+        (trains, 2, "to train anew, name another --run-dir"),
+    ):
+        script = write(tmp_path, code)
         with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
             assert cluster.wait(timeout_s=150) == [0]
             events = [event for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED]
             assert len(events) == num_starts
+            assert said in cluster.agent(0).output().splitlines()[-1]
 
 
 @pytest.mark.slow

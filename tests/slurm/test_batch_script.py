@@ -242,7 +242,7 @@ def test_nodes_that_earlier_jobs_found_bad_are_excluded(tmp_path: Path) -> None:
 
 def test_finished_run_is_not_submitted_again(tmp_path: Path) -> None:
     """A run that is done is not queued again by mistake."""
-    (tmp_path / "ladder.json").write_text('{"finished": true}')
+    (tmp_path / "ladder.json").write_text('{"finished": true, "had_session": true}')
     with pytest.raises(OutlastError, match="finished"):
         submit(script(run_dir=str(tmp_path)))
 

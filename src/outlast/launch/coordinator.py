@@ -345,7 +345,13 @@ class Coordinator:
             ending = self._end_cycle(lost[0].describe(), examine=False, but=None)
             ending.incidents.extend(lost)
             return
-        end = CycleEnd(cycle=self.cycle, incident=None, finished=True, durable_iteration=highest_durable(facts))
+        end = CycleEnd(
+            cycle=self.cycle,
+            incident=None,
+            finished=True,
+            durable_iteration=highest_durable(facts),
+            had_session=any(one.had_session for one in facts),
+        )
         self._learn(self.cycle, observations(facts), None)
         self._carry_out(self._rulings.rule(end), now_s)
 

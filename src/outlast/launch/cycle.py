@@ -162,10 +162,12 @@ class Cycle:
     @property
     def is_plain(self) -> bool:
         """Whether hangs would be noticed, but no worker of this node has anything yet that shows them."""
-        states = self.board.read_all()
-        return self.watchdog is not None and not any(
-            state.attached or state.in_process != InProcessState.OFF for state in states
-        )
+        return self.watchdog is not None and not self.had_session
+
+    @property
+    def had_session(self) -> bool:
+        """Whether a worker of this node has, or had, a session or a monitor: it has written on the board."""
+        return any(state.attached or state.in_process != InProcessState.OFF for state in self.board.read_all())
 
     def describe_hang_detection(self) -> str:
         """Return what notices hangs, for people."""
@@ -249,7 +251,7 @@ class Cycle:
             self._failing(),
             num_running=sum(worker.exit_code is None for worker in self.workers.values()),
             is_before_first_step=self._is_before_first_step,
-            has_session=self._has_session,
+            has_session=self.had_session,
             is_alone=self.start.num_nodes == 1,
         )
 
@@ -288,7 +290,7 @@ class Cycle:
         if self.number:
             return False
         states = self.board.read_all()
-        if self._has_session:
+        if self.had_session:
             sections = {section.name for state in states for section in state.sections}
             closed = {name for state in states for name in state.counts}
             return "step" not in sections | closed and not any(state.num_heartbeats for state in states)
@@ -301,12 +303,7 @@ class Cycle:
         if not self.all_ended or not self._is_before_first_step:
             return None
         causes = [self.postmortem.read(worker.local_rank).cause for worker in self.workers.values()]
-        return permanent_cause(causes, has_session=self._has_session)
-
-    @property
-    def _has_session(self) -> bool:
-        """Whether a rank of this node tells of its steps."""
-        return any(state.attached for state in self.board.read_all())
+        return permanent_cause(causes, has_session=self.had_session)
 
     def _describe_verdict(self) -> Incident | None:
         """Return the incident of a worker that leaves, or left, for an invalid result or a slow rank; ``None`` = none.
@@ -431,6 +428,7 @@ class Cycle:
             load=self._load(states),
             durable_iteration=self.durable_iteration,
             progress_known=self.progress_known,
+            had_session=self.had_session,
             positions=positions,
             observation=observe(states) if states else None,
             permanent=self._permanent_cause,

@@ -68,6 +68,7 @@ class Ending:
             incident=cause,
             durable_iteration=highest_durable(self.facts),
             progress_known=any(facts.progress_known for facts in self.facts),
+            had_session=any(facts.had_session for facts in self.facts),
             num_spares=num_heirs(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
             may_shrink=may_shrink,
             load=next((facts.load for facts in self.facts if facts.load is not None), None),
@@ -115,6 +116,7 @@ def departure(cycle: int, leave: m.Leave) -> CycleEnd:
         preempted_saved=leave.saved,
         durable_iteration=facts.durable_iteration if facts else None,
         progress_known=facts.progress_known if facts else False,
+        had_session=facts.had_session if facts else False,
     )
 
 

@@ -52,6 +52,8 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What went wrong here; ``None`` when the node only followed the others."""
     durable_iteration: int | None = None
     progress_known: bool = False
+    had_session: bool = False
+    """A worker of the node had a session, or a monitor."""
     positions: tuple[Position, ...] = ()
     """Where the node's ranks were when a hang was examined."""
     observation: Observation | None = None

@@ -42,12 +42,14 @@ from outlast.policy.slow_node import judge_slow_rank, slow_node
 
 __all__ = ["CycleEnd", "LadderState", "Limits", "Step", "begin_job", "begin_run", "decide", "drop_replay"]
 
+_NOT_OVER = "every worker ended with 0; none had a session, so the same run can be started again"
+
 
 def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderState, Verdict]:
     """Return what to do after a cycle's end, and what to remember.
 
-    A finished run is never restarted; a preempted one is charged nothing; every other end is charged to the
-    budgets, whatever its kind.
+    A finished run is never restarted by its job, nor by a later one if any worker had a session (:func:`begin_job`); a
+    preempted one is charged nothing; every other end is charged to the budgets, whatever its kind.
     """
     if state.finished:
         return state, Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
@@ -57,7 +59,8 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     state, progressed = _note_progress(state, end, trusted=found is None or found.distrusted is None)
     if end.finished:
         state = msgspec.structs.replace(state, finished=True)
-        verdict = Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
+        reason = "the run is finished" if state.is_over else _NOT_OVER
+        verdict = Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FINISHED)
     elif end.preempted or end.exit_code == ExitReason.PREEMPTED:
         verdict = _leave(end, state)
     else:
@@ -104,7 +107,14 @@ def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
     durable = end.durable_iteration
     blamed = () if _is_beyond(durable, state.best_durable) else state.blamed
     cases = open_cases(state.cases, durable)
-    state = msgspec.structs.replace(state, loads=loads, distrusted=distrusted, cases=cases, blamed=blamed)
+    state = msgspec.structs.replace(
+        state,
+        loads=loads,
+        distrusted=distrusted,
+        cases=cases,
+        blamed=blamed,
+        had_session=state.had_session or end.had_session,
+    )
     if state.replay is not None and durable is not None and durable > state.replay.iteration:
         state = drop_replay(state)  # the result was a valid one this time, and training went on
     return state

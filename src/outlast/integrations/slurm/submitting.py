@@ -54,7 +54,7 @@ def prepare(script: BatchScript) -> Submission:
         OutlastError: The run is finished.
     """
     run_dir = Path(script.run_dir)
-    if load_ladder(run_dir, is_new_job=False).finished:
+    if load_ladder(run_dir, is_new_job=False).is_over:
         raise OutlastError(f"the run in {run_dir} is finished; name another run directory for a new one")
     return Submission(with_known_exclusions(script).render(), run_dir / "job.sbatch")
 
