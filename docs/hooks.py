@@ -19,9 +19,8 @@ LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>(?![a-z]+:|#)[^)\s]+)\)")
 DRAWING = re.compile(r'<p><img alt="[^"]*" src="[./]*(?P<path>assets/[\w.-]+\.svg)" ?/?></p>')
 INLINE_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>(?P<text>[^<]+)</code>")
 WORD = re.compile(r"[^\s&]+")
-SHORTEST_WORD, LONGEST_WORD = 12, 40
-"""Characters of a word that may not be broken; a shorter one is broken at hyphens only, a longer one must break on a
-small screen."""
+LONGEST_WORD = 40
+"""Characters of a word that is never broken; a longer one must break on a small screen."""
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -40,8 +39,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def _mark_word(found: re.Match[str]) -> str:
     word = found[0]
-    could_break = "-" in word or len(word) >= SHORTEST_WORD
-    return f'<span class="word">{word}</span>' if could_break and len(word) <= LONGEST_WORD else word
+    return f'<span class="word">{word}</span>' if len(word) <= LONGEST_WORD else word
 
 
 def _turn_link(found: re.Match[str]) -> str:
