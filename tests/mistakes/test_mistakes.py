@@ -50,6 +50,15 @@ with outlast.init() as run:
     for iteration in run.steps({"model": torch.nn.Linear(4, 4)}, total=6):
         next_batch(iteration)
 """
+STOPS = """
+import os, signal, outlast, torch
+def next_batch(iteration):
+    if iteration == 3 and run.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+with outlast.init() as run:
+    for iteration in run.steps({"model": torch.nn.Linear(4, 4)}, total=6):
+        next_batch(iteration)
+"""
 PRINTS = """
 import sys, time
 for number in range(2000):
@@ -270,6 +279,34 @@ def test_what_no_restart_can_mend_is_not_restarted(shell: Shell, name: str) -> N
     assert len(seen.ours) <= 8, seen
 
 
+@pytest.mark.slow
+def test_an_object_store_that_does_not_answer_is_named(shell: Shell) -> None:
+    """A bucket at an address where nobody listens: said by both ranks, exit code 2, no restart."""
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
+    where = f"http://127.0.0.1:{free_port()}"
+    seen = shell.train(TRAIN, "s3://bucket/run", "4", "4", AWS_ENDPOINT_URL=where, **keys)
+    assert seen.code == 2, seen
+    assert "directory=s3://bucket/run cannot be used" in seen.lines[-1], seen
+    assert "check its address and credentials" in seen.lines[-1], seen
+    assert len(seen.lines) <= 10, seen
+
+
+def test_a_disk_that_is_full_is_named(shell: Shell) -> None:
+    """A checkpoint directory on a disk without room is refused before the first step."""
+    disk = shell.folder / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        (disk / "full").write_bytes(bytes(60 * 1024))
+        seen = shell.train(TRAIN, "disk/saved", "4", "4")
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+    assert seen.code == 2, seen
+    assert "No space left on device" in seen.lines[-1], seen
+    assert "directory=disk/saved" in seen.lines[-1], seen
+
+
 def test_a_checkpoint_of_another_model_is_said_once(shell: Shell) -> None:
     """The first tensor that does not fit, and how many more: a line a rank, exit code 2, the checkpoint untouched."""
     assert shell.train(TRAIN, "saved", "4", "2", options=("--run-dir=first",)).code == 0
@@ -307,6 +344,28 @@ def test_a_failed_training_ends_with_its_cause(shell: Shell) -> None:
     journal = "".join(one.read_text() for one in (shell.folder / "run" / "journal").iterdir())
     incidents = [json.loads(line) for line in journal.splitlines() if '"kind":"incident"' in line]
     assert {one["rank"] for one in incidents if one["data"]["incident"]["kind"] == "worker_failed"} == {1}
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named_everywhere(shell: Shell) -> None:
+    """Where rank 1 is stopped and rank 0 waits for it, incident, cycle's end, verdict and last line say rank 1, and its
+    stack in the run directory begins with the script's own line."""
+    options = ("--max-restarts=0", "--run-dir=run", "--ft-rank-section-timeouts=step:3")
+    seen = shell.train(STOPS, options=options)
+    assert seen.code == 1, seen
+    assert "rank 1 on node" in seen.lines[-1], seen
+    assert "hangs in section 'step' at iteration 3" in seen.lines[-1], seen
+    journal = "".join(one.read_text() for one in (shell.folder / "run" / "journal").iterdir())
+    events = [json.loads(line) for line in journal.splitlines()]
+    told = {one["kind"]: one for one in events if one["kind"] in ("incident", "verdict", "cycle_ended")}
+    assert told["incident"]["data"]["incident"]["rank"] == 1
+    assert told["verdict"]["data"]["incident"]["rank"] == 1
+    assert told["cycle_ended"]["data"]["reason"].startswith("rank 1 on node")
+    stack = (shell.folder / "run" / "stacks" / "cycle-0" / "rank-1.txt").read_text()
+    first = stack.partition("innermost line first:\n")[2].splitlines()[0]
+    assert "train.py" in first
+    assert "next_batch" in first
+    assert "outlast-" not in stack
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,9 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
             for rank in leaders
         }
     if (why := everyone[0].global_error) is not None and place.cycle == 0 and not any(one.near for one in everyone):
-        raise Unavailable(f"directory={config.directory} cannot be used: {why}; make it writable, or name another")
+        is_remote = directory is not None and directory.is_remote
+        remedy = "check its address and credentials" if is_remote else "make it writable, or name another"
+        raise Unavailable(f"directory={config.directory} cannot be used: {why}; {remedy}")
     known_run = choose_run(everyone[0].far, [place for one in everyone for place in one.near])
     return Places(
         directory=directory,

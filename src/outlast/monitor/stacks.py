@@ -42,6 +42,9 @@ _MEMFD_NAME = "outlast-stacks"
 _OUTLAST = str(Path(__file__).resolve().parent.parent) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+_INTERPRETER = re.compile(
+    rf"<|(?:{re.escape(_STDLIB)}|.*/lib/python3\.\d+/)(?!site-packages|dist-packages)",
+)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")
 _MAIN = re.compile(r"^main thread 0x(?P<ident>[0-9a-f]+)$", re.MULTILINE)
 _registered_pid = 0
@@ -264,9 +267,9 @@ def arrange(text: str) -> str:
 
 def _is_our_thread(lines: list[str]) -> bool:
     """Return whether a thread was started by outlast: its outermost frames are the interpreter's and outlast's own."""
-    matches = [match for line in lines if (match := _FRAME.match(line))]
-    outer = next((match["file"] for match in reversed(matches) if not match["file"].startswith((_STDLIB, "<"))), None)
-    return outer is not None and outer.startswith(_OUTLAST)
+    files = [match["file"] for line in lines if (match := _FRAME.match(line))]
+    outer = next((file for file in reversed(files) if not _INTERPRETER.match(file)), "")
+    return outer.startswith(_OUTLAST)
 
 
 def _parse_py_spy(text: str) -> Stack:
