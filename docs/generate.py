@@ -32,6 +32,8 @@ from outlast.config import (
 from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, IncidentKind, Rung
+from outlast.launch.run_parser import describe_options, option_name, takes_value
+from outlast.status import report
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
@@ -73,6 +75,19 @@ def settings_table(cls: type) -> str:
     return _table(["setting", "type: default", "meaning"], rows)
 
 
+def options_table() -> str:
+    """Return the options of ``outlast run`` that are not torchrun's alone, a table for each topic."""
+    tables = []
+    for group in describe_options()[:-1]:
+        rows = []
+        for option in group.options:
+            value = f"={option.metavar}" if takes_value(option) else ""
+            text = re.sub(r" \(default: none\)$", "", str(option.help).replace("%%", "%"))
+            rows.append([f"`{option_name(option)}{value}`".replace("|", "\\|"), _text(text)])
+        tables.append(_table([f"{group.title}: {group.text}" if group.text else group.title, "meaning"], rows))
+    return "\n".join(tables)
+
+
 def words_table(cls: type[enum.Enum], head: str, *, value: str) -> str:
     """Return an enum's members with the text under each."""
     rows = [[f"`{member.value}`", member.name, _text(text)] for member, text in _members(cls)]
@@ -80,6 +95,32 @@ def words_table(cls: type[enum.Enum], head: str, *, value: str) -> str:
         rows = [[row[0], row[2]] for row in rows]
         return _table([head, "meaning"], rows)
     return _table([value, head, "meaning"], rows)
+
+
+def fields_table(cls: type) -> str:
+    """Return the fields of a struct with their types and the text under each."""
+    body = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    rows = []
+    for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign):
+            explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            text = str(following.value.value) if explained else ""
+            rows.append(
+                [f"`{ast.unparse(statement.target)}`", _json_type(ast.unparse(statement.annotation)), _text(text)]
+            )
+    return _table(["field", "type", "meaning"], rows)
+
+
+def _json_type(name: str) -> str:
+    """Return a Python type as the reader of JSON knows it."""
+    optional = name.endswith(" | None")
+    name = name.removesuffix(" | None")
+    plain = {"str": "text", "int": "number", "float": "number", "bool": "true or false", "State": "text"}
+    plain |= {"NodeState": "text"}
+    inner = name.removeprefix("list[").removesuffix("]")
+    found = plain.get(inner, f"object `{inner}`")
+    return ("list of " if inner != name else "") + found + (" or null" if optional else "")
 
 
 def _members(cls: type[enum.Enum]) -> list[tuple[enum.Enum, str]]:
@@ -216,6 +257,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "config": lambda: settings_table(Config),
     "checkpoint": lambda: settings_table(CheckpointConfig),
     "fault-tolerance": lambda: settings_table(FaultToleranceConfig),
+    "run-options": options_table,
     "preemption": lambda: settings_table(PreemptionConfig),
     "in-process-restart": lambda: settings_table(InProcessRestartConfig),
     "rerun-state-machine": lambda: settings_table(RerunStateMachineConfig),
@@ -227,6 +269,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "fault": lambda: settings_table(Fault),
     "fault-kinds": lambda: words_table(FaultKind, "kind", value="word"),
     "fault-targets": lambda: words_table(FaultTarget, "target", value="word"),
+    "status": lambda: fields_table(report.StatusReport),
+    "status-states": lambda: words_table(report.State, "state", value="word"),
+    "status-node": lambda: fields_table(report.NodeReport),
+    "status-node-states": lambda: words_table(report.NodeState, "state", value="word"),
+    "status-waiting": lambda: fields_table(report.Waiting),
+    "status-budgets": lambda: fields_table(report.Budgets),
+    "status-budget": lambda: fields_table(report.Budget),
+    "status-generation": lambda: fields_table(report.Generation),
+    "status-trouble": lambda: fields_table(report.Trouble),
     "rungs": lambda: words_table(Rung, "name", value="rung"),
 }
 

@@ -118,7 +118,7 @@ def test_finished_run_is_not_started_again(tmp_path: Path) -> None:
     for code, num_starts, said in (
         (empty, 1, "the same run can be started again"),
         (trains, 2, "the run is finished"),
-        (trains, 2, "to train anew, name another --run-dir"),
+        (trains, 2, "to train again, name another --run-dir"),
     ):
         script = write(tmp_path, code)
         with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:

@@ -83,12 +83,13 @@ def test_settings_in_the_docs_are_settings(page: Path, tmp_path: Path) -> None:
             load_config(path)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_ft_options_in_the_docs_exist(page: Path) -> None:
-    """Each --ft- option that the docs mention is one."""
-    known = {field.name for field in GENERATE["describe_fields"](GENERATE["FaultToleranceConfig"])} | {"cfg_path"}
-    for option in re.findall(r"--ft-([a-z][\w-]*)", page.read_text(encoding="utf-8")):
-        assert option.replace("-", "_") in known, f"{page.name} mentions --ft-{option}"
+    """Each --ft- option that the docs and examples mention is one, and is written with dashes."""
+    fields = {field.name for field in GENERATE["describe_fields"](GENERATE["FaultToleranceConfig"])}
+    known = {field.replace("_", "-") for field in fields} | {"cfg-path"}
+    for option in re.findall(r"--ft[-_]([a-z][\w-]*)", page.read_text(encoding="utf-8")):
+        assert option in known, f"{page.name} mentions --ft-{option}"
 
 
 def test_figures_come_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

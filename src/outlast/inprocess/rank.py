@@ -312,7 +312,7 @@ class Rank:
         self._facts.note_faults((fault,))
         self._link.send(fault)
         if not fault.is_consequence:
-            log.warning("iteration %d failed on this rank", self._facts.iteration, exc_info=error)
+            log.warning("the function failed on this rank in call %d", self._facts.iteration, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
         """Let go of the iteration that was entered last. Idempotent."""

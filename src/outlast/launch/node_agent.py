@@ -62,6 +62,7 @@ class NodeAgent:
         self, options: RunOptions, crew: Crew, member: Member, checkups: Checkups | None, mailbox: Mailbox[object]
     ) -> None:
         self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
+        self._waits_for = ""
         self.is_host = False
         """Whether this process hosts the control store."""
         self._crew, self._workers, self._member, self._mailbox = crew, crew.workers, member, mailbox
@@ -161,7 +162,8 @@ class NodeAgent:
                 self._on_stop(news)
             case m.Wait():
                 self._timers.cancel("answer")
-                log.info("node %s waits: %s", self._member.node, news.reason)
+                level, self._waits_for = logging.DEBUG if news.reason == self._waits_for else logging.INFO, news.reason
+                log.log(level, "node %s waits: %s", self._member.node, news.reason)
             case m.Waiting():
                 log.info("%s", news.reason)
             case m.Remark():
@@ -207,7 +209,8 @@ class NodeAgent:
         if not news.is_first:
             log.warning("the control store is reachable again at %s", member.link.endpoint)
         else:
-            self._journal.open(news.job, self._crew.command[1], self._crew.num_workers)
+            endpoints = [str(endpoint) for endpoint in member.link.endpoints]
+            self._journal.open(news.job, self._crew.command[1], self._crew.num_workers, endpoints)
             if news.is_host:
                 level = logging.INFO if self.options.max_nodes > 1 else logging.DEBUG
                 log.log(level, "node %s hosts the control store at %s", member.node, member.link.endpoint)
@@ -367,7 +370,7 @@ class NodeAgent:
         if is_alone := cycle.start.num_nodes == 1:
             incident = name_culprit(incident, positions)
         self._journal.write_incident(incident)
-        self._log_incident(incident)
+        log.debug("%s", incident.describe())  # the watchdog has logged whose timeout passed
         # Who is to blame is found by what all nodes saw: the verdict says it.
         reason = incident.describe() if is_alone else f"a hang; first seen: {incident.evidence['summary']}"
         self._end_cycle(cycle, cycle.facts(None, positions), reason)
@@ -387,7 +390,8 @@ class NodeAgent:
             # The ranks here are about to fail as those elsewhere did, or wait for them.
             self._timers.set("clear", SAME_FAULT_S, lambda: self._fail_or_follow(cycle, over.reason))
             return
-        log.warning("cycle %d is over: %s", over.cycle, over.reason)
+        # On the coordinator's node its verdict follows, which says the same and more.
+        log.log(logging.DEBUG if self.is_host else logging.WARNING, "cycle %d is over: %s", over.cycle, over.reason)
         positions = cycle.examine(None) if over.examine and self._state == State.RUNNING else ()
         self._end_cycle(cycle, cycle.facts(None, positions), over.reason)
 
@@ -464,7 +468,7 @@ class NodeAgent:
         self._member.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
         self._crew.failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + number
-        what = "there is a generation to go on from" if saved else "nothing was saved"
+        what = "a saved generation exists" if saved else "nothing was saved"
         self._finish(m.Stop(exit_code=code, reason=f"shutdown requested; {what}"))
 
     # -- the end -----------------------------------------------------------------------------------------------

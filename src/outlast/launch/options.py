@@ -23,6 +23,7 @@ from outlast.launch.run_parser import Command, parse_command
 from outlast.launch.torchrun_parser import find_event_handlers
 from outlast.runtime.device import why_absent
 from outlast.runtime.endpoints import Endpoint, parse_endpoints
+from outlast.wording import count
 
 __all__ = ["Checked", "RunOptions", "check_values", "parse_options", "why_not_there"]
 
@@ -108,6 +109,7 @@ def check_values(argv: Sequence[str]) -> Checked:
             attribute not in command.typed or getattr(args, attribute) != "",
             f"{name(attribute)} is empty; give it a value, or leave it out (is a shell variable unset?)",
         )
+    _log_level(args)
     num_slots, max_nodes = _parse_nnodes(args.nnodes, name("nnodes"))
     config = _read_config(args.config)
     layers = LayeredSettings(
@@ -127,7 +129,7 @@ def check_values(argv: Sequence[str]) -> Checked:
     )
     _require(
         fewest is None or fewest <= num_slots,
-        f"{layers.written('min_nodes')} is more than the {_count(num_slots, 'node')} of {name('nnodes')}; lower it",
+        f"{layers.written('min_nodes')} is more than the {count(num_slots, 'node')} of {name('nnodes')}; lower it",
     )
     _check_nproc(args.nproc_per_node, name("nproc_per_node"))
     _check_streams(command)
@@ -143,7 +145,7 @@ def check_values(argv: Sequence[str]) -> Checked:
     endpoints = _check_endpoints(command, num_slots, alone=alone)
     _require(
         alone or args.node_rank is None or 0 <= args.node_rank < max_nodes,
-        f"{name('node_rank')}={args.node_rank} is no rank of {_count(max_nodes, 'node')}; write a number from 0 to "
+        f"{name('node_rank')}={args.node_rank} is no rank of {count(max_nodes, 'node')}; write a number from 0 to "
         f"{max_nodes - 1}, or leave it out",
     )
     conf, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
@@ -342,7 +344,8 @@ def why_not_there(script: str) -> str:
     """Return what to do about a script that does not exist."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(script)) or script == "torchrun":
         return f"outlast run starts Python itself: leave {script!r} out"
-    if script[:1] in "\u2010\u2011\u2012\u2013\u2014\u2212":
+    first = os.fsencode(script).decode(errors="replace")[:1]  # whatever the locale makes of it
+    if first and first in "\u2010\u2011\u2012\u2013\u2014\u2212":
         return "it begins with a dash that only looks like '-': type it again"
     return "check its path"
 
@@ -372,16 +375,12 @@ def _describe_spares(num_slots: int, max_nodes: int) -> tuple[str, ...]:
     if num_slots == max_nodes:
         return ()
     spares = max_nodes - num_slots
-    train = f"{_count(num_slots, 'node')} {'trains' if num_slots == 1 else 'train'}"
+    train = f"{count(num_slots, 'node')} {'trains' if num_slots == 1 else 'train'}"
     wait = "1 more waits as a spare" if spares == 1 else f"up to {spares} more wait as spares"
     return (
-        f"--nnodes={num_slots}:{max_nodes}: {train}, {wait}; to train on {max_nodes} and go on with {num_slots} where "
-        f"one is lost, write --nnodes={max_nodes} --ft-min-nodes={num_slots}",
+        f"--nnodes={num_slots}:{max_nodes}: {train}, {wait}; to train on {max_nodes} and continue with {num_slots} "
+        f"where one is lost, write --nnodes={max_nodes} --ft-min-nodes={num_slots}",
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _parse_conf(text: str, option: str) -> tuple[dict[str, float], tuple[str, ...]]:

@@ -96,7 +96,7 @@ def launch(options: RunOptions) -> int:
     # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
     totals = f" ({summarise(options.run_dir, agent.job).describe()})" if agent.is_host else ""
     logging.getLogger(logs.OUTCOME).log(
-        logging.INFO if stop.exit_code == ExitReason.FINISHED else logging.ERROR,
+        logging.INFO if stop.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED) else logging.ERROR,
         "job over after %.1f s%s, exit code %d: %s; journal in %s",
         clock.now_s() - started_s,
         totals,

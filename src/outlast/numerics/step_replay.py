@@ -120,7 +120,7 @@ class StepReplay:
         self._has_batches = facts is not None and facts.replay(iterators, local_rank)
         if not self._has_batches:
             why = ", ".join(facts.problems) if facts is not None and facts.problems else "they are not known"
-            log.warning("the step is replayed with the batches that come now, not with its own (%s)", why)
+            log.warning("the step is replayed with new batches instead of its own (%s)", why)
         struck = facts.struck if facts is not None else ()
         self._judge.begin_step(state, iteration, expected=expected, struck=struck)
         if facts is not None:
