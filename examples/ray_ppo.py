@@ -15,9 +15,11 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -244,15 +246,23 @@ def play_through(iterations: int, failures: dict[int, str], folder: Path) -> dic
     }
 
 
+def say(text: str) -> None:
+    """Print a line, in several where the terminal is too narrow for it, none of which breaks a word."""
+    width, indent = shutil.get_terminal_size().columns, " " * 12
+    print(
+        textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False), flush=True
+    )
+
+
 def show(number: int, report: outlast.ray.RecoveryReport) -> None:
     """Print what a recovery did."""
-    print(f"recovery {number}, from a failure in {report.method}, took {report.total_s:.2f} s:")
+    say(f"recovery {number}, from a failure in {report.method}, took {report.total_s:.2f} s:")
     for lost in report.lost:
-        print(f"  lost      rank {lost.rank} (pid {lost.pid}) {lost.kind}: {lost.evidence}")
+        say(f"  lost      rank {lost.rank} (pid {lost.pid}) {lost.kind}: {lost.evidence}")
     for what, ranks in (("kept", report.kept), ("replaced", report.replaced)):
-        print(f"  {what:9} {', '.join(f'rank {rank} (pid {pid})' for rank, pid in sorted(ranks.items())) or 'none'}")
-    print(f"  loaded    {', '.join(f'rank {rank}' for rank in report.loaded) or 'none'}: iteration {report.iteration}")
-    print(f"  times     {', '.join(f'{phase} {took:.2f} s' for phase, took in report.phases_s.items())}", flush=True)
+        say(f"  {what:9} {', '.join(f'rank {rank} (pid {pid})' for rank, pid in sorted(ranks.items())) or 'none'}")
+    say(f"  loaded    {', '.join(f'rank {rank}' for rank in report.loaded) or 'none'}: iteration {report.iteration}")
+    say(f"  times     {', '.join(f'{phase} {took:.2f} s' for phase, took in report.phases_s.items())}")
 
 
 def outline(report: outlast.ray.RecoveryReport) -> dict[str, Any]:
@@ -299,17 +309,20 @@ def main() -> int:
     ray.shutdown()
     equal = all(run[what] == runs["disturbed"][what] for run in runs.values() for what in ("digests", "returns"))
     for name, run in runs.items():
-        print(f"{name:12} {run['seconds']:5.1f} s, weights and moments of each rank: {' '.join(run['digests'])}")
-        print(f"{'':12} mean returns {' '.join(f'{mean:.1f}' for mean in run['returns'].values())}")
+        say(f"{name:12} {run['seconds']:5.1f} s, weights and moments of each rank: {' '.join(run['digests'])}")
+        say(f"{'':12} mean returns {' '.join(f'{mean:.1f}' for mean in run['returns'].values())}")
     if options.compare:
         print("both ended alike, bit for bit" if equal else "they did NOT end alike")
     happened = len(runs["disturbed"]["recoveries"]) >= len(options.fail)
     if not happened:
-        print("fewer recoveries than failures: one was planned beyond the end, or not noticed")
+        say("fewer recoveries than failures: one was planned beyond the end, or not noticed")
     if options.json:
         options.json.write_text(json.dumps({"equal": equal, **runs}, indent=1), encoding="utf-8")
     return 0 if equal and happened else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)  # Ray ends the actors with this process

@@ -5,8 +5,8 @@ Runs unchanged with one or many ranks::
     python examples/checkpointing/asynchronous.py /tmp/generations
     outlast run --nproc-per-node 2 examples/checkpointing/asynchronous.py /tmp/generations
 
-What to look for: iterations between the line ``Scheduling async checkpoint save`` and the line ``committed``, which
-say what is saved, when, and to which tiers.
+What to look for: iterations between ``iteration 100`` and the line ``saved iteration 100 to global``, which says what
+is saved, to which tiers, and how long that took.
 Started again with the same folder and more ``--iterations``, it goes on from the newest generation.
 """
 

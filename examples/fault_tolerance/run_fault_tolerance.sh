@@ -33,11 +33,11 @@ options=(
   --nproc-per-node "$nproc"
   --max-restarts 3
   --run-dir "$folder/run"
-  --ft-rank_section_timeouts=setup:60,step:5,checkpointing:30
-  --ft-rank_out_of_section_timeout=30
+  --ft-rank-section-timeouts=setup:60,step:5,checkpointing:30
+  --ft-rank-out-of-section-timeout=30
 )
 if $simulate; then
-  options+=(--ft-simulate_fault=true --ft-simulated_fault_type=random)
+  options+=(--ft-simulate-fault=true --ft-simulated-fault-type=random)
 fi
 
 echo "checkpoints, journal and stacks are in $folder"

@@ -87,7 +87,7 @@ def show(folder: Path, fault: str) -> int:
         codes = ranks.wait(timeout_s=120)
         for rank in range(RANKS + 1):
             for line in ranks.output(rank).splitlines():
-                if "goes on from" in line or "finished" in line or "going on from memory" in line:
+                if "goes on from" in line or "finished" in line or "resuming from memory" in line:
                     print(line)
     killed = [rank for rank, code in enumerate(codes) if code == -signal.SIGKILL]
     print(f"exit codes {codes}")

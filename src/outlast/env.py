@@ -6,6 +6,7 @@ A worker may have been started by ``outlast run``, ``torchrun``, ``srun`` or pla
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -24,8 +25,13 @@ __all__ = [
     "CYCLE",
     "DEVICE",
     "JOB",
+    "LOG",
+    "LOG_LEVEL",
+    "NAMES",
     "NODE",
+    "POSTMORTEM",
     "REPLAY",
+    "RESUME_OTHER",
     "RUN_DIR",
     "RUN_ID",
     "UNTRUSTED",
@@ -34,8 +40,10 @@ __all__ = [
     "clean_name",
     "environ",
     "hostname",
+    "name_of_run",
     "node_name",
     "noting_reads",
+    "postmortem_path",
     "read_worker",
     "replace_environ",
     "set_default",
@@ -46,6 +54,11 @@ RUN_ID = "OUTLAST_RUN_ID"
 """Names the run; the same in every job of it."""
 RUN_DIR = "OUTLAST_RUN_DIR"
 """The run directory, an absolute path."""
+RESUME_OTHER = "OUTLAST_RESUME_FROM_OTHER_RUN"
+"""``1``: what another run saved may be gone on from, whatever the script's config says; set by an agent only."""
+NAMES = "OUTLAST_RUN_NAMES"
+"""JSON list of the names that somebody gave to the run (its id, its directory), empty where nobody did; set by an agent
+only."""
 JOB = "OUTLAST_JOB"
 """Names the job (one allocation, or one ``outlast run``)."""
 CYCLE = "OUTLAST_CYCLE"
@@ -64,13 +77,24 @@ WRITER = "OUTLAST_WRITER"
 """Address of the node's checkpoint writer (an abstract Unix socket, without its leading zero); set by an agent only."""
 UNTRUSTED = "OUTLAST_UNTRUSTED"
 """JSON list of the copies that must not be loaded; set by an agent only."""
+POSTMORTEM = "OUTLAST_POSTMORTEM"
+"""Path of the memory file that keeps how this worker ended; set by an agent only."""
 REPLAY = "OUTLAST_REPLAY"
 """JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
+LOG_LEVEL = "OUTLAST_LOG_LEVEL"
+"""Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
+LOG = "OUTLAST_LOG"
+"""Form of the log: ``text`` or ``json``."""
 
 
 def environ() -> dict[str, str]:
     """Return a copy of the environment of this process."""
     return dict(os.environ)
+
+
+def postmortem_path() -> str | None:
+    """Return where this worker records how it ends; ``None`` without an agent of ours."""
+    return os.environ.get(POSTMORTEM) or None
 
 
 def hostname() -> str:
@@ -125,6 +149,22 @@ class WorkerEnv:
     """Copies that must not be loaded, as JSON; ``None`` = none known."""
     replay: str | None = None
     """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
+    names: tuple[str, ...] = ()
+    """The names that somebody gave to the run, such as ``id a`` and ``directory /a``; they tell it from others."""
+    allocation: str | None = None
+    """The scheduler's number of the job; ``None`` without a scheduler."""
+    requeues: int = 0
+    """How often the scheduler has started that job again."""
+    resumes_other: bool = False
+    """What another run saved may be gone on from: ``outlast run`` was told so."""
+    call: int = 0
+    """Number of the call, where a function is called again in the same processes."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank logs what holds for all ranks and the whole job: rank 0, in the job's first cycle."""
+        # What srun and a plain start count are jobs: each has a log of its own.
+        return self.global_rank == 0 and (self.cycle == 0 or self.launcher in ("srun", "python"))
 
 
 def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
@@ -189,7 +229,38 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         master_addr=env.get("MASTER_ADDR") or None,
         untrusted=env.get(UNTRUSTED) or None,
         replay=env.get(REPLAY) or None,
+        names=_names(env, launcher),
+        resumes_other=env.get(RESUME_OTHER) == "1",
+        allocation=env.get("SLURM_JOB_ID") or None,
+        requeues=number("SLURM_RESTART_COUNT", default=0),
     )
+
+
+def name_of_run(run_id: str | None) -> tuple[str, ...]:
+    """Return the name that a run's id is; nothing where nobody thought of one.
+
+    A number, as of a job or a random one, changes with each start, and so does what ``torchrun --standalone`` draws.
+    """
+    if not run_id or run_id == "none" or run_id.isdigit() or _DRAWN.fullmatch(run_id):
+        return ()
+    return (f"id {run_id}",)
+
+
+_DRAWN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def _names(env: Mapping[str, str], launcher: str) -> tuple[str, ...]:
+    """Return the names that somebody gave to the run.
+
+    Raises:
+        ConfigError: What the agent says is not in its form.
+    """
+    if launcher == "outlast":
+        try:
+            return tuple(str(name) for name in json.loads(env.get(NAMES) or "[]"))
+        except ValueError:
+            raise ConfigError(f"environment variable {NAMES}={env[NAMES]!r} is no JSON list; unset it") from None
+    return name_of_run(env.get("TORCHELASTIC_RUN_ID")) if launcher == "torchrun" else ()
 
 
 _STEP_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

@@ -11,6 +11,8 @@ The whole tree::
     |   +-- Incomplete                       a generation lacks a part
     |   +-- Corrupt                          bytes differ from their digests
     |   +-- Untrusted                        whole, but of another run, rank or topology
+    |   +-- Mismatch                         whole and trusted, but does not fit the live state
+    |   +-- Unavailable                      a directory or store cannot be read or written
     +-- NotFinite                            a loss or a gradient is NaN or infinite
     +-- UnhealthyDevice                      a device failed its check
     +-- UnhealthyRank                        a rank must not take part any longer
@@ -38,6 +40,7 @@ __all__ = [
     "DeadlineExceeded",
     "ExitReason",
     "Incomplete",
+    "Mismatch",
     "NotFinite",
     "OutlastError",
     "PeerLost",
@@ -45,6 +48,7 @@ __all__ = [
     "RestartAbort",
     "RolledBack",
     "SparesExhausted",
+    "Unavailable",
     "UnhealthyDevice",
     "UnhealthyRank",
     "Untrusted",
@@ -59,7 +63,8 @@ class ExitReason(IntEnum):
     FAILED = 1
     """A failure that no other reason names; the ladder decides."""
     BAD_INPUT = 2
-    """The command line or a config is wrong; nothing was started."""
+    """The command line, a config or the script is wrong: nothing was started, or all ranks failed alike before the
+    first step, in a way that a restart cannot mend. Never re-queued."""
     RESUME_TO_DISAMBIGUATE = 16
     """An invalid result must be run again elsewhere before it can be judged."""
     FAILED_VALIDATION = 17
@@ -71,7 +76,8 @@ class ExitReason(IntEnum):
     PREEMPTED = 75
     """Told to leave; there is a saved state to go on from. Charged to no failure budget."""
     NO_PROGRESS = 93
-    """The restart budget is spent without progress, or the checkpoint directory is another run's. Never re-queued."""
+    """The restart budget is spent without progress, or a run or checkpoint directory is another run's. Never
+    re-queued."""
 
 
 class OutlastError(Exception):
@@ -128,6 +134,14 @@ class Corrupt(CheckpointError):
 
 class Untrusted(CheckpointError):
     """A copy is whole, but belongs to another run, rank, iteration or topology."""
+
+
+class Mismatch(CheckpointError):
+    """A generation is whole and trusted, but does not fit the state that it is to be loaded into."""
+
+
+class Unavailable(CheckpointError):
+    """A checkpoint directory or store cannot be read or written."""
 
 
 class NotFinite(OutlastError):

@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Event", "EventKind", "Incident", "IncidentKind", "Rung", "Verdict"]
+from outlast.decoding import convert
+
+__all__ = ["Cause", "Event", "EventKind", "Incident", "IncidentKind", "Rung", "Verdict"]
 
 
 class Rung(IntEnum):
@@ -65,6 +67,31 @@ class IncidentKind(StrEnum):
     """A rank is slower than the others, or than it was, for several windows in a row; the evidence says in what."""
 
 
+class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why a worker ended, as it recorded itself: the last exception, a fatal signal, or an exit."""
+
+    type: str
+    """The exception's type, with its module unless that is builtin; ``SystemExit`` for an exit with a code or text,
+    ``fatal signal`` for what ``faulthandler`` caught."""
+    bases: tuple[str, ...] = ()
+    """Names of the type's base classes, nearest first."""
+    text: str = ""
+    """The exception's text, in one line."""
+    frame: str = ""
+    """The innermost line of the user's code, such as ``train.py:29 in next_batch``; empty = none is known."""
+    mono_ns: int = 0
+    """When it was raised, or caught at the outermost level, on the node's monotonic clock; 0 = not known."""
+    is_usage_error: bool = False
+    """A command line parser refused the script's arguments."""
+
+    def describe(self) -> str:
+        """Return it as a traceback's last line, with the frame behind it."""
+        line = self.type if not self.text else f"{self.type}: {self.text}"
+        if self.type in ("SystemExit", "fatal signal"):
+            line = self.text or self.type
+        return f"{line} ({self.frame})" if self.frame else line
+
+
 class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One observed trouble: kind, who, where, evidence."""
 
@@ -83,10 +110,21 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detected_after_s: float | None = None
     """Seconds from the cause to its detection, where the cause's time is known to us."""
     evidence: dict[str, Any] = {}
-    """Facts for the reader: the stack line, the last sign of life, the error's text."""
+    """Facts for the reader: the stack line, the last sign of life, the error's text. ``cause`` (a :class:`Cause`) and
+    ``output`` (the last lines that the worker printed) are what it recorded; ``file`` is where all of it is kept."""
+
+    @property
+    def cause(self) -> Cause | None:
+        """What the worker recorded of its end; ``None`` = nothing that can be read."""
+        try:
+            return convert(self.evidence["cause"], Cause)
+        except (KeyError, msgspec.ValidationError):
+            return None
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return one line for people; where the cause is known, it comes first."""
+        if (cause := self.cause) is not None and self.rank is not None:
+            return self._describe_cause(cause)
         who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
         if self.rank is None and not self.node:
             who = "the group of ranks" if self.kind == IncidentKind.WORKER_HUNG else "the job"
@@ -116,6 +154,17 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if text := self.evidence.get("summary"):
             line += f": {text}"
         return line
+
+    def _describe_cause(self, cause: Cause) -> str:
+        ended = self.kind == IncidentKind.WORKER_DIED
+        what = f"was ended by {_signal_name(self.exit_code)}" if ended else "failed"
+        if cause.type == "SystemExit" and self.exit_code is not None:
+            what = f"failed with exit code {self.exit_code}"
+        where = [f"node {self.node}"] if self.node else []
+        where += [f"pid {self.pid}"] if self.pid is not None else []
+        where += [f"section {self.section!r}"] if self.section else []
+        where += [f"iteration {self.iteration}"] if self.iteration is not None else []
+        return f"rank {self.rank} {what}: {cause.describe()} [{', '.join(where)}]"
 
 
 def _signal_name(exit_code: int | None) -> str:

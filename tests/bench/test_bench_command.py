@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
+import outlast.bench
 from outlast.bench import heartbeat
 from outlast.bench.result import Bar, BenchResult
 from outlast.cli.bench import bench
+from outlast.cli.main import main
 from outlast.errors import OutlastError
 
 COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "bench")
@@ -50,10 +54,29 @@ def test_a_failed_measurement_is_one_line_and_no_result(monkeypatch: pytest.Monk
     assert "the worker failed; try again" in err
 
 
-@pytest.mark.parametrize("arguments", [["heartbeats"], [], ["heartbeat", "--repeats=0"], ["heartbeat", "--repeat=2"]])
-def test_bad_input_is_refused(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["heartbeats"], ["heartbeat", "--repeats=0"], ["heartbeat", "--repeat=2"]])
+def test_bad_input_is_refused(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An unknown benchmark or option, or no round at all, ends with exit code 2 before anything is measured."""
-    assert CliRunner().invoke(bench, arguments).exit_code == 2
+    monkeypatch.setattr(sys, "argv", ["outlast", "bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_each_benchmark_is_a_command_with_help_of_its_own() -> None:
+    """Every module that measures is a command; its help says what, how long, with which options, and gives examples."""
+    folder = Path(outlast.bench.__path__[0])
+    modules = {path.stem for path in folder.glob("*.py") if "\ndef measure(" in path.read_text()}
+    assert isinstance(bench, click.Group)
+    assert bench.commands.keys() == modules
+    for name in modules:
+        text = CliRunner().invoke(bench, [name, "--help"]).output
+        assert {"Takes", "--json", "--repeats"} <= set(text.split())
+        assert f"outlast bench {name} --repeats 9 --json" in text
+        assert ("--tensors" in text) == (name in ("save", "load", "replica"))
 
 
 @pytest.mark.process

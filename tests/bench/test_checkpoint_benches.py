@@ -65,7 +65,7 @@ def test_a_size_is_refused_where_there_is_no_state(name: str) -> None:
     """``--tensors`` with a benchmark that moves no state ends with exit code 2 before anything is measured."""
     done = CliRunner().invoke(bench, [name, "--tensors=2"])
     assert done.exit_code == 2
-    assert "no state" in done.output
+    assert "--tensors" in done.output
 
 
 def test_wrong_values_are_seen() -> None:

@@ -138,7 +138,7 @@ def test_prune_says_what_it_cannot_delete(tmp_path: Path, outlast: Command) -> N
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("ls",), "Missing argument"),
+        (("ls",), "missing argument 'DIR...'"),
         (("ls", "/nowhere/at/all"), "does not exist"),
         (("verify", "{place}", "--iteration", "7"), "there is no generation 7"),
         (("verify", "{place}", "--threads", "0"), "--threads"),

@@ -66,7 +66,7 @@ def test_a_newer_generation_with_nan_is_passed_over_and_named(tmp_path: Path, ca
     assert (iteration, restored.finite) == (1, True)
     assert [(one.generation, one.kind) for one in restored.rejected] == [(4, "NotFinite"), (3, "NotFinite")]
     told = "\n".join(_warnings(caplog))
-    assert "passed over: generation 4" in told
+    assert "skipped: generation 4" in told
     assert "generation 1 holds none; if they belong there, set prefer_finite=false" in told
     restored, iteration = _load(tmp_path, prefer_finite=False)
     assert (iteration, restored.finite, restored.rejected) == (4, False, [])

@@ -151,7 +151,7 @@ os._exit(0)
     (code, _), (other_code, told) = start(tmp_path / "ckpt", script, world=2)
     assert (code, other_code) == (-9, 0), told
     assert "rank 0, which hosts the ranks' store, is gone" in told["first"]
-    assert "1 saves in a row failed" in told["last"]
+    assert "1 save in a row failed" in told["last"]
     assert "start all ranks again" in told["last"]
     assert "repair the directory" not in told["last"]
 

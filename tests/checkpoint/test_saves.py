@@ -40,7 +40,7 @@ def test_retention_and_saving_again(tmp_path: Path) -> None:
     script = """
 said = []
 handler = logging.Handler()
-handler.emit = lambda record: said.append(record.getMessage().partition(",")[0])
+handler.emit = lambda record: said.append(record.getMessage().partition(" in ")[0])
 logging.getLogger("outlast.checkpoint.report").addHandler(handler)
 logging.getLogger("outlast.checkpoint.report").setLevel("INFO")
 manager = manage(config={"local_most_recent_k": 2, "suspect_window": 0, "async_save": False})
@@ -62,9 +62,13 @@ manager.close()
 """
     ((code, told),) = start(tmp_path / "ckpt", script)
     assert code == 0, told
-    assert told == {"names": ["latest", "run.json", "step-2", "step-3"], "latest": "step-3\n", "untouched": True} | {
+    assert told == {
+        "names": ["latest", "owner", "run.json", "step-2", "step-3"],
+        "latest": "step-3\n",
+        "untouched": True,
+    } | {
         "again": [],
-        "said": ["Scheduling async checkpoint save of iteration 4", "committed iteration 4"],
+        "said": ["saved iteration 4 to local"],
     }
 
 
@@ -112,7 +116,7 @@ manager.close()
 """
     ((code, told),) = start(tmp_path / "ckpt", script)
     assert code == 0, told
-    assert told == {"names": ["latest", "run.json", "step-1"]}
+    assert told == {"names": ["latest", "owner", "run.json", "step-1"]}
 
 
 @pytest.mark.slow
@@ -158,7 +162,7 @@ manager.close()
     assert code == 0, told
     assert "generations (newest: 200) that this training did not load" in told["refused"]
     assert told["restored"] == 200
-    assert told["names"] == ["latest", "run.json", "step-200", "step-201"]
+    assert told["names"] == ["latest", "owner", "run.json", "step-200", "step-201"]
 
 
 @pytest.mark.process

@@ -14,6 +14,7 @@ import torch
 
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.catalogue.listing import look_into
+from outlast.checkpoint.leases import DirectoryLease
 from outlast.cli.main import main
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
@@ -76,7 +77,7 @@ def test_the_second_of_two_runs_in_one_directory_is_refused_at_once(tmp_path: Pa
     assert all(run in line for run in runs)
     assert line.endswith("give it a directory of its own")
     assert _load(config) == (2, 2.0)
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "run.json", "step-1", "step-2"]
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "owner", "run.json", "step-1", "step-2"]
 
 
 @pytest.mark.parametrize("tier", ["global", "local"])
@@ -133,9 +134,13 @@ def test_a_claim_that_cannot_be_read_is_not_replaced(tmp_path: Path, monkeypatch
     assert claim.read_bytes() == b'{"run":"run-first"}'
 
 
-def test_what_is_committed_while_a_claim_is_taken_over_is_not_replaced(tmp_path: Path) -> None:
-    """A run has passed its last comparison when another takes its claim, which nothing proves yet, over. What the first
-    then reports as saved stays: the second is refused at its own commit, and the first goes on."""
+def test_what_is_committed_while_a_claim_is_taken_over_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs believe that they own a directory, as after a stop in the middle of a commit. One has passed its last
+    comparison when another takes its claim, which nothing proves yet, over. What the first then reports as saved
+    stays: the second is refused at its own commit, and the first goes on."""
+    monkeypatch.setattr(DirectoryLease, "hold", lambda lease: None)
     config, folder = _place(tmp_path, "local")
     at_rename, may_rename, at_manifest, may_commit = (threading.Event() for _ in range(4))
 

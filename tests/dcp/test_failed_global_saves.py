@@ -59,7 +59,7 @@ def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_save_may_take
     """The others' save fails in time, with the name of what they waited for."""
     with Lanes(str(tmp_path), 2, timeout_s=0.5) as lanes:
         (error,) = lanes.save([_flat()] * 2, 10, leave_out=[1])
-        assert "no word of has/1 after 0.5 s" in str(error)
+        assert "no answer (has/1) after 0.5 s" in str(error)
         assert lanes.directory.generations() == []
 
 

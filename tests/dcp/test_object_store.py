@@ -12,17 +12,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
+import msgspec
 import pytest
 import torch
 from lanes import Lanes, flat_state
 from s3_server import S3Server
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
+from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.load import load_resharded, read_rank
+from outlast.checkpoint.dcp.object_place import StoreRecords
 from outlast.checkpoint.dcp.reader import VerifiedReader
 from outlast.checkpoint.dcp.store import Store
 from outlast.checkpoint.state import decode
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+from outlast.policy.lease import Owner
+from outlast.runtime.lease import InUse, Lease, decode_owner
+from outlast.runtime.processes import this_process
 
 pytestmark = [pytest.mark.process]
 BUCKET = "bucket"
@@ -107,6 +113,44 @@ def test_of_runs_that_claim_a_bucket_at_once_one_gets_it(server: S3Server, url: 
         assert first.save([flat_state(_state(3.0))] * 2, 8) == [None, None]
         assert first.directory.hint() == "first"
         assert [_value_of(first, iteration) for iteration in (7, 8)] == [2.0, 3.0]
+
+
+def test_a_bucket_has_one_live_owner(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several that come at once one gets the place; whoever comes from another machine is refused while that one
+    renews, and follows once it is silent, which the first finds out before it writes again."""
+    monkeypatch.setattr(StoreRecords, "renew_s", 0.3)
+    records = GlobalDirectory(f"{url}/owned").owners
+    here = this_process()
+
+    def lease(run: str, machine: str) -> Lease:
+        process = msgspec.structs.replace(here, machine=machine)
+        return Lease(records, Owner(token="", process=process, run=run))
+
+    many = [lease(f"run-{number}", "here") for number in range(4)]
+    gate = threading.Barrier(len(many), timeout=100)
+
+    def take(one: Lease) -> bool:
+        gate.wait()
+        with contextlib.suppress(InUse):
+            one.acquire()
+        return one.is_held
+
+    with ThreadPoolExecutor(len(many)) as pool:
+        assert sorted(pool.map(take, many)) == [False] * 3 + [True]
+    (first,) = [one for one in many if one.is_held]
+    with pytest.raises(InUse, match="is in use by run run-"):
+        lease("other", "there").acquire()
+    monkeypatch.setattr(StoreRecords, "renew", lambda *_: None)
+    follower = lease("other", "there")
+    follower.acquire()
+    with pytest.raises(InUse, match="was taken over by run other"):
+        first.check()
+    monkeypatch.undo()
+    first.release()
+    follower.release()
+    owner = decode_owner(records.read(max(records.numbers())))
+    assert owner is not None
+    assert (owner.run, owner.released) == ("other", True)
 
 
 def test_the_formats_own_loader_reads_it_from_s3(server: S3Server, url: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from outlast.chaos import FaultPlan, verify_fired
 from outlast.demo.example import find_example
 from outlast.demo.plan import least_iterations
+from outlast.demo.stage import uninterrupted
 from outlast.incidents import EventKind
 from outlast.runtime.journal import read_journal
 
@@ -139,6 +140,45 @@ def test_told_to_end_it_leaves_nothing(tmp_path: Path, number: int, code: int) -
         for process in left_running(tmp_path):
             process.kill()
         demo.wait(timeout=100)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_reader_that_has_seen_enough_ends_it(tmp_path: Path) -> None:
+    """After ``| head`` nothing is left and nothing is said; what was read has no colour and no cursor that moves."""
+    demo = start(tmp_path)
+    try:
+        assert demo.stdout is not None
+        first = demo.stdout.readline()
+        demo.stdout.close()
+        assert demo.stderr is not None
+        assert demo.stderr.read() == ""
+        assert demo.wait(timeout=250) == 128 + signal.SIGPIPE
+        assert first == "Undisturbed: 2 nodes x 2 ranks\n"
+        assert left_running(tmp_path) == []
+        assert list(tmp_path.glob("outlast-demo-*")) == []
+    finally:
+        for process in left_running(tmp_path):
+            process.kill()
+        demo.wait(timeout=100)
+        demo.communicate()
+
+
+def test_a_second_signal_does_not_cut_the_end_short() -> None:
+    """What is being ended is ended to the last process and file; the signal counts afterwards."""
+    done = []
+
+    def end() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            done.append("all")
+
+    with pytest.raises(KeyboardInterrupt):
+        end()
+    assert done == ["all"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.process

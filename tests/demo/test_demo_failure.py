@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_outcome import GOOD
 
 from outlast.demo import show
+from outlast.demo.outcome import Outcome
 from outlast.demo.plan import Shape
 from outlast.demo.view import SilentView
 
@@ -34,6 +37,41 @@ def test_a_training_that_fails_is_told_with_its_output(tmp_path: Path, monkeypat
     assert Path(outcome.folder).parent == tmp_path
     assert list(Path(outcome.folder).glob("undisturbed/run/journal/*.jsonl"))
     assert not Path(outcome.folder, "with-faults").exists(), "there is nothing to compare with"
+
+
+@pytest.fixture
+def perform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Perform a demo whose two runs are over at once, and good."""
+
+    def run_both(shape: Shape, seed: int, faults: object, script: Path, folder: Path, *others: object) -> Outcome:
+        for name in ("undisturbed", "with-faults"):
+            (folder / name / "run").mkdir(parents=True)
+        return GOOD
+
+    monkeypatch.setattr(show, "_run_both", run_both)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def play(**options: object) -> Outcome:
+        settings = {"seed": 0, "keep": None, "view": SilentView(Shape()), "on_failure": lambda tails: None, **options}
+        return show.perform(Shape(), **settings)
+
+    return play
+
+
+def test_of_a_good_demo_only_its_details_stay(perform: Callable[..., Outcome], tmp_path: Path) -> None:
+    """What was done about each fault is in a file, whose path is told; what the runs wrote is gone, unless it is kept;
+    for a program nothing stays."""
+    assert perform().details is None
+    assert list(tmp_path.iterdir()) == []
+    outcome = perform(writes_details=True)
+    assert (outcome.folder, outcome.details is None) == (None, False)
+    path = Path(str(outcome.details))
+    assert "workers restarted, going on from iteration 30" in path.read_text()
+    assert list(tmp_path.rglob("*")) == [path.parent, path]
+    kept = tmp_path / "kept"
+    outcome = perform(writes_details=True, keep=str(kept))
+    assert (outcome.folder, outcome.details) == (str(kept), str(kept / "incidents.txt"))
+    assert {one.name for one in kept.iterdir()} == {"incidents.txt", "undisturbed", "with-faults"}
 
 
 @pytest.mark.process

@@ -1,46 +1,101 @@
-"""The view: everything told once, in lines or in a picture."""
+"""The view: everything told once, in whole words; and a picture that agrees with what was told."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
+from terminal import seen
 from written_events import written
 
 from outlast.demo.plan import Shape
-from outlast.demo.scene import RankScene, Scene
+from outlast.demo.scene import Loss, RankScene, Scene
 from outlast.demo.view import LiveView, PlainView, SilentView
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
 
 SHAPE = Shape(num_nodes=1, nproc_per_node=2, iterations=100)
+WIDTHS = (60, 80, 100, 200)
 
 
-def event(kind: EventKind, number: int, **data: object) -> Event:
-    return written(kind, number, rank=0, iteration=30, **data)
+def event(kind: EventKind, number: float, *, cycle: int = 0, iteration: int = 30, **data: object) -> Event:
+    return written(kind, number, rank=0, iteration=iteration, cycle=cycle, **data)
+
+
+def started(number: float, cycle: int) -> Event:
+    return event(EventKind.CYCLE_STARTED, number, cycle=cycle, ranks=[0, 1], world_size=2, node_rank=0)
+
+
+def restored(number: float, cycle: int) -> Event:
+    facts: dict[str, object] = {"tier": "replica", "rejected": [], "bytes_read": {"replica": 4_600_000}}
+    return event(EventKind.RESTORED, number, cycle=cycle, **facts)
+
+
+def decided(number: float, cycle: int, *, exit_code: int | None = None) -> Event:
+    rung = Rung.RESTART_WORKERS if exit_code is None else Rung.STOP
+    reason = (
+        "rank 1 on node node-0 (pid 4711) was ended by SIGKILL in section 'step/forward' at iteration 30, in "
+        "model.blocks.3.mlp.0.weight; restarting the workers, going on from iteration 30 (restart 1 of 3 without "
+        "progress)"
+    )
+    verdict = msgspec.to_builtins(Verdict(rung=rung, reason=reason, exit_code=exit_code))
+    return event(EventKind.VERDICT, number, cycle=cycle, verdict=verdict)
+
+
+def training(*iterations: int, cycle: int = 0) -> tuple[RankScene, ...]:
+    return tuple(
+        RankScene(rank=rank, node="node-0", pid=11 + rank, cycle=cycle, iteration=iteration, section="step")
+        for rank, iteration in enumerate(iterations)
+    )
 
 
 def scene() -> Scene:
     died = msgspec.to_builtins(Incident(kind=IncidentKind.WORKER_DIED, node="node-0", rank=1, exit_code=-9))
-    again = msgspec.to_builtins(Verdict(rung=Rung.RESTART_WORKERS, reason="restarting the workers"))
     events = [
         event(EventKind.NODE_JOINED, 1, name="node-1", spare=True),
-        event(EventKind.CYCLE_STARTED, 2, ranks=[0, 1], world_size=2, node_rank=0),
+        started(2, 0),
         event(EventKind.FAULT_SIMULATED, 3, fault="SIGKILL of a rank", target="rank 1 (pid 12)"),
         event(EventKind.INCIDENT, 4, incident=died),
-        event(EventKind.VERDICT, 5, verdict=again, incident=died),
-        event(EventKind.RESTORED, 6, tier="replica", rejected=[], bytes_read={"replica": 4_600_000}),
-        event(EventKind.PROGRESS, 7),
+        decided(5, 0),
+        started(6, 1),
+        restored(7, 1),
+        event(EventKind.PROGRESS, 8, cycle=1),
     ]
-    ranks = (RankScene(rank=0, node="node-0", pid=11, cycle=0, iteration=31, section="step"),)
-    return Scene(ranks=ranks, events=events, loss=2.5, running=("node-0", "node-1"))
+    loss = Loss(iteration=30, value=2.5)
+    return Scene(ranks=training(31, cycle=1), events=events, loss=loss, running=("node-0", "node-1"))
+
+
+def told_plain(*scenes: Scene, width: int) -> list[str]:
+    lines: list[str] = []
+    view = PlainView(SHAPE, lines.append, width=width)
+    with view.act("With faults: 1 nodes x 2 ranks"):
+        for one in scenes:
+            view.show(one)
+    return "\n".join(lines).splitlines()
+
+
+def shown_live(*scenes: Scene, width: int) -> tuple[list[str], list[str]]:
+    """Return what stands on the terminal with the last scene's picture, and what stays there after it."""
+    file = io.StringIO()
+    view = LiveView(SHAPE, Console(file=file, force_terminal=True, width=width, height=40))
+    with view.act("With faults: 1 nodes x 2 ranks"):
+        for one in scenes:
+            view._next_s = 0.0  # as if the time of the next picture had come
+            view.show(one)
+        during = seen(file.getvalue(), width)
+    return during, seen(file.getvalue(), width)
 
 
 def test_plain_lines_tell_each_event_once() -> None:
     """The same scene shown twice adds nothing; a new act begins anew."""
     lines: list[str] = []
-    view = PlainView(SHAPE, lines.append)
+    view = PlainView(SHAPE, lines.append, width=200)
     with view.act("First"):
         view.show(scene())
         first = list(lines)
@@ -53,9 +108,9 @@ def test_plain_lines_tell_each_event_once() -> None:
         "cycle 0: node-0 runs ranks 0-1 of 2",
         "FAULT: SIGKILL of a rank: rank 1 (pid 12), at iteration 30",
         "noticed by node-0: rank 1 on node node-0 was ended by SIGKILL",
-        "decided: restarting the workers",
+        "decided: rank 1",
         "rank 0: restored iteration 30 from replica, 4.6 MB",
-        "iteration 31 of 100, loss 2.5000",
+        "iteration 30 of 100, loss 2.5000",
     ):
         assert told.count(part) == 1, part
     with view.act("Second"):
@@ -63,15 +118,146 @@ def test_plain_lines_tell_each_event_once() -> None:
     assert lines[len(first) :] == ["Second", *first[1:]]
 
 
-def test_the_picture_shows_ranks_loss_and_story() -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_word_is_broken(width: int) -> None:
+    """Each line fits, and is made of the words that it has where there is room for everything; so is the picture."""
+    words, of_picture = set(" ".join(told_plain(scene(), width=1000)).split()), picture_words(1000)
+    lines = told_plain(scene(), width=width)
+    assert max(map(len, lines)) <= width
+    assert set(" ".join(lines).split()) == words
+    during, after = shown_live(scene(), width=width)
+    assert after == lines
+    assert during[: len(lines)] == lines
+    assert picture_words(width) == of_picture
+
+
+def picture_words(width: int) -> set[str]:
+    during, after = shown_live(scene(), width=width)
+    return {word for line in during[len(after) :] for word in line.split() if word.strip("━╸╺")}
+
+
+def test_a_word_longer_than_a_line_stays_whole() -> None:
+    """It has a line of its own; what reads it can be searched for it."""
+    path = "/somewhere/" + "x" * 100
+    (struck,) = (one for one in scene().events if one.kind == EventKind.FAULT_SIMULATED)
+    long = msgspec.structs.replace(struck, data={**struck.data, "target": path + ","})
+    assert any(path in line for line in told_plain(Scene(ranks=(), events=[long]), width=80))
+
+
+def test_nothing_that_happened_vanishes() -> None:
+    """What happens between two cycles, in one moment, after the last look, or more than a screen of it: all stays."""
+    many = [event(EventKind.NODE_JOINED, 9 + number, name=f"late-{number}", spare=True) for number in range(60)]
+    first, between = scene(), dataclasses.replace(scene(), ranks=(), events=[*scene().events, *many])
+    file = io.StringIO()
+    view = LiveView(SHAPE, Console(file=file, force_terminal=True, width=100, height=40))
+    with view.act("With faults: 1 nodes x 2 ranks"):
+        view.show(first)
+        view.show(between)  # too early for another picture, and nothing comes after it
+    plain = told_plain(first, between, width=100)
+    assert seen(file.getvalue(), 100) == plain
+    for number in range(60):
+        assert sum(line.endswith(f"late-{number} waits as a spare") for line in plain) == 1
+
+
+def test_the_picture_agrees_with_what_was_told() -> None:
+    """Its iteration is that of the newest cycle: it goes back with a restore, says when there is none, and the loss has
+    the iteration that it is of."""
+    events = [started(1, 0)]
+    at_first = Scene(ranks=(), events=events)
+    before = Scene(ranks=training(34, 33), events=events, loss=Loss(iteration=30, value=2.5))
+    events = [*events, decided(2, 0)]
+    ended = dataclasses.replace(before, events=events)
+    again = dataclasses.replace(before, events=[*events, started(3, 1)], ranks=training(0, 0, cycle=1))
+    back = dataclasses.replace(again, events=[*again.events, restored(4, 1)])
+    done = [*back.events, event(EventKind.SESSION_ENDED, 5, cycle=1, iteration=100, exit_code=0)]
+    last = dataclasses.replace(back, events=[*done, decided(6, 1, exit_code=0)])
+    scenes = (at_first, before, ended, again, back, last)
+    expected = (
+        "starting  cycle 0",
+        "iteration 34 of 100  cycle 0  loss 2.5000 at 30",
+        "starting again after iteration 34  cycle 0  loss 2.5000 at 30",
+        "starting again after iteration 34  cycle 1  loss 2.5000 at 30",
+        "iteration 30 of 100  cycle 1  loss 2.5000 at 30",
+        "iteration 100 of 100  cycle 1  loss 2.5000 at 30",
+    )
+    for number, line in enumerate(expected, 1):
+        during, _ = shown_live(*scenes[:number], width=100)
+        assert line in during
+    assert told_plain(before, last, width=80)[-1].strip() == "iteration 100 of 100, the last one"
+
+
+def test_the_picture_shows_ranks_and_spares() -> None:
     """On a terminal: progress, each rank (also one that is away), the spare, and what happened."""
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
-    view = LiveView(SHAPE, console)
+    during, after = shown_live(scene(), width=80)
+    picture = [line.split() for line in during[len(after) :]]
+    assert ["rank", "node", "pid", "iteration", "in", "section"] in picture
+    assert ["0", "node-0", "11", "31", "step"] in picture
+    assert ["1", "-", "-", "-"] in picture
+    assert ["node-1", "waits", "as", "a", "spare"] in picture
+
+
+IN_A_TERMINAL = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from outlast.cli.demo import demo
+from outlast.demo import show
+from test_demo_view import scene
+from test_outcome import GOOD
+
+def perform(shape, *, view, **others):
     with view.act("With faults"):
         view.show(scene())
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for part in ("With faults", "2.5000", "waits as a spare", "step", "FAULT", "decided"):
-        assert part in shown
+    return GOOD
+
+show.perform = perform
+sys.exit(demo.main([], standalone_mode=False))
+"""
+
+
+def run_in_terminal(**environment: str) -> str:
+    """Return the bytes that the command writes to a terminal, with a show that is over at once."""
+    master, slave = os.openpty()
+    inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "TERM")}
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", IN_A_TERMINAL], stdin=slave, stdout=slave, env={**inherited, **environment}
+        ) as command:
+            os.close(slave)
+            shown = b""
+            while data := _read(master):
+                shown += data
+        assert command.returncode == 0, shown
+    finally:
+        os.close(master)
+    return shown.decode().replace("\r\n", "\n")  # what the terminal itself makes of the end of a line
+
+
+def _read(master: int) -> bytes:
+    try:
+        return os.read(master, 1 << 16)
+    except OSError:  # nobody holds the other end any more
+        return b""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("plain", [{"TERM": "dumb"}, {"TERM": "xterm", "NO_COLOR": "1"}], ids=["dumb", "no colour"])
+def test_a_terminal_that_wants_plain_text_gets_it(plain: dict[str, str]) -> None:
+    """No colour, no cursor that moves, no carriage return."""
+    shown = run_in_terminal(**plain)
+    assert "\x1b" not in shown
+    assert "\r" not in shown
+    assert "FAULT: SIGKILL of a rank" in shown
+    assert "bit-identical" in shown
+
+
+@pytest.mark.process
+def test_a_terminal_that_can_do_more_gets_the_picture() -> None:
+    """Colours and a picture; in the end the same lines stand there, and the cursor is seen again."""
+    shown = run_in_terminal(TERM="xterm")
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") > 0
+    lines = seen(shown, 80)
+    assert "  2.00 s  FAULT: SIGKILL of a rank: rank 1 (pid 12), at iteration 30" in lines
+    assert any(line.startswith("bit-identical") for line in lines)
 
 
 def test_silence_is_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,12 +48,12 @@ def _index(lines: list[str], pattern: str) -> int:
 @pytest.mark.slow
 @pytest.mark.process
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
-    """Iterations are done between the line that a save is scheduled, with its tiers, and the line that it is
-    committed; started again, training goes on from the newest generation."""
+    """Iterations are done between the one that is saved and the line that it is saved, which names the tier; started
+    again, training goes on from the newest generation."""
     lines = _run("asynchronous.py", str(tmp_path), "--iterations", "200").splitlines()
-    scheduled = _index(lines, r"Scheduling async checkpoint save of iteration 100, tiers global")
-    committed = _index(lines, r"committed iteration 100, tiers global")
-    between = [line for line in lines[scheduled:committed] if line.startswith("iteration")]
+    done = _index(lines, r"^iteration 100 ")
+    saved = _index(lines, r"saved iteration 100 to global in ")
+    between = [line for line in lines[done + 1 : saved] if line.startswith("iteration")]
     assert between, lines
     again = _run("asynchronous.py", str(tmp_path), "--iterations", "250").splitlines()
     _index(again, r"loaded iteration 200 ")

@@ -42,7 +42,7 @@ def test_it_leaves_with_75_and_goes_on_where_that_was(tmp_path: Path) -> None:
         (tmp_path / "please-leave").touch()
         codes, output = ranks.wait(PATIENCE_S), ranks.output(0)
     assert codes == [75], output
-    assert "Told to leave by file" in output
+    assert "Shutdown requested by file" in output
     saved = re.search(r"iteration (\d+) is saved", output)
     assert saved, output
     (tmp_path / "please-leave").unlink()

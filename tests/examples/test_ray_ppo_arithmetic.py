@@ -1,4 +1,4 @@
-"""The arithmetic of the PPO example: four actors compute what one would."""
+"""The arithmetic of the PPO example: four actors compute what one would; and what it prints of a recovery."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ def example() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_what_it_prints_breaks_no_word(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that is too long for the terminal goes on below itself."""
+    monkeypatch.setenv("COLUMNS", "60")
+    text = "  kept      " + ", ".join(f"rank {rank} (pid 4711{rank})" for rank in range(4))
+    example.say(text)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 60
+    assert printed.split() == text.split()
+    assert all(line.startswith(" " * 12) for line in printed.splitlines()[1:])
 
 
 def trained(example: ModuleType, mesh: Mesh, batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:

@@ -46,7 +46,7 @@ def _train(folder: Path, name: str, launcher: tuple[str, ...], *, before: int = 
     runner.write_text(RUNNER)
     command = [sys.executable, *launcher, "--nproc-per-node=4"]
     if launcher == OUTLAST_RUN:
-        command += [f"--run-dir={folder / name}-run-{before}"]
+        command += [f"--run-dir={folder / name}-run-{before}", "--resume-from-other-run"]
     command += [str(runner), str(EXAMPLE), str(before), "--iterations=12", "--save-interval=6"]
     command += [f"--checkpoint-dir={folder / name}", f"--out={folder / name}.json"]
     ended = subprocess.run(

@@ -32,7 +32,8 @@ def test_every_field_has_an_option_with_help() -> None:
     """Each field of FaultToleranceConfig is an option whose help says what it does and its default."""
     text = " ".join(make_parser().format_help().split())
     for field in dataclasses.fields(FaultToleranceConfig):
-        assert f"--ft-{field.name}" in text
+        assert f"--ft-{field.name.replace('_', '-')}" in text
+    assert "--ft_" not in text
     assert text.count("(default: ") == len(dataclasses.fields(FaultToleranceConfig))
     assert "=true" not in text
 
@@ -43,6 +44,8 @@ def test_every_field_has_an_option_with_help() -> None:
         ["--ft-rank_section_timeouts=setup:600,step:180.5,save:none"],
         ["--ft-rank-section-timeouts=setup:600,step:180.5,save:none"],
         ["--ft-rank-section-timeouts", "setup:600,step:180.5,save:none"],
+        ["--ft_rank_section_timeouts=setup:600,step:180.5,save:none"],
+        ["--ft_rank-section-timeouts", "setup:600,step:180.5,save:none"],
     ],
 )
 def test_dash_and_underscore_are_alike(argv: list[str]) -> None:
@@ -59,7 +62,7 @@ def test_dash_and_underscore_are_alike(argv: list[str]) -> None:
         (["--ft-simulate-fault=True"], True),
         (["--ft-simulate_fault=1"], True),
         (["--ft-simulate_fault=false"], False),
-        (["--ft-simulate_fault", "--ft-simulate_fault=off"], False),
+        (["--ft-simulate_fault", "--ft_simulate_fault=off"], False),
     ],
 )
 def test_switch_never_swallows_the_script(argv: list[str], value: bool) -> None:
@@ -93,10 +96,10 @@ def test_options_make_a_config() -> None:
     ("flag", "message"),
     [
         (
-            "--ft-rank_heartbeat_timeout=soon",
-            "--ft-rank_heartbeat_timeout: 'soon' does not fit; write a number",
+            "--ft-rank-heartbeat-timeout=soon",
+            "--ft-rank-heartbeat-timeout: 'soon' does not fit; write a number",
         ),
-        ("--ft-max-node-faults=1.5", "--ft-max_node_faults: '1.5' does not fit; write a whole number"),
+        ("--ft-max-node-faults=1.5", "--ft-max-node-faults: '1.5' does not fit; write a whole number"),
         ("--ft-rank_section_timeouts=step", "'step' is not in the form name:seconds"),
         ("--ft-rank_section_timeouts=step:1,step:2", "'step' is given twice"),
         ("--ft-rank_section_timeouts=step:x", "does not fit; write name:seconds"),
@@ -120,8 +123,9 @@ def test_short_names_are_not_guessed(flag: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--ft-saftey_factor=3", "unknown option --ft-saftey_factor; did you mean --ft-safety_factor?"),
-        ("--ft-rank-heartbeat-timout", "did you mean --ft-rank_heartbeat_timeout?"),
+        ("--ft-saftey_factor=3", "unknown option --ft-saftey_factor; did you mean --ft-safety-factor?"),
+        ("--ft-rank-heartbeat-timout", "did you mean --ft-rank-heartbeat-timeout?"),
+        ("--ft-rank_section-timeouts=step:1", "did you mean --ft-rank-section-timeouts?"),
         ("--ft-xyzzy", "unknown option --ft-xyzzy; see outlast run --help for the known ones"),
         ("--ft-simulate_fault=maybe", "neither true nor false; write --ft-simulate_fault=true"),
     ],

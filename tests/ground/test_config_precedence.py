@@ -37,12 +37,15 @@ def test_an_agent_watches_unless_a_source_says_no() -> None:
 
 
 def test_a_contradiction_between_sources_names_them() -> None:
-    """A script's value that contradicts an option's is refused, with both values and where they come from."""
+    """A script's value that contradicts an option's is refused: the option as typed, the other with its place."""
     script = FaultToleranceConfig(rank_heartbeat_timeout=300.0)
-    layers = LayeredSettings(options={"initial_rank_heartbeat_timeout": 100.0})
+    typed = "--ft-initial_rank_heartbeat_timeout=100"
+    layers = LayeredSettings(
+        options={"initial_rank_heartbeat_timeout": 100.0}, typed={"initial_rank_heartbeat_timeout": typed}
+    )
     with pytest.raises(ConfigError) as caught:
         layers.with_script(script.to_json())
-    for text in ("options and script's config", "initial_rank_heartbeat_timeout=100.0", "rank_heartbeat_timeout=300.0"):
+    for text in (f"{typed} must be at least", "rank_heartbeat_timeout=300.0 (script's config)"):
         assert text in str(caught.value)
 
 

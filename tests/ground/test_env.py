@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.env import WorkerEnv, clean_name, hostname, node_name, read_worker
+from outlast.env import BOARD, NAMES, RUN_ID, WorkerEnv, clean_name, hostname, node_name, read_worker
 from outlast.errors import ConfigError
 
 TORCHRUN = {
@@ -42,6 +42,7 @@ def test_torchrun_is_read() -> None:
         cycle=2,
         node=hostname(),
         launcher="torchrun",
+        names=("id tr-7",),
     )
 
 
@@ -159,3 +160,29 @@ def test_empty_variables_are_unset() -> None:
 def test_names_are_safe_in_paths(name: str, clean: str) -> None:
     """A name never leads out of its folder."""
     assert clean_name(name) == clean
+
+
+@pytest.mark.parametrize(
+    ("run_id", "names"),
+    [
+        ("big-run", ("id big-run",)),
+        ("none", ()),
+        ("", ()),
+        ("4711", ()),
+        ("0f8fad5b-d9cb-469f-a165-70867728950e", ()),
+    ],
+)
+def test_an_id_that_changes_with_each_start_is_no_name(run_id: str, names: tuple[str, ...]) -> None:
+    """A run is told from others by what somebody called it: not by a job's number, nor by what a launcher draws."""
+    assert read_worker({**TORCHRUN, "TORCHELASTIC_RUN_ID": run_id}).names == names
+    agents = {RUN_ID: run_id, BOARD: "/board", NAMES: '["id a", "directory /a"]'}
+    assert read_worker(agents).names == ("id a", "directory /a")
+    assert read_worker({**agents, NAMES: ""}).names == ()
+    with pytest.raises(ConfigError, match="OUTLAST_RUN_NAMES='a' is no JSON list"):
+        read_worker({**agents, NAMES: "a"})
+
+
+def test_slurm_says_how_often_it_started_the_job() -> None:
+    """A job that was given back to the queue follows itself at once."""
+    worker = read_worker({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"})
+    assert (worker.allocation, worker.requeues) == ("7", 2)

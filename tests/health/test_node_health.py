@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from outlast.checkpoint.vault import Vault
 from outlast.config import HealthConfig
 from outlast.errors import ConfigError
 from outlast.health import CheckResult, Status, check_node, has_failed
@@ -15,6 +17,7 @@ from outlast.health import tasks as t
 from outlast.health.node_checks import CHECKS
 from outlast.health.prober import Prober
 from outlast.health.result import Outcome
+from outlast.runtime.board import Board
 
 HUGE = 1 << 60
 
@@ -100,11 +103,39 @@ def test_what_is_lacking_is_named(task: t.Task, named: str) -> None:
     assert named in outcome.reason
 
 
+@pytest.mark.parametrize("path", ["/dev/shm", "/proc", "/nosuch/shm"], ids=["there", "unwritable", "missing"])
+def test_shared_memory_that_nothing_needs(path: str) -> None:
+    """However small, full or missing /dev/shm is: nothing of outlast's lies there, so no node is kept out for it unless
+    ``min_free_shm_gib`` says what the script needs; nothing is written there either."""
+    outcome = check(t.SharedMemory(min_free_bytes=0, path=path))
+    assert outcome.status in (Status.OK, Status.SKIPPED)
+    assert "outlast itself uses none" in outcome.reason
+    assert check(t.SharedMemory(min_free_bytes=HUGE, path=path)).status == Status.FAILED
+
+
+def test_a_tier_in_shared_memory_needs_room_there() -> None:
+    """A tier's folder in /dev/shm is judged like any other, and the remedy is the container's."""
+    outcome = check(t.Disk(path="/dev/shm/outlast-tier", min_free_bytes=HUGE))
+    assert outcome.status == Status.FAILED
+    assert "min_free_disk_gib" in outcome.reason
+    assert "--shm-size" in outcome.reason
+
+
+def test_shared_memory_of_outlast_has_no_file() -> None:
+    """A board and a staged image are memory without a name, which no size of /dev/shm bounds: only therefore may it be
+    as small as it likes."""
+    vault = Vault()
+    with contextlib.closing(Board.create_anonymous(num_ranks=2)) as board, contextlib.closing(vault):
+        image = vault.take(0, 1 << 20, (), may_steal=False)
+        assert image is not None
+        for path in (board.path, f"/proc/self/fd/{image.fd}"):
+            assert os.readlink(path).startswith("/memfd:outlast-")
+
+
 def test_clocks_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that differs from the file server's is said to be ahead or behind, by how much."""
-    monkeypatch.setattr(
-        "outlast.health.node_checks._time_of_new_file", lambda folder: 1000.0 if folder == Path("/dev/shm") else 1100.0
-    )
+    monkeypatch.setattr("outlast.health.node_checks._time_of_new_memory", lambda: 1000.0)
+    monkeypatch.setattr("outlast.health.node_checks._time_of_new_file", lambda folder: 1100.0)
     outcome = check(t.Clock(path=str(tmp_path), max_skew_s=30))
     assert (outcome.status, outcome.facts) == (Status.FAILED, {"skew_s": -100.0})
     assert "100.0 s behind" in outcome.reason

@@ -16,6 +16,7 @@ from outlast.launch.cycle import Cycle
 from outlast.launch.worker_process import WorkerProcess
 from outlast.policy.culprit import find_culprit
 from outlast.runtime.board import Board
+from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Started
 
 
@@ -60,7 +61,7 @@ def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
     """A worker that the others went on without has no part in a later hang: it did not finish before them, and a
     reserve may have its rank."""
     processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
-    board = Board.create_anonymous(num_ranks=3)
+    board, postmortem = Board.create_anonymous(num_ranks=3), Postmortem(3)
     try:
         workers = {key: WorkerProcess(local_rank=key, global_rank=key, pid=processes[key].pid) for key in range(3)}
         for worker in workers.values():
@@ -68,7 +69,8 @@ def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
         parts: Any = dict.fromkeys(("spec", "logs", "spawns", "in_process"))
         start: Any = SimpleNamespace(cycle=0)
         options: Any = SimpleNamespace(layers=None, run_dir=tmp_path)
-        cycle = Cycle(**parts, start=start, options=options, job="j", node="n", board=board, workers=workers)
+        parts |= {"board": board, "workers": workers, "postmortem": postmortem}
+        cycle = Cycle(**parts, start=start, options=options, job="j", node="n")
         assert [one.global_rank for one in cycle.examine(None)] == [0, 1, 2]
         processes[1].kill()
         processes[1].wait()
@@ -78,6 +80,7 @@ def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
         assert [one.global_rank for one in positions] == [0, 2]
         assert "finished" not in find_culprit(positions).reason
     finally:
+        postmortem.close()
         board.close()
         for process in processes:
             process.kill()

@@ -196,7 +196,7 @@ finish(everybody)
     with cluster(tmp_path, code) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
         assert rungs(job) == [Rung.RESTART_WORKERS, Rung.STOP]
-        assert "did not get on without it in time" in job.agent(0).output()
+        assert "did not recover in process in time" in job.agent(0).output()
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ with monitor.section("step"):
 monitor.close()
 finish(everybody)
 """
-    options = ("--ft-rank_section_timeouts=step:3.0",)
+    options = ("--ft-rank-section-timeouts=step:3.0",)
     with cluster(tmp_path, code, nproc=2, options=options) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
         assert rungs(job) == [1, 2, 1, Rung.STOP]

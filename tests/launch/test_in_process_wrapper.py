@@ -289,7 +289,7 @@ def test_stock_torchrun_mends_what_ends_no_process(launcher: list[str], fault: s
         ended = ends(tmp_path, 0)
         assert {(initial, end["rank"], end["iteration"]) for initial, end in ended.items()} == {(0, 0, 1), (1, 1, 1)}
         assert {end["digest"] for end in ended.values()} == {digest_of(2)}
-        assert done.stderr.count("torchrun ends all ranks when the process of one ends") == 1
+        assert done.stderr.count("torchrun ends all ranks when one process ends") == 1
         psutil.wait_procs(processes_with(token), timeout=60)
         assert not processes_with(token)
     finally:

@@ -60,7 +60,11 @@ def test_one_writer_serves_every_cycle_and_is_replaced_when_it_dies(tmp_path: Pa
         go.touch()
         assert cluster.wait(timeout_s=150) == [0]
         cluster.assert_no_orphans(within_s=60)
-        said = [line for line in cluster.agent(0).output().splitlines() if "has the writer" in line]
+        said = [
+            line
+            for line in cluster.agent(0).output().splitlines()
+            if line.startswith("cycle ") and "has the writer" in line
+        ]
         assert len(said) == 4
         assert len({line.rpartition(" ")[2] for line in said}) == 1
 

@@ -112,13 +112,20 @@ def test_total_budget_bounds_even_progress(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_finished_run_is_not_started_again(tmp_path: Path) -> None:
-    """A second job of a finished run ends at once with 0 and starts no worker."""
-    script = write(tmp_path, "print('trained', flush=True)")
-    for num_starts in (1, 1):
+    """A second job of a run that trained and finished ends at once with 0, starts no worker and says how to train anew.
+    A script that ended with 0 and never had a session, such as an empty one, finishes nothing for the jobs after it."""
+    empty, trains = "", "from outlast.monitor import RankMonitor\nRankMonitor().finish()"
+    for code, num_starts, said in (
+        (empty, 1, "the same run can be started again"),
+        (trains, 2, "the run is finished"),
+        (trains, 2, "to train again, name another --run-dir"),
+    ):
+        script = write(tmp_path, code)
         with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
             assert cluster.wait(timeout_s=150) == [0]
             events = [event for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED]
             assert len(events) == num_starts
+            assert said in cluster.agent(0).output().splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -127,7 +134,7 @@ def test_hang_names_the_one_culprit(how: str, tmp_path: Path) -> None:
     """Of 4 ranks that all exceed the timeout the one that the others wait for is named, with its section, its
     iteration and the line it hangs on; its stacks are kept; the next cycle runs to its end."""
     script = write(tmp_path, HANGING)
-    options = ["--ft-rank_section_timeouts=step:5"]
+    options = ["--ft-rank-section-timeouts=step:5"]
     with Cluster(script, how, run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2, options=options) as cluster:
         assert cluster.wait(timeout_s=150) == [0, 0]
         first = verdicts(cluster)[0]
@@ -138,9 +145,7 @@ def test_hang_names_the_one_culprit(how: str, tmp_path: Path) -> None:
         assert "next_batch" in incident["evidence"]["stack_line"]
         assert "next_batch" in (tmp_path / "run" / "stacks" / "cycle-0" / "rank-2.txt").read_text()
         assert started_cycles(cluster) == {0, 1}
-        pattern = (
-            r"\[RankMonitor\] rank \d \(node node-\d, pid \d+\): section 'step' exceeded 5\.0 s \(.* iteration 12\)"
-        )
+        pattern = r"rank \d \(node node-\d, pid \d+\): section 'step' exceeded 5\.0 s \(.* iteration 12\)"
         assert re.search(pattern, cluster.agent(0).output() + cluster.agent(1).output())
 
 
@@ -152,7 +157,7 @@ def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(
         script, str(leave), run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1,
-        options=["--ft-node_heartbeat_timeout=8"],
+        options=["--ft-node-heartbeat-timeout=8"],
     ) as cluster:  # fmt: skip
         cluster.wait_for("rank 0 runs", timeout_s=150)
         cluster.wait_for("rank 1 runs", timeout_s=150)
@@ -241,15 +246,16 @@ with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
         cluster.wait_for("a second signal ends them", timeout_s=150)
         cluster.agent(0).signal(signal.SIGTERM)
         assert cluster.wait(timeout_s=150) == [ExitReason.PREEMPTED]
-        assert "told to leave; there is a generation to go on from" in cluster.agent(0).output()
+        assert "shutdown requested; a saved generation exists" in cluster.agent(0).output()
 
 
 def test_notice_before_the_workers_run_starts_none(tmp_path: Path) -> None:
     """A notice that comes while the first workers are still being prepared ends the job, long before the grace is over:
     nobody would tell them any more."""
     script = write(tmp_path, UNTIL_TOLD)
-    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        cluster.wait_for("watches 2 ranks", timeout_s=150)
+    options = ["--log-level=debug"]
+    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2, options=options) as cluster:
+        cluster.wait_for("the ranks are watched as soon as", timeout_s=150)
         cluster.agent(0).signal(signal.SIGTERM)
         assert cluster.wait(timeout_s=150) == [128 + signal.SIGTERM]
         cluster.assert_no_orphans(within_s=60)

@@ -12,7 +12,8 @@ import pytest
 
 from outlast.errors import ConfigError
 from outlast.launch.ladder_file import save_ladder
-from outlast.launch.options import RunOptions, make_parser, parse_options
+from outlast.launch.options import RunOptions, parse_options
+from outlast.launch.run_parser import make_parser
 from outlast.launch.torchrun_parser import make_torchrun_parser
 from outlast.policy.ladder import LadderState
 from outlast.testing.reaping import free_port
@@ -73,7 +74,7 @@ def test_every_abbreviation_of_torchrun_means_the_same() -> None:
     [
         ("--st", "--st may be --standalone or --start-method"),
         ("--no", "--no-health-check or --no-python"),
-        ("--ft-rank_heart=3", "did you mean --ft-rank_heartbeat_timeout"),
+        ("--ft-rank-heart=3", "did you mean --ft-rank-heartbeat-timeout"),
         ("--ft-min=1", "unknown option --ft-min"),
     ],
 )
@@ -89,6 +90,7 @@ def test_arguments_of_the_script_are_not_read() -> None:
     options = parse_options(["--nnodes=2", "--master-port=29501", "train.py", *rest])
     assert options.torchrun.training_script_args == rest
     assert options.wish is None
+    assert options.notes[0].startswith("--node-rank stands after the script, so the script gets it; put it before")
 
 
 @pytest.mark.parametrize("conf", ["join_timeout=5,timeout=7", "'join_timeout=5, timeout=7'", ' "join_timeout = 5" '])
@@ -109,9 +111,9 @@ def test_spares_are_said_to_wait() -> None:
     """MIN:MAX, elastic in torchrun, says at the start who trains, who waits, and what trains on all of them."""
     (note,) = parse("--nnodes=2:4").notes
     assert note.startswith("--nnodes=2:4: 2 nodes train, up to 2 more wait as spares")
-    assert note.endswith("--nnodes=4 --ft-min_nodes=2")
+    assert note.endswith("--nnodes=4 --ft-min-nodes=2")
     assert parse("--nnodes=3").notes == parse("--nnodes=3:3").notes == ()
-    recommended = parse("--nnodes=4", "--ft-min_nodes=2")
+    recommended = parse("--nnodes=4", "--ft-min-nodes=2")
     assert (recommended.num_slots, recommended.fault_tolerance.min_nodes) == (4, 2)
 
 

@@ -184,7 +184,7 @@ def test_unfit_host_of_the_control_store_stays_for_the_others(tmp_path: Path) ->
     config = settings(tmp_path, 'commands = ["exit 3"]')
     with cluster_of(tmp_path, HELLO, num_nodes=1, num_spares=1) as cluster:
         sick = cluster.add_node("sick", options=[config])
-        cluster.wait_for("it stays, as it hosts the control store", timeout_s=60)
+        cluster.wait_for("its agent keeps running, as it hosts the control store", timeout_s=60)
         healthy = cluster.add_node("healthy")
         assert healthy.wait(timeout_s=100) == 0, cluster.tails()
         assert sick.wait(timeout_s=150) == ExitReason.UNHEALTHY_NODE, cluster.tails()
@@ -211,7 +211,7 @@ def test_node_that_recovers_joins(tmp_path: Path) -> None:
     with Cluster(
         script(tmp_path, HELLO), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=[config]
     ) as cluster:
-        cluster.wait_for("it is looked at again in 0.2 s", timeout_s=60)
+        cluster.wait_for("it is checked again in 0.2 s", timeout_s=60)
         (tmp_path / "repaired").touch()
         assert cluster.wait(timeout_s=100) == [0], cluster.tails()
         assert json.loads((tmp_path / "run" / "ladder.json").read_text())["quarantined"] == []
@@ -265,7 +265,7 @@ def test_full_disk_alone_ends_no_run(tmp_path: Path) -> None:
         assert found.data["incident"]["kind"] == "node_unhealthy"
         (tmp_path / "end").touch()
         assert cluster.wait(timeout_s=60) == [0], cluster.tails()
-        assert "is unfit (while it trains): command" in cluster.agent(0).output()
+        assert "is unhealthy (while it trains): command" in cluster.agent(0).output()
         assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
 
 
@@ -286,7 +286,7 @@ def test_node_is_looked_at_before_it_gets_its_slot_back(has_spare: bool, tmp_pat
             wait_until_joined(cluster, "spare")
         (tmp_path / "go").touch()
         assert cluster.wait(timeout_s=150) == [0] * len(cluster.agents), cluster.tails()
-        assert "node node-1 is unfit (after a fault): command" in cluster.agent("node-1").output()
+        assert "node node-1 is unhealthy (after a fault): command" in cluster.agent("node-1").output()
         verdicts = [e.data["verdict"] for e in cluster.events() if e.kind == EventKind.VERDICT and "incident" in e.data]
         assert verdicts[-1]["rung"] == (Rung.REPLACE_NODE if has_spare else Rung.RESTART_WORKERS)
         assert ("trained" in cluster.agent("node-1").output()) != has_spare

@@ -28,7 +28,7 @@ def board(tmp_path):
 
 @pytest.fixture
 def monitor(board, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG, logger="outlast")
     place = WorkerEnv(
         global_rank=5, local_rank=1, cycle=2, node="n", board=board.path, fault_tolerance=CONFIG.to_json()
     )
@@ -44,8 +44,8 @@ def names(board):
 def test_what_the_agent_was_given_comes_before_the_scripts_own(monitor, board, caplog):
     """Field by field: the agent's section timeouts hold, and what only the script sets holds too. The line that users
     search for names them."""
-    (line,) = [record.getMessage() for record in caplog.get_records("setup")]
-    assert line.startswith("[FaultTolerance] rank 5 (node n")
+    (line,) = [text for record in caplog.get_records("setup") if " uses " in (text := record.getMessage())]
+    assert line.startswith("rank 5 (node n")
     assert "section timeouts: setup 600.0 s, step 180.0 s" in line
     assert monitor.config.rank_section_timeouts == {"setup": 600.0, "step": 180.0}
     assert monitor.config.safety_factor == 3.0
@@ -118,13 +118,21 @@ def test_sections_without_blocks(monitor, board, caplog):
     assert names(board) == []
 
 
-def test_section_without_timeout_is_said_once(monitor, caplog):
-    """An unknown name is measured and not enforced, which is said once, at INFO."""
+def test_section_without_timeout_is_said_once(monitor, board, caplog):
+    """An unknown name is measured and not enforced, which is said once: at INFO by rank 0 in the first cycle, and by
+    others at DEBUG."""
     for _ in range(3):
         with monitor.section("eval"):
             pass
         with monitor.section("step"):
             pass
+    (record,) = [record for record in caplog.records if "has no timeout" in record.message]
+    assert (record.levelno, "'eval'" in record.message) == (logging.DEBUG, True)
+    monitor.close()
+    caplog.clear()
+    first = RankMonitor(WorkerEnv(board=board.path, fault_tolerance=CONFIG.to_json()))
+    first.section("eval"), first.section("eval"), first.section("step")
+    first.close()
     (record,) = [record for record in caplog.records if "has no timeout" in record.message]
     assert (record.levelno, "'eval'" in record.message) == (logging.INFO, True)
 
@@ -228,7 +236,7 @@ def test_nothing_to_enforce_starts_nothing(caplog):
 
 def test_timeouts_are_learned_without_an_agent(tmp_path, caplog):
     """A plain run that ends in order leaves its durations, and the next one uses them."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG, logger="outlast")
     config = FaultToleranceConfig(calc_ft_timeouts=True, num_warmup_iterations=0)
     first = RankMonitor(WorkerEnv(), config, tmp_path)
     for _ in range(16):

@@ -22,7 +22,7 @@ from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.monitor import RankMonitor
 
-logging.basicConfig(level=logging.INFO)
+logging.basicConfig()
 what, run_dir, ending = sys.argv[1:]
 timeout_s = 0.5 if what in ("sleep", "stop") else 60.0
 config = FaultToleranceConfig(
@@ -52,7 +52,9 @@ class Worker(RankProcesses):
     """A worker without an agent, and its side process."""
 
     def __init__(self, what: str, folder: Path, ending: str = "SIGKILL") -> None:
-        super().__init__(WORKER, what, str(folder / "run"), ending, world_size=1, code=True, stdin=True)
+        arguments = what, str(folder / "run"), ending
+        debug = {"OUTLAST_LOG_LEVEL": "debug"}
+        super().__init__(WORKER, *arguments, world_size=1, code=True, stdin=True, environment=debug)
 
     def find_side(self) -> None:
         self.side = int(self.next_line(0, PATIENCE_S, containing=SIDE).removeprefix(SIDE))
@@ -98,9 +100,9 @@ def test_hung_worker_is_ended_and_explained(start, tmp_path, what, state):
     log = worker.output(0)
     pid = worker.pid(0)
     assert f"no agent of outlast runs here: side process {worker.side} watches rank 3 (node n, pid {pid}" in log
-    assert "[RankMonitorServer] node n watches 1 ranks: section timeouts: step 0.5 s" in log
-    assert f"[RankMonitor] rank 3 (node n, pid {pid}): section 'step' exceeded 0.5 s" in log
-    assert f"[RankMonitor] rank 3 (pid {pid}) is ended with SIGKILL" in log
+    assert "node n watches 1 rank: section timeouts: step 0.5 s" in log
+    assert f"rank 3 (node n, pid {pid}): section 'step' exceeded 0.5 s" in log
+    assert f"rank 3 (pid {pid}) is ended with SIGKILL" in log
     text = (tmp_path / "run" / "stacks" / "cycle-1" / "rank-3.txt").read_text()
     assert f"iteration 6, in step, process state {state}" in text
     assert 'File "<string>", line ' in text

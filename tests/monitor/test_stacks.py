@@ -6,9 +6,11 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import outlast
 from outlast.monitor import stacks
 from outlast.monitor.collectives import Books, count_collectives, waits_in
 from outlast.policy.culprit import Collective
@@ -79,6 +81,34 @@ def test_another_thread_may_be_the_one_that_trains(tmp_path):
     assert stack.line.startswith(f'File "{path}", line ')
     assert stack.line.endswith(" in train")
     assert stack.waits_in_collective is False
+
+
+def test_a_dump_is_arranged_for_its_reader():
+    """The user's lines of the thread that trains come first, then its whole stack, then other threads; threads that
+    outlast started are left out, and a dump in another form stays as it is."""
+    package = str(Path(outlast.__file__).parent)
+    dump = (
+        "main thread 0x0000000000000002\n"
+        "Thread 0x0000000000000001 (most recent call first):\n"
+        f'  File "{package}/monitor/responder.py", line 9 in _serve\n'
+        '  File "/usr/lib/python3.11/threading.py", line 8 in run\n'
+        "Thread 0x0000000000000003 (most recent call first):\n"
+        '  File "/home/me/loader.py", line 7 in fetch\n'
+        "Current thread 0x0000000000000002 (most recent call first):\n"
+        '  File "/x/site-packages/torch/functional.py", line 6 in einsum\n'
+        '  File "/home/me/train.py", line 5 in forward\n'
+        f'  File "{package}/session/session.py", line 4 in steps\n'
+        '  File "/home/me/train.py", line 3 in <module>\n'
+    )
+    lines = stacks.arrange(dump).splitlines()
+    assert lines[1:3] == [
+        '  File "/home/me/train.py", line 5 in forward',
+        '  File "/home/me/train.py", line 3 in <module>',
+    ]
+    text = "\n".join(lines)
+    assert text.index("einsum") < text.index("loader.py")
+    assert "responder.py" not in text
+    assert stacks.arrange("what py-spy says") == "what py-spy says"
 
 
 def test_own_call_that_may_wait_is_not_judged(tmp_path):

@@ -93,37 +93,10 @@ def test_total_bounds_restarts_in_spite_of_progress() -> None:
     assert "--max-restarts-total" in verdicts[-1].reason
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_no_restart_allowed_fails_like_torchrun(known: bool) -> None:
-    """With max_restarts=0 the first crash ends the job with 1: nothing was tried, so nothing was repeated."""
-    _, verdicts = climb(LadderState(), Limits(max_restarts=0), CycleEnd(cycle=0, incident=died(), progress_known=known))
-    assert [(v.rung, v.exit_code) for v in verdicts] == [(Rung.STOP, ExitReason.FAILED)]
-
-
-def test_restarts_spent_on_the_same_point_stop_with_93() -> None:
-    """Where progress is known, restarts beyond max_restarts that brought none stop with 93."""
-    end = CycleEnd(cycle=0, incident=died(), progress_known=True)
-    _, verdicts = climb(LadderState(), Limits(max_restarts=1, max_no_progress_cycles=9), end)
-    assert [v.rung for v in verdicts] == [Rung.RESTART_WORKERS, Rung.STOP]
-    assert verdicts[-1].exit_code == ExitReason.NO_PROGRESS
-
-
-def test_silent_cycle_of_a_known_script_counts() -> None:
-    """Once a script has reported saves, a cycle that dies before it can report again made no progress."""
-    known = CycleEnd(cycle=0, incident=died(), progress_known=True)
-    silent = CycleEnd(cycle=1, incident=died())
-    _, verdicts = climb(LadderState(), Limits(max_restarts=10), known, silent)
-    assert len(verdicts) == 3
-    assert verdicts[-1].exit_code == ExitReason.NO_PROGRESS
-
-
-def test_finished_stops_with_0() -> None:
-    """A finished cycle ends the job with 0, and no later trouble starts it again."""
-    state, verdict = decide(LadderState(), CycleEnd(cycle=4, incident=None, finished=True), Limits())
-    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, 0)
-    assert state.finished
-    _, verdict = decide(begin_job(state), CycleEnd(cycle=5, incident=died()), Limits())
-    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, 0)
+def test_what_an_earlier_version_left_of_a_finished_run_stays_finished() -> None:
+    """Its file does not say that there was a session, but a run that reported its saves had one."""
+    assert begin_job(LadderState(finished=True, best_durable=7)).is_over
+    assert begin_job(LadderState(finished=True, progress_known=True)).is_over
 
 
 def test_preemption_is_charged_to_nothing() -> None:
@@ -284,7 +257,7 @@ def test_reason_reads_at_night() -> None:
     _, verdict = decide(LadderState(best_durable=50), end, Limits())
     assert verdict.reason == (
         "rank 1 on node a (pid 4711) was ended by SIGKILL at iteration 57; restarting the workers, "
-        "going on from iteration 50 (restart 1 of 3 without progress)"
+        "resuming from iteration 50 (restart 1 of 3 without progress)"
     )
 
 

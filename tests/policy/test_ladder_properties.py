@@ -76,6 +76,7 @@ def ends(*, durable: st.SearchStrategy[int | None] = durables) -> st.SearchStrat
         preempted=st.just(False),
         durable_iteration=durable,
         progress_known=st.booleans(),
+        had_session=st.booleans(),
         num_spares=st.integers(0, 3),
         may_shrink=st.booleans(),
         load=loads,
@@ -87,6 +88,7 @@ def ends(*, durable: st.SearchStrategy[int | None] = durables) -> st.SearchStrat
         mended_in_process=st.just(True),
         durable_iteration=durable,
         progress_known=st.booleans(),
+        had_session=st.booleans(),
     )
 
 
@@ -101,6 +103,7 @@ any_end = st.one_of(
         preempted_saved=st.booleans(),
         durable_iteration=durables,
         progress_known=st.booleans(),
+        had_session=st.booleans(),
         num_spares=st.integers(0, 3),
     ),
 )
@@ -165,12 +168,40 @@ def test_total_bounds_every_restart(history: list[CycleEnd], limits: Limits) -> 
 
 @given(histories, any_end, limits_strategy)
 def test_finished_is_never_restarted(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """After a finished cycle every decision is stop with 0, in this job and in the next."""
-    state, verdict = decide(follow(past, limits), CycleEnd(cycle=0, incident=None, finished=True), limits)
+    """After a finished cycle every decision is stop with 0, in this job and in the next, once any worker of the run had
+    a session, in whichever cycle."""
+    finish = CycleEnd(cycle=0, incident=None, finished=True, had_session=True)
+    state, verdict = decide(follow(past, limits), finish, limits)
     assert (verdict.rung, verdict.exit_code, state.finished) == (Rung.STOP, 0, True)
     for later in (state, begin_job(state)):
         after, verdict = decide(later, end, limits)
         assert (verdict.rung, verdict.exit_code, after) == (Rung.STOP, 0, later)
+
+
+@given(histories, st.booleans(), limits_strategy)
+def test_only_a_run_that_was_seen_to_train_stays_finished(past: list[CycleEnd], seen: bool, limits: Limits) -> None:
+    """A finished cycle ends its job with 0 whatever is known of it. The next job of the run trains exactly if no worker
+    of it ever had a session or a saved generation; then it has all budgets afresh, and what is not to be loaded stays
+    so."""
+    before = follow(past, limits)
+    state, verdict = decide(before, CycleEnd(cycle=0, incident=None, finished=True, had_session=seen), limits)
+    assert (verdict.rung, verdict.exit_code, state.finished) == (Rung.STOP, 0, True)
+    assert state.is_over or not seen
+    after = begin_job(state)
+    assert after.finished == after.is_over == state.is_over
+    if not after.finished:
+        assert (state.had_session, state.progress_known, state.best_durable) == (False, False, None)
+        assert (after.restarts_total, after.cycles_without_progress, after.quarantined) == (0, 0, ())
+        assert (after.distrusted, after.loads, after.history) == (state.distrusted, state.loads, state.history)
+
+
+@given(histories, any_end, limits_strategy)
+def test_a_session_that_was_seen_is_never_forgotten(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """Neither by a later cycle without one nor by a later job."""
+    before = follow(past, limits)
+    state, _ = decide(before, end, limits)
+    assert state.had_session or not before.had_session
+    assert begin_job(state).had_session == state.had_session
 
 
 @given(histories, durables, st.booleans(), limits_strategy)

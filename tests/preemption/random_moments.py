@@ -80,7 +80,9 @@ def train(folder: Path, moment: Moment, number: int, listens: int) -> None:
     """Train until told to leave; what the weights are follows from the iteration alone."""
     run = outlast.init(
         outlast.Config(
-            checkpoint=outlast.CheckpointConfig(directory=str(folder / "ckpt"), save_interval=7, most_recent_k=2),
+            checkpoint=outlast.CheckpointConfig(
+                directory=str(folder / "ckpt"), save_interval=7, most_recent_k=2, resume_from_other_run=True
+            ),
             preemption=outlast.PreemptionConfig(shutdown_timeout=100.0),
             run_dir=str(folder / f"run-{number}"),
         )

@@ -20,6 +20,8 @@ LAYERS = {
     "config": 0,
     "env": 0,
     "clock": 0,
+    "logs": 0,
+    "wording": 0,
     "incidents": 0,
     "slurm_notation": 0,
     "decoding": 0,

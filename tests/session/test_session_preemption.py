@@ -177,7 +177,7 @@ def test_a_rank_that_never_comes_back_is_gone_by_the_deadline(tmp_path: Path) ->
             ranks.signal(rank, signal.SIGTERM)
         codes, outputs = ranks.end(120)
     assert codes == [75, 75], outputs
-    assert "the main thread has not come back; exit code 75" in outputs[1]
+    assert "the main thread has not returned; exiting with code 75" in outputs[1]
     for output in outputs:
         assert "lost: the newest saved generation is that of iteration" in output
     assert _newest_whole(tmp_path) > 0

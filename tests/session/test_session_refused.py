@@ -46,6 +46,6 @@ def test_a_session_refused_by_its_directory_ends_on_all_ranks(tmp_path: Path, in
         assert "finished" not in output
         assert "Traceback" not in output
     assert "/ckpt belongs to run run-other, which saves there; this training is run run-" in outputs[0]
-    assert [path.name for path in (tmp_path / "ckpt").iterdir()] == ["run.json"]
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["owner", "run.json"]
     ends = [event for event in read_journal(tmp_path / "run") if event.kind == EventKind.SESSION_ENDED]
     assert {event.data["exit_code"] for event in ends} == {ExitReason.NO_PROGRESS}

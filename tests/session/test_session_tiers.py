@@ -104,7 +104,7 @@ def test_a_distrusted_generation_is_passed_over_and_without_another_the_run_stop
     }
     code, output = _train(tmp_path, 8, settings, OUTLAST_UNTRUSTED=encode_distrusted([bad[4], bad[8]]))
     assert code == ExitReason.FAILED_VALIDATION, output
-    assert "no generation is left to trust" in output
+    assert "no trusted generation is left" in output
     code, output = _train(tmp_path, 6, settings, OUTLAST_UNTRUSTED=encode_distrusted([bad[8]]))
     assert code == 0, output
     assert "at 6 6.0 True" in output

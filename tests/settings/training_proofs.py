@@ -34,7 +34,7 @@ from outlast.config import (
     RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
-from outlast.errors import CheckpointError, ConfigError
+from outlast.errors import CheckpointError, ConfigError, ExitReason
 from outlast.inprocess import Wrapper
 from outlast.numerics.injector import ErrorInjector
 from outlast.numerics.number_rules import NumberRules
@@ -238,6 +238,16 @@ def loads_the_newest_whatever_it_holds(scene: Scene) -> None:
     assert begun == [[1, 2], [2]]
 
 
+def goes_on_with_another_runs_generations(scene: Scene) -> None:
+    """Without resume_from_other_run a run with a name of its own is refused where another one saved."""
+    trained = []
+    for run, resumes in (("one", False), ("other", False), ("other", True)):
+        checkpoint = CheckpointConfig(directory=str(scene.folder / "ckpt"), resume_from_other_run=resumes)
+        trained.append(scene.train(Config(checkpoint=checkpoint, run_dir=str(scene.folder / run)), total=3))
+    assert [one.exit_code for one in trained] == [None, ExitReason.NO_PROGRESS, None]
+    assert [one.iteration for one in trained] == [3, 0, 3]
+
+
 C = CheckpointConfig
 AUTO = {"directory": "x", "save_interval": "auto"}
 CHECKPOINT: dict[str, Proof] = {
@@ -267,6 +277,7 @@ CHECKPOINT: dict[str, Proof] = {
     "non_persistent_ckpt_type": refuses_kinds_of_near_saves_that_do_not_fit,
     "ckpt_format": refuses_other_formats,
     "prefer_finite": loads_the_newest_whatever_it_holds,
+    "resume_from_other_run": goes_on_with_another_runs_generations,
 }
 
 

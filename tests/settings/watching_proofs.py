@@ -78,7 +78,12 @@ def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
     for config in (FaultToleranceConfig(), FaultToleranceConfig(rank_termination_signal="SIGTERM")):
         board = Board.create_anonymous()
         task = side_process.Task(
-            pid=os.getpid(), board_fd=os.dup(board.fd), node="n", config=config.to_json(), stacks_dir=str(scene.folder)
+            pid=os.getpid(),
+            board_fd=os.dup(board.fd),
+            node="n",
+            rank=0,
+            config=config.to_json(),
+            stacks_dir=str(scene.folder),
         )
         side_process._Guard(task, worker=-1)._on_hang(HangReport(expired=[late], states=[]))
         board.close()
@@ -134,9 +139,9 @@ def beats_as_often_as_told(scene: Scene) -> None:
     scene.patch.chdir(scene.folder)
     scene.patch.setattr(link, "Link", connect)
     (scene.folder / "train.py").touch()
-    for argv in ([], ["--ft-node_heartbeat_timeout=1"]):
+    for argv in ([], ["--ft-node-heartbeat-timeout=1"]):
         try:
-            run._make_agent(parse_options([*argv, "train.py"]), "job", *[Mock()] * 5, ("script", ()), {})  # type: ignore[arg-type]
+            run._make_agent(parse_options([*argv, "train.py"]), Mock(), "job", *[Mock()] * 5, ("script", ()), {})  # type: ignore[arg-type]
         except ConnectionError:
             pass
     assert intervals == [1.0, 0.2]

@@ -55,7 +55,7 @@ def test_everything_asked_for_is_there() -> None:
     """Each setting appears in the script, quoted where the shell would take it apart."""
     text = script(
         nodes=2,
-        command=("--ft-safety_factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"),
+        command=("--ft-safety-factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"),
         job_name="j.1",
         time="2-00",
         partition="big",
@@ -78,11 +78,11 @@ def test_everything_asked_for_is_there() -> None:
     assert 'sed "s/$/:1234/"' in text
     assert "--num-job-retries-on-failure=5" in text
     assert is_bash(text)
-    echoed = text[text.index("  --ft-safety_factor") :].splitlines()[0]
+    echoed = text[text.index("  --ft-safety-factor") :].splitlines()[0]
     done = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {echoed}"], capture_output=True, text=True, check=True, timeout=100
     )
-    assert done.stdout.splitlines() == ["--ft-safety_factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"]
+    assert done.stdout.splitlines() == ["--ft-safety-factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"]
 
 
 def test_own_meeting_point() -> None:
@@ -115,9 +115,15 @@ def test_own_meeting_point() -> None:
         ({"directives": ("--a\n#SBATCH --b",)}, "dashes"),
         ({"setup": ("a\nb",)}, "one line"),
         ({"outlast": "outlast; rm"}, "outlast"),
+        ({"outlast": "uv 'run"}, "close its quotes"),
+        ({"outlast": "$HOME/bin/outlast"}, "write it out"),
+        ({"outlast": "~/bin/outlast"}, "write it out"),
+        ({"outlast": " "}, "uv run outlast"),
+        ({"nproc_per_node": "many"}, "nproc_per_node='many'"),
+        ({"nproc_per_node": "0"}, "nproc_per_node='0'"),
         ({"command": ("--nnodes=3", "train.py")}, "--nnodes"),
-        ({"command": ("--run_dir=/x", "train.py")}, "--run-dir"),
-        ({"command": ("--tee", "3", "--nproc=8", "train.py")}, "--nproc-per-node"),
+        ({"command": ("--run_dir=/x", "train.py")}, "--run_dir is made from run_id|--run_dir is made from run_dir"),
+        ({"command": ("--tee", "3", "--nproc=8", "train.py")}, "--nproc is made from nproc_per_node"),
     ],
 )
 def test_wrong_values_are_refused_before_anything_waits_in_a_queue(wrong: dict[str, Any], named: str) -> None:
@@ -136,14 +142,20 @@ def test_arguments_of_the_training_script_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--nodes", "2", "--", "--ft-rank_section_timeout=step:1", "train.py"], "rank_section_timeouts"),
+        (["--nodes", "2", "--", "--ft-rank-section-timeout=step:1", "train.py"], "--ft-rank-section-timeouts"),
         (["--", "--max-restartz=1", "train.py"], "--max-restarts"),
-        (["--nodes", "2", "--", "--ft-safety_factor=many", "train.py"], "safety_factor"),
+        (["--nodes", "2", "--", "--ft-safety-factor=many", "train.py"], "--ft-safety-factor: 'many'"),
+        (["--nodes", "2", "--", "--ft-min-nodes=3", "train.py"], "--ft-min-nodes=3 is more than the 2 nodes"),
         (["--exclude", "n[1", "--", "train.py"], "n\\[1"),
+        (["--", "gone.py"], "'gone.py' does not exist"),
     ],
 )
-def test_mistyped_options_are_found_at_submission(arguments: list[str], named: str) -> None:
+def test_mistyped_options_are_found_at_submission(
+    arguments: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What `outlast run` would refuse after hours in a queue is refused before."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     with pytest.raises(ConfigError, match=named):
         CliRunner().invoke(slurm, ["script", *arguments], catch_exceptions=False)
 
@@ -151,9 +163,73 @@ def test_mistyped_options_are_found_at_submission(arguments: list[str], named: s
 def test_names_are_taken_from_the_training_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a name, the run is called as its script is, and has its directory where it is submitted."""
     monkeypatch.chdir(tmp_path)
+    Path("code").mkdir()
+    Path("code/train_big.py").touch()
     result = CliRunner().invoke(slurm, ["script", "--", "code/train_big.py", "--lr", "1"], catch_exceptions=False)
     assert "--job-name=train_big" in result.output
     assert f"--run-dir={tmp_path}/outlast-runs/train_big " in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "there"),
+    [
+        (["-m", "train"], True),
+        (["--no-python", "train"], True),
+        (["--no-python", "bin/train"], False),
+        (["/code/train.py"], False),
+        (["train.py"], False),
+    ],
+)
+def test_a_training_script_must_be_there(
+    command: list[str], there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is not there is refused; modules and programs by name are those of the nodes."""
+    monkeypatch.chdir(tmp_path)
+    if there:
+        assert CliRunner().invoke(slurm, ["script", "--", *command], catch_exceptions=False).exit_code == 0
+        return
+    with pytest.raises(ConfigError, match="does not exist"):
+        CliRunner().invoke(slurm, ["script", "--", *command], catch_exceptions=False)
+
+
+def test_outlast_may_be_a_command_line_on_the_nodes() -> None:
+    """A command line is used word for word wherever the script calls `outlast`, quoted where a shell needs that."""
+    text = script(outlast="apptainer exec 'my image.sif' outlast").render()
+    calls = [line for line in text.splitlines() if "apptainer" in line]
+    assert [line.count("apptainer exec ") for line in calls] == [1, 1]
+    assert "outlast slurm requeue" in calls[1]
+    assert is_bash(text)
+    agent = calls[0].replace("bash -c", "").removesuffix(" outlast \\").strip()
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s' {agent}"], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stdout == """exec apptainer exec 'my image.sif' outlast run --node-name="$SLURMD_NODENAME" "$@\""""
+
+
+def test_a_dry_run_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--dry-run prints the script, with the nodes that earlier jobs exclude, and sbatch's call, and writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("run").mkdir()
+    Path("run/requeue.json").write_text('{"excluded": ["n2"]}')
+    before = sorted(Path().rglob("*"))
+    result = CliRunner().invoke(slurm, ["submit", "--dry-run", "--run-dir=run", "train.py"], catch_exceptions=False)
+    assert "--exclude=n2" in directives(result.stdout)
+    assert result.stdout.endswith(f"Without --dry-run: sbatch --parsable {tmp_path}/run/job.sbatch\n")
+    assert is_bash(result.stdout)
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_options_of_the_job_behind_the_script_get_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option behind the script is the script's; one line says where to put it if it was meant for outlast."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    for option, meant_for in (("--max-restarts=9", "outlast run"), ("--nodes=4", "slurm script")):
+        result = CliRunner().invoke(slurm, ["script", "train.py", option, "--time=3"], catch_exceptions=False)
+        assert f"train.py {option} --time=3" in result.stdout
+        assert result.stderr.startswith(f"outlast: {option.partition('=')[0]} stands after the script")
+        assert result.stderr.endswith(f"meant for {meant_for}\n")
+        assert result.stderr.count("\n") == 1
 
 
 def test_nodes_that_earlier_jobs_found_bad_are_excluded(tmp_path: Path) -> None:
@@ -166,7 +242,7 @@ def test_nodes_that_earlier_jobs_found_bad_are_excluded(tmp_path: Path) -> None:
 
 def test_finished_run_is_not_submitted_again(tmp_path: Path) -> None:
     """A run that is done is not queued again by mistake."""
-    (tmp_path / "ladder.json").write_text('{"finished": true}')
+    (tmp_path / "ladder.json").write_text('{"finished": true, "had_session": true}')
     with pytest.raises(OutlastError, match="finished"):
         submit(script(run_dir=str(tmp_path)))
 

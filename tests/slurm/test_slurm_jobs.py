@@ -48,7 +48,7 @@ def test_bad_node_is_left_and_excluded_when_the_job_told_to_leave_comes_back(
     """
     options = ["--nodes=1", "--spares=1", "--nproc-per-node=2"]
     script = ("--crash", "--pace", "0.3", "0.01")
-    training = Training(slurm, tmp_path, *options, total=150, agent=("--ft-max_node_faults=1",), script=script)
+    training = Training(slurm, tmp_path, *options, total=150, agent=("--ft-max-node-faults=1",), script=script)
     training.wait_for(0, 15)
     bad = (tmp_path / "crashed").read_text()
     slurm.call("scancel", "--signal=TERM", training.id)
@@ -59,7 +59,7 @@ def test_bad_node_is_left_and_excluded_when_the_job_told_to_leave_comes_back(
     assert training.remembered()["excluded"] == [bad]
     assert training.remembered()["failures"] == 0, "what the spare mended, and being told to leave, cost a retry"
     output = training.output()
-    assert output.count("goes back to the queue: told to leave") == 1, output
+    assert output.count("goes back to the queue: shutdown requested") == 1, output
     assert "is not re-queued: the run is finished" in output
     for rank in (0, 1):
         assert {one.node for one in training.ran(rank) if one.cycle == 0 and one.start == 0} == {bad}
@@ -76,7 +76,7 @@ def test_time_limit_is_announced_and_the_job_goes_on(limited: Training) -> None:
     assert limited.remembered()["failures"] == 0
     output, restarts = limited.output(), int(limited.facts()["Restarts"])
     assert restarts >= 1, "the limit was not reached"
-    assert output.count("goes back to the queue: told to leave, with a generation to go on from") == restarts, (
+    assert output.count("goes back to the queue: shutdown requested, with a saved generation") == restarts, (
         "a finished run came back"
     )
     assert "is not re-queued: the run is finished" in output

@@ -159,8 +159,8 @@ def _hang(repeats: int, say: Say) -> list[float]:
             f"--run-dir={folder / 'run'}",
             "--nproc-per-node=2",
             f"--max-restarts={num_cycles}",
-            f"--ft-rank_section_timeouts=step:{_HANG_TIMEOUT_S}",
-            "--ft-num_warmup_iterations=0",
+            f"--ft-rank-section-timeouts=step:{_HANG_TIMEOUT_S}",
+            "--ft-num-warmup-iterations=0",
         )
         command = (*OUTLAST, *options, str(script), str(folder), str(num_cycles))
         entered_ns = []

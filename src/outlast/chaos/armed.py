@@ -242,7 +242,7 @@ class ArmedFaults:
         assert fault.factor is not None
         slowing = Slowing(self._state, factor=fault.factor, duration_s=fault.duration_s)
         if not slowing.slows:
-            log.warning("[FaultTolerance] %s: there is no module in the state", fault.describe())
+            log.warning("%s: there is no module in the state", fault.describe())
         self._slowings.append(slowing)
 
     def _strike_weight(self, occurrence: Occurrence, state: Mapping[str, Any]) -> None:
@@ -254,7 +254,7 @@ class ArmedFaults:
         from outlast.chaos.damage import damage
 
         if chosen is None:
-            log.warning("[FaultTolerance] %s: there is nothing that it could change", occurrence.fault.describe())
+            log.warning("%s: there is nothing that it could change", occurrence.fault.describe())
         elif self._claim(occurrence):
             name, tensor = chosen
             self._write_damage(occurrence, name, damage(tensor, occurrence))
@@ -266,7 +266,7 @@ class ArmedFaults:
 
         copy = loss.clone() if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
         if not can_damage(occurrence.fault.kind, copy):
-            log.warning("[FaultTolerance] %s: it cannot change a %s", occurrence.fault.describe(), copy.dtype)
+            log.warning("%s: it cannot change a %s", occurrence.fault.describe(), copy.dtype)
             return loss
         if not self._claim(occurrence):
             return loss
@@ -278,7 +278,7 @@ class ArmedFaults:
 
         chosen = choose_module(state, occurrence)
         if chosen is None:
-            log.warning("[FaultTolerance] %s: there is no module in the state", occurrence.fault.describe())
+            log.warning("%s: there is no module in the state", occurrence.fault.describe())
             return
         name, module = chosen
         self._hooks.append(module.register_forward_hook(partial(self._on_forward, occurrence, name)))
@@ -341,9 +341,7 @@ class ArmedFaults:
             return
         rank, label = self._place.global_rank, occurrence.fault.label
         said = ", ".join(f"{name} {value}" for name, value in details.items())
-        log.warning(
-            "[FaultTolerance] simulating %s on rank %d after iteration %d: %s", label, rank, occurrence.iteration, said
-        )
+        log.warning("simulating %s on rank %d after iteration %d: %s", label, rank, occurrence.iteration, said)
         self._events[key] = self._journal.write(
             EventKind.FAULT_SIMULATED,
             rank=rank,

@@ -16,7 +16,19 @@ from outlast.decoding import from_json
 from outlast.errors import Untrusted
 from outlast.policy.directory_owner import Owner, Step, find_owner, judge_claim
 
-__all__ = ["NEW", "RUN", "Claim", "Refused", "Seen", "decode_hint", "encode_hint", "look_at", "owner_of"]
+__all__ = [
+    "NEW",
+    "RUN",
+    "Claim",
+    "Held",
+    "Place",
+    "Refused",
+    "Seen",
+    "decode_hint",
+    "encode_hint",
+    "look_at",
+    "owner_of",
+]
 
 RUN = "run.json"
 """Names the run that a directory belongs to; a hint, since it has no digest."""
@@ -43,6 +55,12 @@ class Place(Protocol):
     def create_hint(self, run: str) -> bool: ...
 
     def write_hint(self, run: str) -> None: ...
+
+
+class Held(Protocol):
+    """A lease on a directory."""
+
+    def hold(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +113,13 @@ class Claim:
         place: The directory.
         run: The run.
         seen: What lay there when the run began; ``None`` = that is not known.
+        lease: Keeps other living writers away; ``None`` = nothing does.
 
     Thread: one.
     """
 
-    def __init__(self, place: Place, run: str, seen: Seen | None) -> None:
-        self._place, self._run, self._seen = place, run, seen
+    def __init__(self, place: Place, run: str, seen: Seen | None, lease: Held | None = None) -> None:
+        self._place, self._run, self._seen, self._lease = place, run, seen, lease
         self._left: Counter[str] | None = None
         self.is_held = False
         """Whether the directory was this run's when it was last looked at."""
@@ -113,6 +132,8 @@ class Claim:
             CheckpointError: A store does not answer.
             OSError: A folder cannot be written to.
         """
+        if self._lease is not None:
+            self._lease.hold()
         for _ in range(MAX_TRIES):
             if self._place.hint() == self._run and self.is_held and self._is_as_left():
                 return

@@ -22,7 +22,7 @@ import msgspec
 
 from outlast import clock
 from outlast.checkpoint import frames as f
-from outlast.checkpoint.claim import Claim, Refused
+from outlast.checkpoint.claim import Claim, Held, Refused
 from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.exchange import Exchange, Outcome, deadline
 from outlast.checkpoint.finite import MAY_BE_INFINITE, is_finite
@@ -86,6 +86,7 @@ class Committer:
         on_committed: Called in this thread with each save that is committed to the near tiers, its tiers that are
             still missing, and failures of its copies.
         on_failed: Called in this thread with each save that is not, and its error.
+        lease: On this node's folder, on the rank that leads it; ``None`` = there is none.
         at_stage: For fault injection: called with a stage's name just before it.
     """
 
@@ -102,6 +103,7 @@ class Committer:
         replication: Replication,
         on_committed: Callable[[Save, frozenset[Tier], tuple[f.CopyFailure, ...]], None],
         on_failed: Callable[[Save, CheckpointError], None],
+        lease: Held | None = None,
         at_stage: Callable[[str], None] | None = None,
     ) -> None:
         self._places, self._rank, self._topology = places, rank, topology
@@ -114,7 +116,7 @@ class Committer:
         self._infinite_tensors: tuple[str, ...] = ()
         self._told_of = _Infinite()
         leads = places.local is not None and places.is_leader(rank)
-        self._claim = Claim(places.local, places.run, places.seen_local) if leads and places.local else None
+        self._claim = Claim(places.local, places.run, places.seen_local, lease) if leads and places.local else None
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._exchange = Exchange(store, places.token, self._stop, rank=rank)
@@ -156,7 +158,7 @@ class Committer:
                     # missing must be the same for all.
                     self._known.add(save.iteration, missing)
                 else:
-                    log.info("iteration %d is committed already; it is not written again", save.iteration)
+                    log.debug("iteration %d is committed already; it is not written again", save.iteration)
             except CheckpointError as error:
                 self._fail(save, error)
             except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a word
@@ -173,7 +175,7 @@ class Committer:
         try:
             listener(save, *what)
         except Exception:  # a caller's own code, whose error is not the save's
-            log.exception("what follows the save of iteration %d failed", save.iteration)
+            log.exception("a callback after the save of iteration %d failed", save.iteration)
 
     def _commit(self, save: Save) -> tuple[f.CopyFailure, ...]:
         ready, failures = self._write(save)
@@ -275,7 +277,7 @@ class Committer:
                 if self._claim is not None and self._claim.is_held:  # else they may be another run's, and in use
                     folder.remove_stale(save.attempt)
             except OSError as error:
-                log.warning("what failed saves left cannot be removed: %s", error)
+                log.warning("files of failed saves cannot be removed: %s", error)
 
     # -- the node's part ---------------------------------------------------------------------------------------
 
@@ -382,7 +384,7 @@ class Committer:
                 folder.point_to(save.iteration)
                 self._remove_old(folder, save.iteration)
             if removed := folder.remove_stale(save.attempt):
-                log.info("removed what earlier attempts left: %s", ", ".join(removed))
+                log.debug("removed files of earlier attempts: %s", ", ".join(removed))
         except OSError as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
 
@@ -401,7 +403,7 @@ class Committer:
         for generation in present:
             if generation not in kept and generation < newest:
                 folder.remove(generation)
-                log.info("removed generation %d; the newest %d are kept", generation, self._retention.most_recent_k)
+                log.debug("removed generation %d; the newest %d are kept", generation, self._retention.most_recent_k)
 
     # -- words -------------------------------------------------------------------------------------------------
 

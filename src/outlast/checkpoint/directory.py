@@ -2,7 +2,7 @@
 
 ``step-<n>`` is a committed generation, ``step-<n>.tmp-...`` an attempt, ``step-<n>.aside-...`` what stood in the way
 of a newer lineage, ``latest`` a hint for people, and ``run.json`` a hint that names the run that the folder belongs to;
-see ``claim``.
+see ``claim``. In ``owner`` lie the records of who writes there; see ``outlast.runtime.lease``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from outlast.checkpoint.shard import shard_name
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import create_atomically, fsync_folder, write_atomically
+from outlast.runtime.lease import FolderRecords
 
 __all__ = ["SUSPECT", "TRACKER", "Attempt", "Directory", "part_name"]
 
@@ -94,6 +95,11 @@ class Directory:
     def url(self) -> str:
         """The folder, as people are told of it."""
         return os.fspath(self.path)
+
+    @property
+    def owners(self) -> FolderRecords:
+        """The records of the folder's owners."""
+        return FolderRecords(self.path)
 
     def hint(self) -> str | None:
         """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""

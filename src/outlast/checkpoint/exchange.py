@@ -140,11 +140,13 @@ class Exchange:
             return self.await_word(ordinal, name, kind, left_s)
         except Stopped:
             raise CheckpointError(
-                f"iteration {iteration} is given up: this rank leaves", rank=self._rank, iteration=iteration
+                f"the save of iteration {iteration} is abandoned: this rank is closing",
+                rank=self._rank,
+                iteration=iteration,
             ) from None
         except NoWord:
             raise PeerSilent(
-                f"iteration {iteration}: no word of {name} after {timeout_s:g} s (save_timeout); "
+                f"iteration {iteration}: no answer ({name}) after {timeout_s:g} s (save_timeout); "
                 "see the log of that rank",
                 rank=self._rank,
                 iteration=iteration,

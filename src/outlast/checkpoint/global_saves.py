@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from outlast.checkpoint.claim import Held
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
@@ -29,6 +30,7 @@ class GlobalSaves:
         writer: Puts the files together.
         config: Deadlines and retention.
         on_outcome: Called in the lane's thread with each save and, if it failed, its error.
+        lease: On the directory, on rank 0.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class GlobalSaves:
         writer: WriterClient,
         config: CheckpointConfig,
         on_outcome: Callable[[Save, CheckpointError | None], None],
+        lease: Held | None,
     ) -> None:
         self._writer, self._on_outcome = writer, on_outcome
         self._lane = GlobalLane(
@@ -61,6 +64,7 @@ class GlobalSaves:
             ),
             on_outcome=self._after,
             seen=places.seen_global,
+            lease=lease,
         )
 
     def start_from(self, generations: Iterable[int], not_finite: frozenset[int]) -> None:

@@ -21,7 +21,7 @@ from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, reject
 from outlast.decoding import from_json
-from outlast.errors import CheckpointError, Corrupt, Incomplete, NotFinite, OutlastError, Untrusted
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Mismatch, NotFinite, OutlastError, Untrusted
 from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
 from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_best_point, choose_recovery_point
 from outlast.runtime.random_numbers import restore_random
@@ -82,7 +82,7 @@ class Loaded:
         if random is not None:
             restore_random(random)
         elif not isinstance(self.copy, KeptState):
-            log.info("loaded in another layout than it was saved in: every rank's random numbers begin afresh")
+            log.info("loaded in another layout than it was saved in: every rank's random numbers start from a new seed")
 
     def describe(self, rank: int, *, load_s: float) -> Restored:
         """Return what a rank's caller is told of it.
@@ -161,9 +161,7 @@ def agree_and_prove(
         if not against:
             for rank, vote in enumerate(votes):
                 if vote.fatal is not None:
-                    raise CheckpointError(
-                        f"generation {point.generation} does not fit rank {rank}: {vote.fatal}", rank=rank
-                    )
+                    raise Mismatch(f"generation {point.generation} does not fit rank {rank}: {vote.fatal}", rank=rank)
             assert proven is not None
             if (point.generation, point.attempt) not in put_off:
                 rejected += _not_finite(table, refused, point, put_off)

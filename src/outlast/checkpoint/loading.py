@@ -101,7 +101,7 @@ class Loader:
         try:
             loaded = self._prove(table, places, state, ())
         except CheckpointError as error:
-            log.warning("the state that was saved for diagnosis cannot be had: %s", error)
+            log.warning("the state that was saved for diagnosis is unavailable: %s", error)
             return None
         if loaded is None:
             return None
@@ -167,6 +167,6 @@ class Loader:
             try:
                 run = directory.run() or ""
             except (CheckpointError, OSError) as error:
-                log.warning("%s cannot be looked into: %s", url, error)
+                log.warning("%s cannot be read: %s", url, error)
         run = self._peers.gather(run.encode())[0].decode()
         return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)

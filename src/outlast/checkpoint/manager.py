@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from outlast import clock
+from outlast.checkpoint.claim import Refused
 from outlast.checkpoint.commit import GRACE_S
 from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.handle import SaveHandle, SaveResult, wait_for_all
+from outlast.checkpoint.leases import Leases
 from outlast.checkpoint.load import Loaded, Restored
 from outlast.checkpoint.loading import Loader
 from outlast.checkpoint.manifest import topology_digest
@@ -81,10 +83,17 @@ class CheckpointManager:
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
-        self._writer = WriterClient(place.writer, writer_arguments, patience_s=patience_s)
+        self._writer = WriterClient(
+            place.writer,
+            writer_arguments,
+            owner=f"rank {place.global_rank}",
+            node=place.node,
+            patience_s=patience_s,
+        )
         self._peers = Peers(place.global_rank, place.world_size, timeout_s=config.save_timeout)
         try:
             self._places = agree_places(config, place, self._peers, self._writer)
+            self._leases = Leases(config, place, self._places, on_lost=self._note_refused)
             self._pipeline = Pipeline(
                 config,
                 self._places,
@@ -94,13 +103,14 @@ class CheckpointManager:
                 rank=place.global_rank,
                 limit_s=self._limit_s,
                 on_durable=lambda iteration: self.on_commit and self.on_commit(iteration),
+                leases=self._leases,
                 at_stage=at_stage,
             )
         except BaseException:  # nothing that was opened stays, whatever failed
             self._peers.close()
             self._writer.close()
             raise
-        if place.global_rank == 0:
+        if place.is_first:
             say_what_is_off(config, self._places)
         self._loader = Loader(
             config,
@@ -140,6 +150,25 @@ class CheckpointManager:
     def guard_stall_s(self) -> float:
         """Seconds that optimizers' steps waited for overlapped copies so far."""
         return self._guard.stall_s
+
+    def claim(self) -> None:
+        """Take the directories for this run, before anything there is gone on from; the first save does so, too.
+
+        A program that only loads, to evaluate for example, leaves it out, and may load what another run saves.
+
+        Raises:
+            CheckpointError: Another run writes to one of them, or has saved what is there: :attr:`refusal` says why.
+            PeerLost: A peer left.
+
+        Collective: all ranks, before they load.
+        Blocks: where only time can tell whether an owner on another machine lives, 10 s; 50 s in an object store.
+        """
+        refused = self._leases.acquire()
+        told = self._peers.gather(str(refused or "").encode())
+        if text := next(filter(None, told), b"").decode():
+            error = Refused(text)
+            self._note_refused(error)
+            raise error
 
     def load_latest(self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None) -> Restored | None:
         """Load the newest generation that every rank can prove, each rank's part from the nearest tier.
@@ -258,7 +287,7 @@ class CheckpointManager:
         self.finish_staging()
         restored = self._restored
         if restored is not None and iteration == restored.iteration and not suspect and wanted <= self._restored_tiers:
-            log.info("iteration %d is committed already; it is not written again", iteration)
+            log.debug("iteration %d is committed already; it is not written again", iteration)
             handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=restored.attempt)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
@@ -330,8 +359,9 @@ class CheckpointManager:
         is_idle = all(handle.done for handle in self._pending)
         ended = self._pipeline.stop(0.5 if is_idle else 0.2)
         self._writer.close()
-        if not (ended or self._pipeline.stop(2.0)):
-            log.warning("a store that does not answer keeps a thread; it ends with the process")
+        if not (ended := ended or self._pipeline.stop(2.0)):
+            log.warning("the store does not answer, so a checkpoint thread still runs; it ends with the process")
+        self._leases.release(is_idle=ended)
         self._peers.close()
         self._pipeline.close()
 
@@ -341,7 +371,7 @@ class CheckpointManager:
         Blocks: never. Thread: any; repeat it while the training thread may still begin to wait.
         """
         for handle in self._pending:
-            handle.fail(CheckpointError(f"the save of iteration {handle.iteration} is given up"))
+            handle.fail(CheckpointError(f"the save of iteration {handle.iteration} is abandoned"))
         self._pipeline.arenas.give_up()
         self._peers.cut()
 
@@ -353,6 +383,10 @@ class CheckpointManager:
         self._pipeline.outcomes.is_left = is_left
 
     # -- loading -----------------------------------------------------------------------------------------------
+
+    def _note_refused(self, error: Refused) -> None:
+        """Take note of why no save can succeed. Thread: any."""
+        self._pipeline.outcomes.refusal = error
 
     def _note_loaded(self, loaded: Loaded, started_ns: int, *, is_ours: bool) -> None:
         load_s = (clock.now_ns() - started_ns) / 1e9
@@ -408,4 +442,4 @@ class CheckpointManager:
         self._pipeline.arenas.stop()
         self._peers.cut()
         self._writer.close()
-        self._pipeline.stop(0.5)
+        self._leases.release(is_idle=self._pipeline.stop(0.5))

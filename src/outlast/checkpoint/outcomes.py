@@ -19,6 +19,7 @@ from outlast.checkpoint.report import Reporter
 from outlast.checkpoint.save import Save
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
+from outlast.wording import count
 
 __all__ = ["Outcomes"]
 
@@ -48,6 +49,8 @@ class Outcomes:
         self._reporter, self._arenas = reporter, arenas
         self._to_global, self._on_durable = to_global, on_durable
         self._lock = threading.Lock()
+        self._reached: dict[int, frozenset[Tier]] = {}
+        """Near tiers of the saves that are on their way to the global one, by their ordinal."""
         self.durable: int | None = None
         """The newest generation known to be committed, loaded or saved."""
         self.num_failures = 0
@@ -65,7 +68,7 @@ class Outcomes:
             if isinstance(self.last_error, PeerSilent):
                 advice = "Have the launcher start all ranks again"
             raise CheckpointError(
-                f"{self.num_failures} saves in a row failed, the last with: {self.last_error}. "
+                f"{count(self.num_failures, 'save')} in a row failed, the last with: {self.last_error}. "
                 f"{advice}; max_consecutive_save_failures sets how many are tolerated",
                 rank=rank,
                 iteration=iteration,
@@ -79,9 +82,10 @@ class Outcomes:
         if near and not save.suspect:
             self._note_durable(save, near)
         if Tier.GLOBAL in missing:
+            self._reached[save.attempt.ordinal] = near
             self._to_global(save)
         else:
-            self._succeed(save)
+            self._succeed(save, near)
 
     def far(self, save: Save, error: CheckpointError | None) -> None:
         """A save reached the global tier, or did not."""
@@ -90,11 +94,12 @@ class Outcomes:
             return
         if not save.suspect:
             self._note_durable(save, frozenset({Tier.GLOBAL}))
-        self._succeed(save)
+        self._succeed(save, self._reached.pop(save.attempt.ordinal, frozenset()) | {Tier.GLOBAL})
 
     def failed(self, save: Save, error: CheckpointError) -> None:
         """A save did not reach a tier that it was meant for."""
         self._release(save)
+        reached = self._reached.pop(save.attempt.ordinal, frozenset())
         if isinstance(error, Refused):
             self.refusal = error
         if self.refusal is None and self._is_given_up():
@@ -103,7 +108,7 @@ class Outcomes:
             with self._lock:
                 self.num_failures += 1
                 self.last_error, num_failures = error, self.num_failures
-            self._reporter.failed(save.iteration, error, num_failures=num_failures)
+            self._reporter.failed(save.iteration, error, num_failures=num_failures, reached=reached)
         save.handle.fail(error)
 
     def _is_given_up(self) -> bool:
@@ -117,10 +122,12 @@ class Outcomes:
             time.sleep(_LOOK_S)
         return True
 
-    def _succeed(self, save: Save) -> None:
+    def _succeed(self, save: Save, reached: frozenset[Tier]) -> None:
         self._release(save)
         with self._lock:
             self.num_failures = 0
+        if reached and not save.suspect:
+            self._reporter.saved(_result(save), reached)
         # Last, so that whoever waited finds the outcome logged and in the journal.
         save.handle.succeed(_result(save))
 

@@ -11,6 +11,7 @@ from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.commit import Committer, Retention
 from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.global_saves import GlobalSaves
+from outlast.checkpoint.leases import Leases
 from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.peers import Peers
@@ -43,6 +44,7 @@ class Pipeline:
         rank: This rank.
         limit_s: Seconds in which a save, and the one before it, are decided.
         on_durable: Called with the iteration of each generation that a tier has committed. Thread: one of its own.
+        leases: On the directories that this rank leads.
         at_stage: For fault injection: called by the committer with a stage's name just before it.
 
     Thread: that of the training loop.
@@ -59,6 +61,7 @@ class Pipeline:
         rank: int,
         limit_s: float,
         on_durable: Callable[[int], None],
+        leases: Leases,
         at_stage: Callable[[str], None] | None = None,
     ) -> None:
         self._places, self._rank = places, rank
@@ -83,6 +86,7 @@ class Pipeline:
             replication=plan_replication(config, places, rank),
             on_committed=self.outcomes.near,
             on_failed=self.outcomes.failed,
+            lease=leases.near,
             at_stage=at_stage,
         )
         if places.directory is None:
@@ -97,6 +101,7 @@ class Pipeline:
                 writer=writer,
                 config=config,
                 on_outcome=self.outcomes.far,
+                lease=leases.far,
             )
         except BaseException:  # no thread stays, whatever failed
             self._committer.stop(0.2)

@@ -21,7 +21,7 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.env import WorkerEnv, clean_name, read_worker
-from outlast.errors import CheckpointError, ConfigError
+from outlast.errors import CheckpointError, ConfigError, Unavailable
 from outlast.policy.directory_owner import Evidence, choose_run, find_owner
 from outlast.runtime.endpoints import address_towards
 
@@ -29,6 +29,7 @@ __all__ = ["Places", "agree_places", "is_initialised", "place_here"]
 
 SECRET_BYTES = 32
 SERVE_TIMEOUT_S = 30.0
+_PROBE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +116,9 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     try:
         if local is not None and probe is not None:
             local.path.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"")
+            _write_probe(probe)
     except OSError as error:
-        problem = f"rank {peers.rank}: {error}"
+        problem = f"local_directory={config.local_directory}: {error.strerror or error}"
     _raise_first([data.decode() for data in peers.gather(problem.encode())])
     replicates = config.replication is not False and can_hold and peers.world_size > 1
     seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, secret if replicates else None)
@@ -133,6 +134,10 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
             nodes[rank]: Target(node=nodes[rank], host=everyone[rank].host, port=everyone[rank].port)
             for rank in leaders
         }
+    if (why := everyone[0].global_error) is not None and place.cycle == 0 and not any(one.near for one in everyone):
+        is_remote = directory is not None and directory.is_remote
+        remedy = "check its address and credentials" if is_remote else "make it writable, or name another"
+        raise Unavailable(f"directory={config.directory} cannot be used: {why}; {remedy}")
     known_run = choose_run(everyone[0].far, [place for one in everyone for place in one.near])
     return Places(
         directory=directory,
@@ -166,6 +171,11 @@ def _look(
     far, global_error, host, port = None, None, "", 0
     if directory is not None and peers.rank == 0:
         try:
+            if not directory.is_remote:
+                probe = Path(directory.url) / f".probe-{token}"
+                probe.parent.mkdir(parents=True, exist_ok=True)
+                _write_probe(probe)
+                probe.unlink()
             looked = look_at(directory)
             far = _evidence(looked, directory.named_runs())
             generations.update(looked.generations)
@@ -237,10 +247,27 @@ def _read_key(path: str) -> bytes:
     return key
 
 
+def _write_probe(path: Path) -> None:
+    """Write and sync as much as a disk that is full has no room for.
+
+    Raises:
+        OSError: The folder cannot be written, or its disk is full.
+    """
+    try:
+        with open(path, "wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            file.truncate(0)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def _raise_first(errors: list[str]) -> None:
     for error in errors:
         if error:
-            raise CheckpointError(f"the checkpoint directory is of no use: {error}")
+            raise Unavailable(f"the checkpoint directory cannot be used: {error}")
 
 
 def is_initialised() -> bool:

@@ -62,11 +62,10 @@ def say_what_is_off(config: CheckpointConfig, places: Places) -> None:
     if places.local is None and not places.memory:
         return
     if len(places.leaders) == 1:
-        log.info("one node: nothing is copied to other nodes")
+        log.debug("one node: nothing is copied to other nodes")
     elif config.replication_factor > len(places.leaders):
         log.warning(
-            "replication_factor=%d, but there are %d nodes: each shard has %d copies",
+            "replication_factor=%d is more than the number of nodes: each shard has %d copies",
             config.replication_factor,
-            len(places.leaders),
             len(places.leaders),
         )

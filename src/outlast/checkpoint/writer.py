@@ -14,11 +14,11 @@ import os
 import signal
 import socket
 import struct
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from outlast import logs
 from outlast.checkpoint import frames as f
 from outlast.checkpoint.dcp.assemble import Assemble, assemble
 from outlast.checkpoint.durable import digest_image, write_image
@@ -254,6 +254,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write and hold checkpoints for the workers of a node.")
     parser.add_argument("fd", type=int)
     parser.add_argument("parent", type=int)
+    parser.add_argument("--owner", default="", help="whose writer this is, for the log")
+    parser.add_argument("--node", default="", help="name of the node, for the log")
     parser.add_argument("--die-at", choices=["data"], help="end by SIGKILL halfway through a file")
     parser.add_argument("--wait-for", help="begin to write when somebody opens this FIFO for writing")
     args = parser.parse_args()
@@ -262,7 +264,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file size limit is an error like a full disk
     die_with_parent(args.parent)
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s [checkpoint writer] %(message)s", datefmt="%H:%M:%S")
+    logs.configure(f"checkpoint writer {args.owner}", node=args.node)
     writer = Writer(Vault(), die_halfway=args.die_at == "data", wait_for=args.wait_for)
     with socket.socket(fileno=args.fd) as listening:
         while True:

@@ -29,13 +29,24 @@ class WriterClient:
     Args:
         address: The agent's; ``None``: start one for this process, when first asked.
         arguments: More arguments for a process of its own, for fault injection.
+        owner: Whose a process of its own is, for the log; empty = the node's.
+        node: Name of this node, for that log; empty = the one that the machine knows itself by.
         patience_s: Seconds to wait for another writer at the address, where the owner of the first one may be replaced.
 
     Thread: any; each request has a connection for itself while it runs.
     """
 
-    def __init__(self, address: str | None, arguments: tuple[str, ...] = (), *, patience_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        address: str | None,
+        arguments: tuple[str, ...] = (),
+        *,
+        owner: str = "",
+        node: str = "",
+        patience_s: float = 0.0,
+    ) -> None:
         self._address, self._arguments, self._patience_s = address, arguments, patience_s
+        self._owner, self._node = owner, node
         self._own: WriterProcess | None = None
         self._idle: list[socket.socket] = []
         self._busy: set[socket.socket] = set()
@@ -61,7 +72,7 @@ class WriterClient:
         with self._lock:
             if self._address is None and self._own is None and not self._closed:
                 try:
-                    self._own = WriterProcess(self._arguments)
+                    self._own = WriterProcess(self._arguments, owner=self._owner, node=self._node)
                 except OSError as error:
                     raise CheckpointError(f"no writer process can be started: {error}") from error
 

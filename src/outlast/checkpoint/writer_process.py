@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from outlast import clock
+from outlast import clock, env
 from outlast.runtime.processes import describe_exit
 
 __all__ = ["WriterProcess"]
@@ -36,6 +36,8 @@ class WriterProcess:
     Args:
         arguments: More arguments for the first process, for fault injection.
         address: Name of the socket, of one whose owner is gone; empty = the kernel draws one.
+        owner: Whose writer this is, for its log; empty = this node's.
+        node: Name of this node, for its log; empty = the one that the machine knows itself by.
         on_death: Called with a line for people when a writer died by itself. Thread: one of its own.
 
     Raises:
@@ -43,9 +45,17 @@ class WriterProcess:
     """
 
     def __init__(
-        self, arguments: tuple[str, ...] = (), *, address: str = "", on_death: Callable[[str], None] | None = None
+        self,
+        arguments: tuple[str, ...] = (),
+        *,
+        address: str = "",
+        owner: str = "",
+        node: str = "",
+        on_death: Callable[[str], None] | None = None,
     ) -> None:
         self._on_death = on_death
+        node = node or env.node_name()
+        self._names = ("--owner", owner or node, "--node", node)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lock = threading.Lock()
         self._closed = False
@@ -77,6 +87,11 @@ class WriterProcess:
             if not self._closed:
                 self._process.kill()
 
+    def kill(self) -> None:
+        """End the writer at once, from a signal handler: no lock is taken, and nobody is waited for."""
+        self._closed = True
+        self._process.kill()
+
     def close(self) -> None:
         """End the writer, and give up what it held and did. Idempotent. Blocks: up to 2 s. Thread: any."""
         with self._lock:
@@ -86,7 +101,7 @@ class WriterProcess:
         if threading.current_thread() is not self._watcher:
             self._watcher.join(2.0)
             if self._watcher.is_alive():  # in the kernel, writing to a disk that does not answer
-                log.warning("writer process %d does not end; it is left to the system", self._process.pid)
+                log.warning("checkpoint writer (pid %d) does not end; the system will end it", self._process.pid)
 
     def _bind(self, address: str) -> None:
         end_s = clock.now_s() + _NAME_FREE_S
@@ -100,7 +115,8 @@ class WriterProcess:
 
     def _start(self, arguments: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         fd = self._socket.fileno()
-        command = [sys.executable, "-P", "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid()), *arguments]
+        command = [sys.executable, "-P", "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid())]
+        command += [*self._names, *arguments]
         return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
 
     def _watch(self) -> None:
@@ -114,15 +130,15 @@ class WriterProcess:
                 self._deaths = [at_ns for at_ns in self._deaths if now_ns - at_ns < DEATHS_WITHIN_S * 1e9] + [now_ns]
                 what = f"the checkpoint writer (pid {self._process.pid}) ended: {describe_exit(code)}"
                 if len(self._deaths) >= MAX_DEATHS:
-                    log.error("%s; %d times within %g s: no other is started", what, MAX_DEATHS, DEATHS_WITHIN_S)
+                    log.error("%s; %d times within %g s: no new one is started", what, MAX_DEATHS, DEATHS_WITHIN_S)
                     self._socket.close()  # whoever asks is refused at once
                     return
                 try:
                     self._process = self._start()
                 except OSError as error:
-                    log.error("%s, and no other can be started (%s)", what, error)
+                    log.error("%s, and a new one cannot be started (%s)", what, error)
                     self._socket.close()
                     return
-            log.warning("%s; another one runs (pid %d), what it held in memory is gone", what, self._process.pid)
+            log.warning("%s; a new one runs (pid %d), and checkpoints in memory are lost", what, self._process.pid)
             if self._on_death is not None:
                 self._on_death(what)

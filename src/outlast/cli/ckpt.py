@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from outlast import clock
+from outlast.cli.completion import complete_folder
 from outlast.cli.ending import ending_on_signals
+from outlast.cli.group import HELP, Group
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 
 if TYPE_CHECKING:
@@ -20,15 +22,24 @@ __all__ = ["ckpt"]
 
 SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""
-_HELP = {"help_option_names": ["-h", "--help"]}
 
-_directories = click.argument("directories", metavar="DIR...", nargs=-1, required=True)
+_directories = click.argument("directories", metavar="DIR...", nargs=-1, required=True, shell_complete=complete_folder)
 _as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output."
 )
 
 
-@click.group("ckpt", context_settings=_HELP)
+@click.group(
+    "ckpt",
+    cls=Group,
+    context_settings=HELP,
+    epilog="""\b
+Examples:
+  outlast ckpt ls /nvme/run s3://bucket/run
+  outlast ckpt verify s3://bucket/run --iteration 12000
+  outlast ckpt prune /nvme/run --keep 3 --dry-run
+""",
+)
 def ckpt() -> None:
     """List, verify and prune checkpoints.
 
@@ -39,7 +50,7 @@ def ckpt() -> None:
 
 @ckpt.command(
     "ls",
-    context_settings=_HELP,
+    context_settings=HELP,
     short_help="What is there, and whether it can be loaded.",
     epilog="""\b
 Examples:
@@ -69,7 +80,7 @@ def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
 
 @ckpt.command(
     "verify",
-    context_settings=_HELP,
+    context_settings=HELP,
     short_help="Read every byte and compare it with its digest.",
     epilog="""\b
 Examples:
@@ -133,7 +144,7 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
 
 @ckpt.command(
     "prune",
-    context_settings=_HELP,
+    context_settings=HELP,
     short_help="Delete old generations and what failed saves left.",
     epilog="""\b
 Examples:

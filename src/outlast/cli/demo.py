@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import sys
+from typing import TYPE_CHECKING
+
 import click
 
+from outlast.cli.completion import complete_folder
 from outlast.cli.ending import ending_on_signals
+from outlast.cli.group import HELP
 from outlast.errors import ExitReason
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outlast.demo.outcome import Outcome
+    from outlast.demo.plan import Shape
 
 __all__ = ["demo"]
 
 
 @click.command(
     "demo",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
     epilog="""\b
 Examples:
   outlast demo
@@ -23,7 +37,12 @@ Examples:
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws order, victims, moments.")
 @click.option("--iterations", type=int, default=115, show_default=True, help="Length of each run, at least 105.")
-@click.option("--keep", metavar="DIR", help="Keep journals, output and generations of both runs in this new folder.")
+@click.option(
+    "--keep",
+    metavar="DIR",
+    shell_complete=complete_folder,
+    help="Keep journals, output and generations of both runs in this new folder.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     """Watch a real training survive wrong numbers, a killed rank, a hung rank, lost nodes and a preemption.
@@ -38,27 +57,64 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     Exit code 0: the results are identical, each fault was noticed for what it was, and each rank came back from where
     it should; else 1.
     """
-    from rich.console import Console
-
     from outlast.demo.plan import Shape
+
+    with ending_on_signals():
+        try:
+            return _perform(Shape(iterations=iterations), seed=seed, keep=keep, as_json=as_json)
+        except KeyboardInterrupt:
+            click.echo("interrupted; every process of the demo has been ended", err=True)
+            raise
+        except BrokenPipeError:  # nobody reads on, as after `| head`: everything has been ended and removed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+
+
+def _perform(shape: Shape, *, seed: int, keep: str | None, as_json: bool) -> int:
     from outlast.demo.show import perform
     from outlast.demo.tables import render
     from outlast.demo.view import LiveView, PlainView, SilentView, View
 
-    console = Console(highlight=False)
-    shape = Shape(iterations=iterations)
+    console = _open_console()
     view: View
     if as_json:
         view = SilentView(shape)
     elif console.is_terminal:
         view = LiveView(shape, console)
     else:
-        console = Console(highlight=False, width=120)
-        view = PlainView(shape, click.echo)
-    with ending_on_signals():
-        outcome = perform(shape, seed=seed, keep=keep, view=view, on_failure=lambda tails: click.echo(tails, err=True))
+        view = PlainView(shape, click.echo, width=console.width)
+    outcome = perform(
+        shape,
+        seed=seed,
+        keep=keep,
+        view=view,
+        on_failure=lambda tails: click.echo(tails, err=True),
+        writes_details=not as_json,
+    )
     if as_json:
         click.echo(outcome.to_json())
-    else:
+        return _exit_code(outcome)
+    with console.capture() as captured:
         console.print(render(outcome))
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip())
+    places = {"What was done about each": outcome.details, "Journal, output and generations": outcome.folder}
+    for what, place in places.items():
+        if place is not None:
+            click.echo(f"\n{what}:\n{place}")  # a line of its own, to be copied
+    return _exit_code(outcome)
+
+
+def _exit_code(outcome: Outcome) -> int:
     return int(ExitReason.FINISHED if outcome.ok else ExitReason.FAILED)
+
+
+def _open_console() -> Console:
+    """Return the terminal; where only plain text is wanted, or possible, one on which nothing moves or has a colour."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal and not console.no_color:
+        return console
+    width = shutil.get_terminal_size().columns
+    return Console(highlight=False, color_system=None, force_terminal=False, width=width)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from outlast import env
+from outlast.cli.completion import complete_file, complete_folder
 from outlast.cli.ending import ending_on_signals
+from outlast.cli.group import HELP
 from outlast.errors import ConfigError, ExitReason
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ _STYLES = {"ok": "green", "skipped": "dim"}
 
 @click.command(
     "doctor",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
     epilog="""\b
 Examples:
   outlast doctor
@@ -35,9 +37,19 @@ Examples:
   outlast doctor --json | jq -r '.checks[] | select(.status == "failed") | .reason'
 """,
 )
-@click.option("--config", metavar="FILE", help="A run's settings: its tiers, its run directory, its [health] limits.")
 @click.option(
-    "--place", "places", multiple=True, metavar="DIR", help="Folder or URL to write to; repeat. Default: this folder."
+    "--config",
+    metavar="FILE",
+    shell_complete=complete_file,
+    help="A run's settings: its tiers, its run directory, its [health] limits.",
+)
+@click.option(
+    "--place",
+    "places",
+    multiple=True,
+    metavar="DIR",
+    shell_complete=complete_folder,
+    help="Folder or URL to write to; repeat. Default: this folder.",
 )
 @click.option(
     "--gpu", "gpus", multiple=True, type=click.IntRange(min=0), metavar="N", help="Only this GPU; repeat. Default: all."

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from outlast import __version__
+from outlast.cli.group import HELP, Group
 from outlast.errors import ConfigError, ExitReason
 
 __all__ = ["cli", "main"]
@@ -35,7 +35,16 @@ _COMMANDS = {
 }
 
 
-class _LazyGroup(click.Group):
+_PLAINLY = {
+    "is not a valid integer range": "is not a whole number",
+    "is not a valid integer": "is not a whole number",
+    "is not a valid float range": "is not a number",
+    "is not a valid float": "is not a number",
+}
+"""What click says of values, in plain words."""
+
+
+class _LazyGroup(Group):
     """Import a command only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -57,16 +66,19 @@ class _LazyGroup(click.Group):
             return super().shell_complete(ctx, incomplete)
         return [CompletionItem(name, help=text) for name, (_, text) in _COMMANDS.items() if name.startswith(incomplete)]
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in _COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
-            from outlast.config.base import nearest
 
-            raise ConfigError(f"there is no command {args[0]!r}; {nearest(args[0], _COMMANDS)}")
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="outlast")
+@click.group(
+    cls=_LazyGroup,
+    context_settings=HELP,
+    epilog="""\b
+Examples:
+  outlast run --nproc-per-node=8 train.py
+  outlast doctor
+  outlast ckpt ls /shared/runs/gpt/checkpoints
+  outlast run --help
+""",
+)
+@click.version_option(__version__, "-V", "--version", prog_name="outlast")
 def cli() -> None:
     """Keep long distributed PyTorch training runs alive."""
 
@@ -74,13 +86,25 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; bad input is one line and exit code 2."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False, prog_name="outlast")
     except ConfigError as error:
         click.echo(f"outlast: {error}", err=True)
         sys.exit(ExitReason.BAD_INPUT)
     except click.ClickException as error:
-        click.echo(f"outlast: {error.format_message()}", err=True)
+        click.echo(f"outlast: {_describe(error)}", err=True)
         sys.exit(ExitReason.BAD_INPUT)
     except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _describe(error: click.ClickException) -> str:
+    """Return a mistake that click has found in one line that ends with what to do."""
+    message = " ".join(error.format_message().split()).rstrip(".").replace(". (", " (")
+    message = message[:1].lower() + message[1:]
+    for clicks, ours in _PLAINLY.items():
+        message = message.replace(clicks, ours)
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is None or message.endswith("?"):
+        return message
+    return f"{message}; see {context.command_path} --help"

@@ -9,6 +9,10 @@ import sys
 import click
 from click.shell_completion import CompletionItem
 
+from outlast import env, logs
+from outlast.cli.completion import complete_run_word, run_options
+from outlast.errors import ConfigError
+
 __all__ = ["run"]
 
 
@@ -16,29 +20,8 @@ class _Run(click.Command):
     """The command, as shells know it: its options are argparse's."""
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the options that begin with ``incomplete``; none behind the script, whose own they would be."""
-        import argparse
-
-        from outlast.launch.options import make_parser
-
-        actions = make_parser()._actions
-        valued = {name for action in actions if action.nargs is None for name in action.option_strings}
-        before = iter(ctx.params.get("arguments") or ())
-        for word in before:
-            if not word.startswith("-"):
-                return []
-            if word in valued:
-                next(before, None)
-        items = []
-        for action in actions:
-            names = [name for name in action.option_strings if name.startswith(incomplete)]
-            if names and action.help != argparse.SUPPRESS:
-                items.append(CompletionItem(names[0], help=action.help))
-        return items
-
-
-def _files(_ctx: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(incomplete, type="file")]
+        """Return the options that begin with ``incomplete``."""
+        return run_options(ctx.params.get("arguments") or (), incomplete)
 
 
 @click.command(
@@ -47,22 +30,36 @@ def _files(_ctx: click.Context, _parameter: click.Parameter, incomplete: str) ->
     add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=_files)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_run_word)
 def run(arguments: tuple[str, ...]) -> None:
     """Launch a training script and keep it alive."""
-    from outlast.launch.options import make_parser, parse_options
+    from outlast.launch.run_parser import make_parser
 
     if arguments and arguments[0] in ("-h", "--help"):
-        click.echo(make_parser().format_help())
+        click.echo(make_parser().format_help(), nl=False)
         return
+    from outlast.launch.options import parse_options
+
+    logs.read_settings()
+    _configure_log(env.node_name())  # reading a config file may have something to say
     options = parse_options(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("outlast").setLevel(logging.INFO)
+    if options.log_level is not None:
+        env.update({env.LOG_LEVEL: options.log_level})  # for the workers and the checkpoint writer, too
+    _configure_log(options.node_name)
     from outlast.launch.run import launch
 
-    code = launch(options)
+    try:
+        code = launch(options)
+    except ConfigError:
+        options.remove_new_folders()
+        raise
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads that wait in a store call can neither be interrupted nor outlive this; everything of value is closed.
     os._exit(code)
+
+
+def _configure_log(node: str) -> None:
+    threads = dict.fromkeys(("outlast-coordinator", "outlast-lifelines"), "coordinator")
+    logs.configure(f"agent {node}", node=node, threads=threads)

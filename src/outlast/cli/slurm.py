@@ -4,39 +4,92 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
+import os
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from outlast import env
+from outlast import env, logs
+from outlast.cli.completion import complete_folder, complete_run_word
+from outlast.cli.group import HELP, Group
 from outlast.errors import ConfigError, ExitReason, OutlastError
 
 if TYPE_CHECKING:
     from outlast.integrations.slurm import BatchScript
+    from outlast.launch.run_parser import Command
 
 __all__ = ["slurm"]
 
-_HELP = {"help_option_names": ["-h", "--help"]}
 
-
-@click.group("slurm", context_settings=_HELP)
+@click.group(
+    "slurm",
+    cls=Group,
+    context_settings=HELP,
+    epilog="""\b
+Examples:
+  outlast slurm submit --nodes 4 --spares 1 --time 4:00:00 -- train.py
+  outlast slurm submit --nodes 4 --dry-run -- train.py
+  outlast slurm script --nodes 4 --outlast 'uv run outlast' -- train.py
+""",
+)
 def slurm() -> None:
     """Run under Slurm: make and submit batch scripts, give a job back to the queue."""
+
+
+_CLEARLY_OURS = frozenset(
+    ["--cpus-per-task", "--dry-run", "--gpus-per-node", "--nodes", "--num-job-retries-on-failure", "--preempt-time"]
+)
+"""Options that a training script hardly has itself, or that somebody who forgot where they go must hear of."""
+
+
+class _Script(click.Command):
+    """A command whose options are Slurm's, before those of `outlast run`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does; an option of `outlast run` among those of Slurm is answered with where it belongs."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from outlast.launch.run_parser import make_parser
+
+            if error.option_name not in make_parser()._option_string_actions:
+                raise
+            raise ConfigError(
+                f"{error.option_name} is an option of outlast run; put it after --, before the script: "
+                f"{ctx.command_path} ... -- {error.option_name} ... train.py"
+            ) from None
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a batch script."""
     add: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = [
-        click.option("--nodes", type=int, default=1, show_default=True, help="Nodes that train."),
+        click.option("--nodes", type=int, default=1, show_default=True, metavar="N", help="Nodes that train."),
         click.option(
-            "--spares", type=int, default=0, show_default=True, help="Nodes that wait for the slot of a lost one."
+            "--spares",
+            type=int,
+            default=0,
+            show_default=True,
+            metavar="N",
+            help="Nodes that wait for the slot of a lost one.",
         ),
-        click.option("--nproc-per-node", default="auto", show_default=True, help="Workers: a number, auto, gpu, cpu."),
+        click.option(
+            "--nproc-per-node",
+            default="auto",
+            show_default=True,
+            metavar="N",
+            help="Workers on a node: a number, auto, gpu, xpu or cpu.",
+        ),
         click.option("--run-id", metavar="ID", help="Names the run in every job of it; default: the script's name."),
-        click.option("--run-dir", metavar="DIR", help="Shared by all nodes; default outlast-runs/ID."),
+        click.option(
+            "--run-dir",
+            metavar="DIR",
+            shell_complete=complete_folder,
+            help="Shared by all nodes; default outlast-runs/ID.",
+        ),
         click.option("--job-name", metavar="NAME", help="Default: the run's id."),
         click.option("--time", metavar="LIMIT", help="Time limit: 90, 4:00:00, 2-00; default the partition's."),
         click.option(
@@ -55,7 +108,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="N",
             help="Failed jobs in a row, without progress, that go back to the queue.",
         ),
-        click.option("--partition", metavar="NAME"),
+        click.option("--partition", metavar="NAME", help="As sbatch has it, and so the next ones."),
         click.option("--account", metavar="NAME"),
         click.option("--qos", metavar="NAME"),
         click.option("--gpus-per-node", metavar="N", help="A number, or a type and a number (h100:8)."),
@@ -64,62 +117,89 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--exclude", metavar="NODES", help="Nodes to keep away from, such as n[3-5],n9."),
         click.option("--directive", "directives", multiple=True, metavar="OPTION", help="More for #SBATCH; repeat."),
         click.option("--setup", multiple=True, metavar="LINE", help="Shell line before the job's step; repeat."),
-        click.option("--port", type=int, default=0, help="Where agents meet; default from the job's number."),
-        click.option("--outlast", default="outlast", show_default=True, metavar="PATH", help="Command on the nodes."),
-        click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED),
+        click.option(
+            "--port", type=int, default=0, metavar="N", help="Where agents meet; default from the job's number."
+        ),
+        click.option(
+            "--outlast",
+            default="outlast",
+            show_default=True,
+            metavar="COMMAND",
+            help="What is outlast on the nodes: a path, or a command line such as 'uv run outlast'.",
+        ),
+        click.argument(
+            "command",
+            metavar="[--] [RUN OPTION]... SCRIPT [ARGUMENT]...",
+            nargs=-1,
+            type=click.UNPROCESSED,
+            shell_complete=complete_run_word,
+        ),
     ]
     for option in reversed(add):
         command = option(command)
     return command
 
 
-_CONTEXT = {**_HELP, "ignore_unknown_options": False, "allow_interspersed_args": False}
+_CONTEXT = {**HELP, "ignore_unknown_options": False, "allow_interspersed_args": False}
 _EXAMPLES = """\b
 Examples:
   outlast slurm {0} --nodes 4 --time 4:00:00 -- train.py --lr 3e-4
-  outlast slurm {0} --nodes 4 --spares 1 --gpus-per-node 8 --nproc-per-node 8 -- \\
-      --ft-rank_section_timeouts=setup:600,step:180,checkpointing:420 train.py
-  outlast slurm {0} --nodes 2 --setup 'source venv/bin/activate' --directive=--constraint=ib -- train.py
+  outlast slurm {0} --nodes 4 --spares 1 --gpus-per-node 8 -- \\
+      --ft-rank-section-timeouts=setup:600,step:180,checkpointing:420 train.py
+  outlast slurm {0} --setup 'source venv/bin/activate' --directive=--constraint=ib -- train.py
+  outlast slurm {0} --nodes 2 --outlast 'uv run outlast' -- train.py
 """
 
 
-@slurm.command("script", context_settings=_CONTEXT, epilog=_EXAMPLES.format("script"))
+@slurm.command("script", cls=_Script, context_settings=_CONTEXT, epilog=_EXAMPLES.format("script"))
 @_options
 def script(**settings: Any) -> int:
     """Print the batch script of a job.
 
-    COMMAND is what follows `outlast run` and the options made here: more of its options, the training script, the
-    script's arguments. It is checked as `outlast run` will check it.
+    What follows the options made here is what `outlast run` gets: more of its options, the training script, the
+    script's arguments. It is checked as `outlast run` will check it, and the script must be there.
     """
     click.echo(_script_from(settings).render(), nl=False)
     return int(ExitReason.FINISHED)
 
 
-@slurm.command("submit", context_settings=_CONTEXT, epilog=_EXAMPLES.format("submit"))
+@slurm.command(
+    "submit",
+    cls=_Script,
+    context_settings=_CONTEXT,
+    epilog=_EXAMPLES.format("submit") + "  outlast slurm submit --nodes 4 --dry-run -- train.py\n",
+)
+@click.option("--dry-run", is_flag=True, help="Print the script and the call of sbatch; submit and write nothing.")
 @_options
-def submit(**settings: Any) -> int:
+def submit(dry_run: bool, **settings: Any) -> int:
     """Submit a job of a run, and print its number.
 
     Nodes that earlier jobs of the run found to be bad are excluded. The script is kept as job.sbatch in the run
     directory, beside the jobs' output. Exit code 1: Slurm refused, or the run is finished.
     """
+    from outlast.integrations.slurm.submitting import prepare
     from outlast.integrations.slurm.submitting import submit as hand_over
 
     _log_to_stderr()
     try:
-        job_id = hand_over(_script_from(settings))
+        script = _script_from(settings)
+        if dry_run:
+            submission = prepare(script)
+            click.echo(submission.script, nl=False)
+            click.echo(f"\n# Not submitted. Without --dry-run: {shlex.join(submission.command)}")
+        else:
+            click.echo(hand_over(script))
     except ConfigError:
         raise
     except OutlastError as error:
         click.echo(f"outlast: {error}", err=True)
         return int(ExitReason.FAILED)
-    click.echo(job_id)
     return int(ExitReason.FINISHED)
 
 
 @slurm.command(
     "requeue",
-    context_settings=_HELP,
+    context_settings=HELP,
     epilog="""\b
 Examples (in a batch script):
   srun ... ; code=$?
@@ -164,43 +244,74 @@ def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on
         click.echo(f"outlast: job {job_id} is not given back: {error}", err=True)
         return int(ExitReason.FAILED)
     what = "goes back to the queue" if ruling.requeue else "is not re-queued"
-    click.echo(f"[outlast] Slurm job {job_id} {what}: {ruling.reason}", err=True)
+    logging.getLogger(logs.OUTCOME).info("Slurm job %s %s: %s", job_id, what, ruling.reason)
     return int(ExitReason.FINISHED)
 
 
 def _script_from(settings: dict[str, Any]) -> BatchScript:
+    """Make the batch script that options ask for; tell on standard error what may be meant otherwise.
+
+    Raises:
+        ConfigError: What `outlast run` or Slurm would refuse, or there is no such training script.
+    """
+    from outlast.config.base import as_written
     from outlast.integrations.slurm import BatchScript
+    from outlast.launch.options import check_values
+    from outlast.launch.run_parser import hint_at, parse_command
     from outlast.slurm_notation import expand_nodes
 
-    command = tuple(settings.pop("command"))
-    name = _check_command(command)
+    command, example = tuple(settings.pop("command")), click.get_current_context().command_path
+    if not command:
+        raise ConfigError(f"there is no training script; name one, for example: {example} --nodes 2 -- train.py")
+    parsed = parse_command(command)
+    _check_script(parsed, settings["directives"])
+    name = parsed.args.training_script
     run_id = settings.pop("run_id") or env.clean_name(Path(name).stem)
     run_dir = Path(settings.pop("run_dir") or Path("outlast-runs") / run_id).absolute()
     exclude = settings.pop("exclude")
     known = {field.name for field in dataclasses.fields(BatchScript)}
     assert settings.keys() <= known
-    return BatchScript(
-        command=command,
-        run_id=run_id,
-        run_dir=str(run_dir),
-        exclude=expand_nodes(exclude) if exclude else (),
-        **settings,
-    )
+    try:
+        script = BatchScript(
+            command=command,
+            run_id=run_id,
+            run_dir=str(run_dir),
+            exclude=expand_nodes(exclude) if exclude else (),
+            **settings,
+        )
+        check_values([f"--nnodes={script.nodes}:{script.nodes + script.spares}", *command])
+    except ConfigError as error:
+        written = as_written(str(error), lambda field, value: f"{_option(field)}={value}" if field in known else None)
+        for field in known:
+            if "_" in field:
+                written = re.sub(rf"(?<![\w/.-]){field}(?![\w/.=-])", _option(field), written)
+        raise ConfigError(written) from None
+    words = [word.partition("=")[0] for word in parsed.args.training_script_args]
+    ours = tuple(dict.fromkeys(word for word in words if word in _CLEARLY_OURS))
+    for hint in (parsed.hint, hint_at(ours, name, click.get_current_context().command_path)):
+        if hint is not None:
+            click.echo(f"outlast: {hint}", err=True)
+    return script
 
 
-def _check_command(command: tuple[str, ...]) -> str:
-    """Return the training script's name; refuse what `outlast run` would refuse."""
-    from outlast.launch.options import make_parser
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
-    parser = make_parser()
-    args, unknown = parser.parse_known_args(list(command))
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    from outlast.config.flags import ft_config_from
 
-    ft_config_from(args)
-    return str(args.training_script)
+def _check_script(command: Command, directives: tuple[str, ...]) -> None:
+    """Refuse a training script that is not there; a module, or a program without a folder, is the nodes' own."""
+    from outlast.launch.options import why_not_there
+
+    args, script = command.args, command.args.training_script
+    if args.module or (args.no_python and "/" not in script):
+        return
+    folders = [found[1] for one in directives if (found := re.fullmatch(r"(?:--chdir=|-D[= ]?)(.+)", one))]
+    if not Path(*folders[-1:], script).exists():
+        where = f"in {folders[-1]}" if folders else "in this folder, in which the job starts"
+        where = "" if os.path.isabs(script) else f" {where}"
+        raise ConfigError(f"the script {script!r} does not exist{where}; {why_not_there(script)}")
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.WARNING, format="[outlast] %(message)s", stream=sys.stderr)
+    logs.read_settings()
+    logs.configure("slurm")

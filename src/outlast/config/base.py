@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import re
 import textwrap
 import types
 import typing
@@ -26,6 +27,7 @@ from outlast.errors import ConfigError
 __all__ = [
     "FieldDoc",
     "Partial",
+    "as_written",
     "describe_fields",
     "from_mapping",
     "is_none",
@@ -110,6 +112,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+
+
+_SETTING = re.compile(r"(?<![\w.-])(?P<name>[a-z_]+)(?:\['(?P<key>[^']*)'\])?=(?P<value>'[^']*'|[^\s:;,]+)")
+
+
+def as_written(message: str, write: Callable[[str, str], str | None]) -> str:
+    """Return an error's message with each ``setting=value`` in it in the words of whoever gave the setting.
+
+    Args:
+        message: What a config refused, with its own names of settings.
+        write: Gets a setting and its value; returns how that was given, ``None`` where it should stay as it is.
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        written = write(found["name"], found["value"])
+        if written is None:
+            return found[0]
+        return written if found["key"] is None else f"{written}: {found['key']}={found['value']}"
+
+    return _SETTING.sub(replace, message)
 
 
 def from_mapping(

@@ -52,12 +52,12 @@ def load_config(path: str | os.PathLike[str]) -> Config:
 
 
 def _warn_of_foreign_keys(where: str, section: str, keys: list[str]) -> None:
-    """Log which keys of another system's section are not read here. Rank 0 of a job does."""
-    if read_worker().global_rank != 0:
+    """Log which keys of another system's section are not read here. Rank 0 does, once a job."""
+    if not read_worker().is_first:
         return
     hints = [f"{key} (or {near}?)" if (near := _nearest_known(section, key)) else key for key in keys]
     log.warning(
-        "%s: [%s] has keys that are no settings of outlast and have no effect on it: %s; those that it reads there: %s",
+        "%s: [%s] has keys that outlast does not use: %s; the keys that it uses there: %s",
         where,
         section,
         ", ".join(hints),

@@ -1,6 +1,6 @@
 """The command line's ``--ft-<field>`` options, one for each field of :class:`FaultToleranceConfig`.
 
-``-`` and ``_`` are alike in their names. The options keep the values as they were given;
+They are written with dashes, and taken with ``_`` too. The options keep the values as they were given;
 :func:`ft_config_from` converts them, so that an error names the option and not a type of argparse's.
 """
 
@@ -8,84 +8,103 @@ from __future__ import annotations
 
 import argparse
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from outlast.config.base import FieldDoc, describe_fields, nearest, parse_text
 from outlast.config.fault_tolerance import FaultToleranceConfig
 
-__all__ = ["add_ft_arguments", "ft_config_from", "unknown_flag_message"]
+__all__ = ["add_ft_arguments", "ft_config_from", "ft_option", "ft_typed", "unknown_flag_message"]
 
 _TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
 
 
-def add_ft_arguments(parser: argparse.ArgumentParser) -> None:
+def ft_option(field: str) -> str:
+    """Return how the option of a field is written in help and documents."""
+    return f"--ft-{field.replace('_', '-')}"
+
+
+def add_ft_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Add the ``--ft-*`` options to ``parser``; they have no abbreviations, whatever other options have.
 
     Many begin alike: a mistyped or shortened name would silently pass for another option.
+
+    Returns:
+        Field name to the option as it is shown in the help.
     """
     others, complete = set(parser._actions), parser._get_option_tuples
     group = parser.add_argument_group("fault tolerance", "what is watched, for how long, how often to restart")
-    for field in describe_fields(FaultToleranceConfig):
-        add = _add_switch if field.type_name == "bool" else _add_option
-        add(group, field)
+    shown = {
+        field.name: (_add_switch if field.type_name == "bool" else _add_option)(group, field)
+        for field in describe_fields(FaultToleranceConfig)
+    }
     whole = set(parser._actions) - others
     parser._get_option_tuples = lambda option_string: [  # type: ignore[method-assign]
         match for match in complete(option_string) if match[0] not in whole
     ]
+    return shown
 
 
-def _add_option(group: argparse._ArgumentGroup, field: FieldDoc) -> None:
+def _add_option(group: argparse._ArgumentGroup, field: FieldDoc) -> argparse.Action:
     shown, *others = _spellings(field.name)
-    metavar = _metavar(field)
-    group.add_argument(shown, dest=_dest(field.name), default=argparse.SUPPRESS, metavar=metavar, help=_help(field))
-    for spelling in others:
-        group.add_argument(spelling, dest=_dest(field.name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    # Strings that argparse does not show are an option of their own: it lists all spellings of one that it shows.
+    action = group.add_argument(
+        shown, dest=_dest(field.name), default=argparse.SUPPRESS, metavar=_metavar(field), help=_help(field)
+    )
+    if others:
+        group.add_argument(*others, dest=_dest(field.name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return action
 
 
-def _add_switch(group: argparse._ArgumentGroup, field: FieldDoc) -> None:
-    # An option with an optional value would swallow the script's name after a bare `--ft-simulate_fault`, so
-    # `--ft-simulate_fault=true` and the like are option names of their own: argparse looks for those first.
-    for number, spelling in enumerate(_spellings(field.name)):
-        group.add_argument(
-            spelling,
-            dest=_dest(field.name),
-            action="store_const",
-            const="true",
-            default=argparse.SUPPRESS,
-            help=_help(field) if number == 0 else argparse.SUPPRESS,
-        )
-        for truth in _TRUTHS:
-            for written in (truth, truth.capitalize()) if truth.isalpha() else (truth,):
-                group.add_argument(
-                    f"{spelling}={written}",
-                    dest=_dest(field.name),
-                    action="store_const",
-                    const=truth,
-                    default=argparse.SUPPRESS,
-                    help=argparse.SUPPRESS,
-                )
+def _add_switch(group: argparse._ArgumentGroup, field: FieldDoc) -> argparse.Action:
+    # An option with an optional value would swallow the script's name after a bare `--ft-simulate-fault`, so
+    # `--ft-simulate-fault=true` and the like are option names of their own: argparse looks for those first.
+    spellings = _spellings(field.name)
+    kept: dict[str, Any] = {"dest": _dest(field.name), "action": "store_const", "default": argparse.SUPPRESS}
+    action = group.add_argument(spellings[0], const="true", help=_help(field), **kept)
+    if spellings[1:]:
+        group.add_argument(*spellings[1:], const="true", help=argparse.SUPPRESS, **kept)
+    for truth in _TRUTHS:
+        written = (truth, truth.capitalize()) if truth.isalpha() else (truth,)
+        names = [f"{spelling}={word}" for spelling in spellings for word in written]
+        group.add_argument(*names, const=truth, help=argparse.SUPPRESS, **kept)
+    return action
 
 
-def ft_config_from(namespace: argparse.Namespace) -> dict[str, Any]:
+def ft_config_from(namespace: argparse.Namespace, typed: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the given ``--ft-*`` options as field name to value.
+
+    Args:
+        namespace: What a parser with these options returned.
+        typed: Attribute of ``namespace`` to the option as it was written; without it errors name the usual spelling.
 
     Raises:
         ConfigError: A value does not fit its field.
     """
     hints = typing.get_type_hints(FaultToleranceConfig)
     return {
-        field.name: parse_text(hints[field.name], getattr(namespace, dest), where=f"--ft-{field.name}")
-        for field in describe_fields(FaultToleranceConfig)
-        if hasattr(namespace, dest := _dest(field.name))
+        field: parse_text(hints[field], text, where=(typed or {}).get(_dest(field), ft_option(field)))
+        for field, text in _given(namespace).items()
     }
+
+
+def ft_typed(namespace: argparse.Namespace, typed: Mapping[str, str]) -> dict[str, str]:
+    """Return the given ``--ft-*`` options as field name to what was written, such as ``--ft-safety-factor=3``."""
+    return {field: f"{typed.get(_dest(field), ft_option(field))}={text}" for field, text in _given(namespace).items()}
+
+
+def _given(namespace: argparse.Namespace) -> dict[str, str]:
+    names = [field.name for field in describe_fields(FaultToleranceConfig)]
+    return {name: getattr(namespace, _dest(name)) for name in names if hasattr(namespace, _dest(name))}
 
 
 def unknown_flag_message(flag: str) -> str:
     """Return one line that names the closest known option for an unknown ``--ft-...`` one."""
     name, _, value = flag.partition("=")
-    known = {field.name for field in describe_fields(FaultToleranceConfig)}
-    wanted = name.removeprefix("--ft").lstrip("-_").replace("-", "_")
-    if wanted in known:
+    fields = describe_fields(FaultToleranceConfig)
+    known = [field.name.replace("_", "-") for field in fields]
+    wanted = name.removeprefix("--ft").lstrip("-_").replace("_", "-")
+    if value and wanted in [field.name.replace("_", "-") for field in fields if field.type_name == "bool"]:
         return f"{name}={value}: neither true nor false; write {name}=true or {name}=false"
     hint = nearest(wanted, known)
     if hint.startswith("did you mean"):
@@ -96,7 +115,7 @@ def unknown_flag_message(flag: str) -> str:
 
 
 def _spellings(name: str) -> list[str]:
-    return list(dict.fromkeys((f"--ft-{name}", f"--ft-{name.replace('_', '-')}")))
+    return list(dict.fromkeys((ft_option(name), f"--ft-{name}", f"--ft_{name}", f"--ft_{name.replace('_', '-')}")))
 
 
 def _dest(name: str) -> str:
@@ -108,7 +127,7 @@ def _metavar(field: FieldDoc) -> str:
         return "NAME:SECONDS,..."
     if "float" in field.type_name:
         return "FACTOR" if field.name.endswith("factor") else "SECONDS"
-    return "NUMBER" if "int" in field.type_name else "NAME"
+    return "N" if "int" in field.type_name else "NAME"
 
 
 def _help(field: FieldDoc) -> str:

@@ -26,11 +26,13 @@ class HealthConfig(Partial):
     min_free_disk_gib: float = 1.0
     """Space that each tier's disk, and the run directory's, must have left, in GiB."""
 
-    min_free_shm_gib: float = 0.05
-    """Space that /dev/shm must have left, in GiB: heartbeats and staged generations live there."""
+    min_free_shm_gib: float = 0.0
+    """Space that /dev/shm must have left, in GiB, for what your script puts there: batches of DataLoader workers,
+    buffers of NCCL; 0 = any will do, as nothing of outlast's lies there."""
 
     min_free_memory_gib: float = 0.5
-    """Memory that must be available on the node, or in this container, in GiB."""
+    """Memory that must be available on the node, or in this container, in GiB; heartbeats, staged generations and the
+    memory tier take theirs from it."""
 
     min_open_files: int = 1024
     """Descriptors that a process may have open (``ulimit -n``)."""

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.config.base import from_mapping
+from outlast.config.base import as_written, from_mapping
 from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.config.flags import ft_option
+from outlast.errors import ConfigError
 
 __all__ = ["DEFAULT", "SCRIPT", "LayeredSettings", "merge_under"]
 
@@ -27,6 +29,8 @@ class LayeredSettings:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of ``outlast run``."""
+    typed: Mapping[str, str] = field(default_factory=dict)
+    """How they were written, such as ``--ft-safety-factor=3``, for errors."""
     file: Mapping[str, Any] = field(default_factory=dict)
     """Its config file."""
     file_name: str = ""
@@ -36,7 +40,7 @@ class LayeredSettings:
     @property
     def launcher(self) -> FaultToleranceConfig:
         """What ``outlast run`` was given."""
-        return from_mapping(FaultToleranceConfig, {**self.file, **self.options}, where="outlast run")
+        return self._put_together({**self.file, **self.options})
 
     @property
     def config(self) -> FaultToleranceConfig:
@@ -45,8 +49,7 @@ class LayeredSettings:
         Raises:
             ConfigError: A value of one source contradicts that of another.
         """
-        values = {"enable_ft_package": True, **self.script, **self.file, **self.options}
-        return from_mapping(FaultToleranceConfig, values, where=self._describe())
+        return self._put_together({"enable_ft_package": True, **self.script, **self.file, **self.options})
 
     def with_script(self, text: str) -> LayeredSettings:
         """Return the same with what the script's config gives, as ``FaultToleranceConfig.to_json`` wrote it.
@@ -63,6 +66,24 @@ class LayeredSettings:
         """Return where the value of a field comes from, in words."""
         places = ((OPTION, self.options), (self.file_name, self.file), (SCRIPT, self.script))
         return next((place for place, values in places if name in values), DEFAULT)
+
+    def _put_together(self, values: Mapping[str, Any]) -> FaultToleranceConfig:
+        try:
+            return FaultToleranceConfig(**values)
+        except ConfigError as error:
+            told = as_written(str(error), self._written)
+            raise ConfigError(told if told != str(error) else f"{self._describe()}: {told}") from None
+
+    def written(self, name: str) -> str:
+        """Return how a field that is in force was given: ``--ft-min-nodes=3``, or ``min_nodes=3 (run.toml)``."""
+        value = getattr(self.config, name)
+        return self._written(name, str(value)) or f"{name}={value}"
+
+    def _written(self, name: str, value: str) -> str | None:
+        if name in self.options:
+            return self.typed.get(name, f"{ft_option(name)}={value}")
+        where = self.source(name)
+        return None if where == DEFAULT else f"{name}={value} ({where})"
 
     def _describe(self) -> str:
         given = ((OPTION + "s", self.options), (self.file_name, self.file), (SCRIPT, self.script))

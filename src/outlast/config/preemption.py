@@ -40,7 +40,7 @@ class PreemptionConfig:
 
     shutdown_timeout: float | None = 600.0
     """Seconds from the first notice within which the process has ended, whatever it is doing; what is not saved by
-    then is lost. 0 or none = as long as it takes. Under ``outlast run`` its ``--ft-shutdown_grace`` holds, too."""
+    then is lost. 0 or none = as long as it takes. Under ``outlast run`` its ``--ft-shutdown-grace`` holds, too."""
 
     notice_file: str | None = None
     """File whose coming into being means: leave; looked for by one rank of each node."""

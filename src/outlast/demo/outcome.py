@@ -41,6 +41,8 @@ class Outcome:
     """What went wrong; empty = nothing."""
     folder: str | None = None
     """Where everything was kept; ``None`` = nothing was."""
+    details: str | None = None
+    """File that says what was done about each fault; ``None`` = none was written."""
 
     @property
     def bit_identical(self) -> bool:

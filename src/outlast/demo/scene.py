@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outlast.demo.plan import Deed, Fault
+from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind, Rung
 
-__all__ = ["RankScene", "Scene", "is_time"]
+__all__ = ["Loss", "RankScene", "Scene", "is_time"]
 
 _MARGIN = 2
 """Iterations before one in which a planned fault strikes: from there on nothing else strikes until that is settled."""
@@ -31,13 +32,21 @@ class RankScene:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A loss that rank 0 printed, and the iteration that it is of."""
+
+    iteration: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """All ranks, and all that is in the journal."""
 
     ranks: tuple[RankScene, ...]
     events: Sequence[Event]
     """By time."""
-    loss: float | None = None
+    loss: Loss | None = None
     """The newest that rank 0 printed."""
     running: tuple[str, ...] = ()
     """Nodes whose agent runs."""
@@ -62,6 +71,14 @@ class Scene:
         kinds = (EventKind.RESTORED, EventKind.PROGRESS, EventKind.SESSION_ENDED)
         written = [event.iteration or 0 for event in self.of_job if event.kind in kinds and event.cycle == cycle]
         return max([*on_boards, *written], default=0)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the newest cycle has done an iteration, or restored one, and nobody has decided what follows it."""
+        cycle = self.cycle
+        verdicts = [e.data["verdict"] for e in self.of_job if e.kind == EventKind.VERDICT and e.cycle == cycle]
+        is_decided = any(verdict.get("exit_code") != ExitReason.FINISHED for verdict in verdicts)
+        return cycle >= 0 and self.iteration > 0 and not is_decided
 
     @property
     def durable(self) -> int | None:

@@ -20,7 +20,8 @@ from outlast.demo.outcome import Outcome, differences
 from outlast.demo.plan import Fault, Shape, draw_faults
 from outlast.demo.scene import Scene, is_time
 from outlast.demo.slowed import find_slowed, named_ranks, unkept_of_slowed
-from outlast.demo.stage import Stage
+from outlast.demo.stage import Stage, uninterrupted
+from outlast.demo.tables import write_details
 from outlast.demo.view import View
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.incidents import Event
@@ -29,13 +30,23 @@ __all__ = ["perform"]
 
 _NUM_SPARES = 2
 """Two wait from the start: a bit flip takes a node whenever its iteration comes, a lost node may have taken one."""
+_UNDISTURBED, _WITH_FAULTS = "undisturbed", "with-faults"
+"""Folders of the two runs."""
 _POLL_S = 0.03
 _STARTING_S = 120.0
 _PER_ITERATION_S = 1.5
 """A run may take this long for each iteration, and :data:`_STARTING_S` besides; many times what it needs."""
 
 
-def perform(shape: Shape, *, seed: int, keep: str | None, view: View, on_failure: Callable[[str], None]) -> Outcome:
+def perform(
+    shape: Shape,
+    *,
+    seed: int,
+    keep: str | None,
+    view: View,
+    on_failure: Callable[[str], None],
+    writes_details: bool = False,
+) -> Outcome:
     """Run the demo.
 
     Args:
@@ -45,6 +56,7 @@ def perform(shape: Shape, *, seed: int, keep: str | None, view: View, on_failure
             when something went wrong.
         view: Shows what happens.
         on_failure: Called with the end of the agents' output when something went wrong.
+        writes_details: Write what was done about each fault into a file of the folder, which then stays.
 
     Raises:
         ConfigError: The folder is not empty, or there are too few iterations.
@@ -57,14 +69,27 @@ def perform(shape: Shape, *, seed: int, keep: str | None, view: View, on_failure
     folder = _make_folder(keep)
     try:
         outcome = _run_both(shape, seed, faults, script, folder, view, on_failure)
+        if writes_details and outcome.incidents:
+            path = folder / "incidents.txt"
+            path.write_text(write_details(outcome), encoding="utf-8")
+            outcome = dataclasses.replace(outcome, details=str(path))
     except BaseException:
         if keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         raise
-    if outcome.ok and keep is None:
-        shutil.rmtree(folder, ignore_errors=True)
-        return outcome
-    return dataclasses.replace(outcome, folder=str(folder))
+    if not outcome.ok or keep is not None:
+        return dataclasses.replace(outcome, folder=str(folder))
+    if outcome.details is None:
+        _remove(folder)
+    else:
+        _remove(folder / _UNDISTURBED, folder / _WITH_FAULTS)
+    return outcome
+
+
+def _remove(*folders: Path) -> None:
+    with uninterrupted():
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_both(
@@ -79,14 +104,14 @@ def _run_both(
     started_s = clock.now_s()
     problems: list[str] = []
     size = f"{shape.num_nodes} nodes x {shape.nproc_per_node} ranks"
-    first = Stage(script, folder=folder / "undisturbed", shape=shape)
+    first = Stage(script, folder=folder / _UNDISTURBED, shape=shape)
     calm = _play(first, f"Undisturbed: {size}", (), view, problems, on_failure)
     if named := named_ranks(calm):
         problems.append(f"undisturbed, rank {', '.join(map(str, named))} was taken for a slow one")
     num_heirs = sum(fault.deed.needs_spare for fault in faults)
     second = Stage(
         script,
-        folder=folder / "with-faults",
+        folder=folder / _WITH_FAULTS,
         shape=shape,
         faults=faults,
         seed=seed,

@@ -17,7 +17,7 @@ import psutil
 from outlast import clock
 from outlast.demo.copies import Spoiler, find_copies
 from outlast.demo.plan import Deed, Fault, Shape
-from outlast.demo.scene import RankScene, Scene
+from outlast.demo.scene import Loss, RankScene, Scene
 from outlast.demo.settings import write_settings
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import Event, EventKind
@@ -25,16 +25,16 @@ from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal, read_journal
 from outlast.testing.cluster import Agent, Cluster
 
-__all__ = ["Stage"]
+__all__ = ["Stage", "uninterrupted"]
 
-_LOSS = re.compile(r"^iteration\s+\d+\s+loss\s+([-+.\w]+)", re.MULTILINE)
+_LOSS = re.compile(r"^iteration\s+(\d+)\s+loss\s+([-+.\w]+)$\n", re.MULTILINE)
 _TAIL_LINES = 25
 _END_S = 5.0
 _STOP_S = 1.0
 TIMEOUTS = (
-    "--ft-rank_section_timeouts=setup:60,step:3,checkpointing:30",
-    "--ft-rank_out_of_section_timeout=30",
-    "--ft-node_heartbeat_timeout=4",
+    "--ft-rank-section-timeouts=setup:60,step:3,checkpointing:30",
+    "--ft-rank-out-of-section-timeout=30",
+    "--ft-node-heartbeat-timeout=4",
 )
 
 
@@ -113,7 +113,7 @@ class Stage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _uninterrupted():
+        with uninterrupted():
             self._cluster.close()
             if self._journal is not None:
                 self._journal.close()
@@ -256,11 +256,11 @@ class Stage:
             self._sizes = sizes
             self._events = list(read_journal(self._cluster.run_dir))
 
-    def _read_loss(self) -> float | None:
+    def _read_loss(self) -> Loss | None:
         for event in reversed(self._events):
             if event.kind == EventKind.CYCLE_STARTED and 0 in event.data["ranks"]:
                 losses = _LOSS.findall(self._cluster.agent(event.node).output())
-                return float(losses[-1]) if losses else None
+                return Loss(iteration=int(losses[-1][0]), value=float(losses[-1][1])) if losses else None
         return None
 
 
@@ -312,11 +312,20 @@ def _board_paths(pid: int) -> list[str]:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Let signals that end the demo wait: what is being ended must be ended to the last process."""
-    waiting = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+def uninterrupted() -> Iterator[None]:
+    """Let signals that end the demo wait: what is being ended must be ended to the last process and file.
+
+    They are put off by handlers, as a mask of this thread would let another thread take them.
+
+    Thread: the main thread.
+    """
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in numbers}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])

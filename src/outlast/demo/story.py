@@ -17,8 +17,9 @@ def tell(event: Event) -> str | None:
         case EventKind.NODE_JOINED if data.get("spare"):
             return f"{data['name']} waits as a spare"
         case EventKind.CYCLE_STARTED:
-            ranks = data["ranks"]
-            return f"cycle {event.cycle}: {event.node} runs ranks {min(ranks)}-{max(ranks)} of {data['world_size']}"
+            first, last = min(data["ranks"]), max(data["ranks"])
+            ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+            return f"cycle {event.cycle}: {event.node} runs {ranks} of {data['world_size']}"
         case EventKind.FAULT_SIMULATED:
             spoiled = "" if data.get("copies_spoiled") is None else f", {data['copies_spoiled']} copies damaged"
             target = f"rank {event.rank}, {data['tensor']}" if "tensor" in data else data["target"]

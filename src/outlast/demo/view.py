@@ -1,8 +1,12 @@
-"""The view: what is seen while the demo runs; a live picture, plain lines, or nothing."""
+"""The view: what is seen while the demo runs; lines with a picture below them, lines alone, or nothing.
+
+Whatever happens is told once, in a line that stays. The picture is of what changes all the time, and nothing is told by
+it alone. Both are made from the same scene, so that they cannot contradict each other.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,10 +22,25 @@ from outlast.demo.scene import Scene
 from outlast.demo.story import tell
 from outlast.incidents import Event
 
-__all__ = ["LiveView", "PlainView", "SilentView", "View"]
+__all__ = ["LiveView", "PlainView", "SilentView", "View", "wrap"]
 
 _REFRESH_S = 0.2
-_LINES = 12
+_EVERY = 20
+"""Iterations between two lines on how far the training is."""
+_INDENT = 10
+"""The width of the time before a line; what goes on in a second line is two columns further to the right."""
+_BAR = 40
+
+
+def wrap(text: str, width: int) -> str:
+    """Return a line in lines of a width, made of whole words; a longer word has a line of its own."""
+    return textwrap.fill(
+        text,
+        max(width, 2 * _INDENT),
+        subsequent_indent=" " * (_INDENT + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 class View:
@@ -34,11 +53,15 @@ class View:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self._told: set[tuple[str, str, int]] = set()
+        self._begin_ns: int | None = None
+        self._next_iteration = 0
+        self._is_at_end = False
 
     @contextmanager
     def act(self, title: str) -> Iterator[None]:
         """Show one of the demo's runs, until the block is left."""
         self._told.clear()
+        self._begin_ns, self._next_iteration, self._is_at_end = None, 0, False
         self._open(title)
         try:
             yield
@@ -57,7 +80,21 @@ class View:
             if (key := (event.node, event.proc, event.mono_ns)) not in self._told:
                 self._told.add(key)
                 if (line := tell(event)) is not None:
-                    yield f"{_since_start(event, scene):6.2f} s  {line}"
+                    yield f"{self._since_begin(event):6.2f} s  {line}"
+        if scene.loss is not None and scene.loss.iteration >= self._next_iteration:
+            self._next_iteration = scene.loss.iteration // _EVERY * _EVERY + _EVERY
+            yield f"{self._at(scene.loss.iteration)}, loss {scene.loss.value:.4f}"
+        if scene.is_training and scene.iteration >= self.shape.iterations and not self._is_at_end:
+            self._is_at_end = True
+            yield f"{self._at(scene.iteration)}, the last one"
+
+    def _at(self, iteration: int) -> str:
+        return f"{'':{_INDENT}}iteration {iteration} of {self.shape.iterations}"
+
+    def _since_begin(self, event: Event) -> float:
+        if self._begin_ns is None:
+            self._begin_ns = event.mono_ns
+        return max(0, event.mono_ns - self._begin_ns) / 1e9
 
 
 SilentView = View
@@ -65,33 +102,29 @@ SilentView = View
 
 
 class PlainView(View):
-    """Tell everything in lines, for a log or a pipe.
+    """Tell everything in lines of whole words, for a log, a pipe, or a terminal that can do no more.
 
     Args:
         shape: The world's size and the number of iterations.
-        write: Called with each line.
+        write: Called with each line, or several.
+        width: Columns.
     """
 
-    def __init__(self, shape: Shape, write: Callable[[str], None]) -> None:
+    def __init__(self, shape: Shape, write: Callable[[str], None], *, width: int) -> None:
         super().__init__(shape)
-        self._write = write
-        self._next_iteration = 0
+        self._write, self._width = write, width
 
     def show(self, scene: Scene) -> None:
         """Tell what is new."""
         for line in self._new_lines(scene):
-            self._write(line)
-        if scene.iteration >= self._next_iteration and scene.loss is not None:
-            self._write(f"          iteration {scene.iteration} of {self.shape.iterations}, loss {scene.loss:.4f}")
-            self._next_iteration = scene.iteration // 20 * 20 + 20
+            self._write(wrap(line, self._width))
 
     def _open(self, title: str) -> None:
-        self._write(title)
-        self._next_iteration = 0
+        self._write(wrap(title, self._width))
 
 
 class LiveView(View):
-    """Show a picture that changes, on a terminal.
+    """Tell everything in lines, and show below them a picture that changes, on a terminal.
 
     Args:
         shape: The world's size and the number of iterations.
@@ -101,59 +134,64 @@ class LiveView(View):
     def __init__(self, shape: Shape, console: Console) -> None:
         super().__init__(shape)
         self._console = console
-        self._title = ""
-        self._lines: deque[str] = deque(maxlen=_LINES)
         self._live: Live | None = None
         self._next_s = 0.0
         self._scene: Scene | None = None
         self._iteration = 0
 
     def show(self, scene: Scene) -> None:
-        """Draw the picture anew, a few times a second."""
+        """Tell what is new and draw the picture anew, a few times a second."""
         self._scene = scene
         if clock.now_s() >= self._next_s:
             self._next_s = clock.now_s() + _REFRESH_S
             self._redraw(scene)
 
     def _open(self, title: str) -> None:
-        self._title = title
-        self._lines.clear()
         self._scene, self._iteration = None, 0
-        self._live = Live(Text(title, style="bold"), console=self._console, auto_refresh=False)
+        self._tell(title, "bold")
+        self._live = Live(Text("starting", style="dim"), console=self._console, auto_refresh=False, transient=True)
         self._live.start()
 
     def _close(self) -> None:
-        if self._scene is not None:
-            self._redraw(self._scene)
-        if self._live is not None:
+        if self._live is None:
+            return
+        try:
+            if self._scene is not None:
+                self._redraw(self._scene)
+        finally:
             self._live.stop()
             self._live = None
 
     def _redraw(self, scene: Scene) -> None:
+        for line in self._new_lines(scene):
+            self._tell(line, _style(line))
         if self._live is not None:
-            self._lines.extend(self._new_lines(scene))
             self._live.update(self._draw(scene), refresh=True)
 
+    def _tell(self, line: str, style: str) -> None:
+        self._console.print(Text(wrap(line, self._console.width), style=style), soft_wrap=True)
+
     def _draw(self, scene: Scene) -> RenderableType:
-        self._iteration = scene.iteration or self._iteration  # while a cycle restores, where the last one was
-        loss = "-" if scene.loss is None else f"{scene.loss:.4f}"
-        durable = "none" if scene.durable is None else str(scene.durable)
-        head = Table.grid(padding=(0, 2))
-        head.add_row(
-            ProgressBar(total=self.shape.iterations, completed=self._iteration, width=30),
-            f"iteration [bold]{self._iteration}[/] of {self.shape.iterations}",
-            f"loss [bold]{loss}[/]",
-            f"saved {durable}",
-            f"cycle {max(scene.cycle, 0)}",
-        )
-        lines = [Text(line, style=_style(line), no_wrap=True, overflow="ellipsis") for line in self._lines]
+        if scene.is_training:
+            self._iteration = scene.iteration
+            facts = [f"iteration {self._iteration} of {self.shape.iterations}"]
+        else:
+            facts = [f"starting again after iteration {self._iteration}" if self._iteration else "starting"]
+        facts.append(f"cycle {max(scene.cycle, 0)}")
+        if scene.loss is not None:
+            facts.append(f"loss {scene.loss.value:.4f} at {scene.loss.iteration}")
+        if scene.durable is not None:
+            facts.append(f"saved {scene.durable}")
+        bar = Table.grid()  # a line of its own
+        bar.add_row(ProgressBar(total=self.shape.iterations, completed=self._iteration, width=_BAR))
         ranks = [self._ranks(scene)] if scene.running else []
-        return Group(Text(self._title, style="bold"), head, *ranks, *lines)
+        return Group(Text(), bar, Text("  ".join(facts), style="bold"), *ranks)
 
     def _ranks(self, scene: Scene) -> Table:
-        table = Table(box=None, padding=(0, 2), header_style="dim")
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for name in ("rank", "node", "pid", "iteration", "in section"):
-            table.add_column(name, justify="left" if name in ("node", "in section") else "right")
+            justify = "left" if name in ("node", "in section") else "right"
+            table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
         known = {one.rank: one for one in scene.ranks if one.cycle == scene.cycle}
         for rank in range(self.shape.world_size):
             one = known.get(rank)
@@ -161,8 +199,9 @@ class LiveView(View):
                 table.add_row(str(rank), "-", "-", "-", "", style="yellow")
             else:
                 table.add_row(str(rank), one.node, str(one.pid), str(one.iteration), one.section)
+        waits = "waits as a spare" if scene.cycle >= 0 else "has joined"
         for node in scene.spares:
-            table.add_row("", node, "", "", "waits as a spare", style="dim")
+            table.add_row("", node, "", "", waits, style="dim")
         for node in sorted(scene.quarantined):
             table.add_row("", node, "", "", "is quarantined", style="dim")
         return table
@@ -174,7 +213,3 @@ def _style(line: str) -> str:
     if "noticed by" in line:
         return "yellow"
     return "green" if "decided:" in line else "dim"
-
-
-def _since_start(event: Event, scene: Scene) -> float:
-    return (event.mono_ns - scene.events[0].mono_ns) / 1e9

@@ -20,6 +20,8 @@ __all__ = ["CHECKS"]
 
 _PROBE_BYTES = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup")
+_WHOSE_SHM = "DataLoader workers and NCCL; outlast itself uses none"
+_SHM_HINT = "start the container with a larger --shm-size"
 
 
 def _ok(reason: str, **facts: Any) -> Outcome:
@@ -50,7 +52,8 @@ def check_disk(task: Disk) -> Outcome:
     free = space.f_bavail * space.f_frsize
     facts = {"free_bytes": free, "total_bytes": space.f_blocks * space.f_frsize, "free_files": space.f_favail}
     if free < task.min_free_bytes:
-        return _failed(f"{_gib(free)} left, {_gib(task.min_free_bytes)} needed (min_free_disk_gib)", **facts)
+        hint = f"; {_SHM_HINT}" if folder.is_relative_to("/dev/shm") else ""
+        return _failed(f"{_gib(free)} left, {_gib(task.min_free_bytes)} needed (min_free_disk_gib){hint}", **facts)
     if space.f_files and not space.f_favail:
         return _failed("no file can be made any more: all inodes are used", **facts)
     return _ok(f"writable, {_gib(free)} left", **facts)
@@ -101,17 +104,28 @@ def check_store(task: Store) -> Outcome:
 
 
 def check_shared_memory(task: SharedMemory) -> Outcome:
-    """Look whether shared memory is there and large enough; containers often give 64 MiB."""
+    """Look whether ``/dev/shm`` has what the script needs there; containers often give it 64 MiB.
+
+    Nothing of outlast's lies there: its shared memory has no file (``memfd``), counts as memory, and is not bounded by
+    the size of ``/dev/shm``. So without a number of the user's it cannot be too small.
+    """
+    if not task.min_free_bytes:
+        try:
+            space = os.statvfs(task.path)
+        except OSError as error:
+            reason = f"{error.strerror}; it is for {_WHOSE_SHM}"
+            return Outcome(status=Status.SKIPPED, reason=reason)
+        free = space.f_bavail * space.f_frsize
+        facts = {"free_bytes": free, "total_bytes": space.f_blocks * space.f_frsize}
+        return _ok(f"{_gib(free)} left for {_WHOSE_SHM}", **facts)
     found = check_disk(Disk(path=task.path, min_free_bytes=0))
     if found.status != Status.OK:
         return found
     free = found.facts["free_bytes"]
     if free < task.min_free_bytes:
-        hint = "start the container with a larger --shm-size"
-        return _failed(
-            f"{_gib(free)} left, {_gib(task.min_free_bytes)} needed (min_free_shm_gib); {hint}", **found.facts
-        )
-    return found
+        needed = _gib(task.min_free_bytes)
+        return _failed(f"{_gib(free)} left, {needed} needed (min_free_shm_gib); {_SHM_HINT}", **found.facts)
+    return _ok(f"{_gib(free)} left for {_WHOSE_SHM}", **found.facts)
 
 
 def check_memory(task: Memory) -> Outcome:
@@ -148,7 +162,7 @@ def check_open_files(task: OpenFiles) -> Outcome:
 def check_clock(task: Clock) -> Outcome:
     """Compare the time that a folder's file server gives a new file with the time that this node's kernel gives one."""
     try:
-        here, there = _time_of_new_file(Path("/dev/shm")), _time_of_new_file(_nearest(Path(task.path)))
+        here, there = _time_of_new_memory(), _time_of_new_file(_nearest(Path(task.path)))
     except OSError as error:
         return Outcome(status=Status.SKIPPED, reason=f"no file can be made to read its time ({error.strerror})")
     skew_s = here - there
@@ -157,6 +171,16 @@ def check_clock(task: Clock) -> Outcome:
         how = "ahead of" if skew_s > 0 else "behind"
         return _failed(f"{abs(skew_s):.1f} s {how} the file server's (max_clock_skew={task.max_skew_s:g})", **facts)
     return _ok(f"within {abs(skew_s):.1f} s of the file server's", **facts)
+
+
+def _time_of_new_memory() -> float:
+    """Return the time that this node's kernel gives a file; one without a name is on no server's disk."""
+    fd = os.memfd_create("outlast-clock", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, b"0")
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
 
 
 def _time_of_new_file(folder: Path) -> float:

@@ -41,9 +41,10 @@ class Store(_Task, frozen=True, kw_only=True):
 
 
 class SharedMemory(_Task, frozen=True, kw_only=True):
-    """``/dev/shm`` is there, can be written, and has room."""
+    """``/dev/shm`` is there, can be written, and has the room that the script needs."""
 
     min_free_bytes: int
+    """0 = the script needs none that anybody told of; then it is only looked at."""
     path: str = "/dev/shm"
 
 

@@ -49,7 +49,7 @@ class Announcements:
         self._mark = self._open_mark()
         if self._mark is not None:
             self._mark.arm(call, patience_s=config.barrier_timeout + config.hard_timeout)
-        if call == 0 and place.global_rank == 0:
+        if call == 0 and place.is_first:
             _say_what_the_launcher_allows(place.launcher)
 
     def begin(self, go: m.Go) -> None:
@@ -103,7 +103,7 @@ class Announcements:
         try:
             return InProcessMark.open(self._place.board, self._place.local_rank)
         except OutlastError as error:
-            log.warning("the node's agent is not told of restarts in process: %s", error)
+            log.warning("restarts in process cannot be reported to the node's agent: %s", error)
             return None
 
     def _write_restarted(self, go: m.Go) -> None:
@@ -153,8 +153,8 @@ def _kind(kind: m.FaultKind) -> IncidentKind:
 def _say_what_the_launcher_allows(launcher: str) -> None:
     if launcher == "torchrun" and env.environ().get("TORCHELASTIC_RUN_ID"):
         log.warning(
-            "torchrun ends all ranks when the process of one ends: exceptions and hangs that can be interrupted are "
-            "mended in process, a rank that dies is not; outlast run lets the others go on, and takes the same options"
+            "torchrun ends all ranks when one process ends: exceptions, and hangs that can be interrupted, are "
+            "recovered in process, but a rank that dies is not; outlast run keeps the others and takes the same options"
         )
     elif launcher == "srun":
         log.warning(

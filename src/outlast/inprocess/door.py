@@ -99,7 +99,7 @@ class Door:
             return None
         join = came[0]
         if not isinstance(join, m.Join) or not self._is_genuine(join):
-            log.warning("whoever connects does not know the secret of this job; the connection is closed")
+            log.warning("refused a connection without this job's secret; is another job using the same port?")
             return self._shut_out(link)
         del self._strangers[link]
         self._selector.unregister(link)

@@ -61,7 +61,7 @@ class Ending:
             self._link.send(m.Left(reason=reason))
         self._said.leave()
         self._terminate()
-        text = f"rank {self._facts.place.global_rank} leaves for good: {reason}"
+        text = f"rank {self._facts.place.global_rank} is permanently removed: {reason}"
         log.warning("%s", text)
         raise RankLeft(text)
 

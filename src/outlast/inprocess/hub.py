@@ -139,7 +139,7 @@ class Hub:
         if self._state is not None:
             self._advance(self._came(rank, join))
         elif rank not in self._known:
-            self._send(rank, m.Expel(reason="the others went on without this rank"))
+            self._send(rank, m.Expel(reason="the others resumed without this rank"))
         self._settle()
 
     def look(self) -> None:

@@ -153,7 +153,7 @@ class MonitorLink:
                     f"the monitor process (pid {self.pid}) of rank {self._task.initial_rank} ended with {exit_code}; "
                     "its log says why"
                 )
-            log.warning("the monitor process (pid %d) ended with %d; another one is started", self.pid, exit_code)
+            log.warning("the monitor process (pid %d) ended with code %d; a new one is started", self.pid, exit_code)
             try:
                 new = self._start()
             except OSError as error:

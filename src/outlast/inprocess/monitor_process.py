@@ -20,7 +20,7 @@ import sys
 
 import msgspec
 
-from outlast import clock
+from outlast import clock, logs
 from outlast.decoding import from_json
 from outlast.errors import OutlastError
 from outlast.inprocess import messages as m
@@ -236,7 +236,7 @@ class MonitorProcess:
 
     def _expel(self) -> None:
         """End a rank that counts as dead; it has a grace period first."""
-        log.warning("rank %d is expelled", self._task.initial_rank)
+        log.warning("rank %d is removed and ended", self._task.initial_rank)
         grace_s = self._task.termination_grace_s
         if grace_s > 0:
             self._signal(signal.SIGTERM)
@@ -284,15 +284,18 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)  # schedulers signal every process of a job; this one ends with its rank
     rank_fd, page_fd, text = sys.argv[1:] if arguments is None else arguments
     task = from_json(text, MonitorTask)
-    if task.log_path:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", filename=task.log_path)
-    else:
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(
+        f"monitor rank {task.initial_rank}",
+        node=task.node,
+        rank=task.initial_rank,
+        path=task.log_path,
+        least=logging.INFO if task.log_path else logging.WARNING,
+    )
     pidfd = _open_pidfd(task.pid)
     try:
         return MonitorProcess(task, socket.socket(fileno=int(rank_fd)), Page(int(page_fd)), pidfd).run()
     except OutlastError:
-        log.exception("rank %d is watched no more", task.initial_rank)
+        log.exception("the monitor of rank %d failed; the rank is no longer watched", task.initial_rank)
         return 1
 
 

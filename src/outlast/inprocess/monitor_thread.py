@@ -93,7 +93,7 @@ class MonitorThread:
         os.eventfd_write(self._wake, 1)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("the monitor thread is still busy after %g s; it is left behind", timeout_s)
+            log.warning("the monitor thread is still busy after %g s; it ends with the process", timeout_s)
         else:
             os.close(self._wake)
 

@@ -7,7 +7,7 @@ import queue
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outlast import env
+from outlast import env, logs
 from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.errors import ConfigError, OutlastError, RestartAbort
 from outlast.inprocess import messages as m
@@ -84,6 +84,7 @@ class Rank:
         name = handle_parameter(function)
         if name is not None and name in kwargs:
             name = None
+        logs.configure_worker(self._place.global_rank, self._place.node)
         self._interruption.install()
         stacks.register()
         noting = connections.Noting(self._check_group)
@@ -162,7 +163,7 @@ class Rank:
         try:
             return self._thread.inbox.get(timeout=timeout_s)
         except queue.Empty:
-            raise OutlastError(f"the monitor process says nothing for {timeout_s:g} s; look at its log") from None
+            raise OutlastError(f"the monitor process does not answer for {timeout_s:g} s; look at its log") from None
 
     def _get_ready(self, iteration: int) -> None:
         """Say that this rank can enter an iteration, if it may."""
@@ -311,7 +312,7 @@ class Rank:
         self._facts.note_faults((fault,))
         self._link.send(fault)
         if not fault.is_consequence:
-            log.warning("iteration %d failed on this rank", self._facts.iteration, exc_info=error)
+            log.warning("the function failed on this rank in call %d", self._facts.iteration, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
         """Let go of the iteration that was entered last. Idempotent."""
@@ -328,7 +329,7 @@ class Rank:
         except RestartAbort as failure:
             self._ending.give_up(failure)
         except Exception as failure:
-            log.exception("this rank cannot go on")
+            log.exception("this rank cannot continue")
             self._ending.part(describe(failure), tell=True)
         finally:
             set_current(None)
@@ -376,7 +377,7 @@ class Rank:
             if self._handle is not None:
                 self._handle.look_before_abort()
         except Exception:
-            log.exception("what was to be looked at before the abort could not be")
+            log.exception("the check before the abort failed")
         try:
             device.abort_collectives()
             self._plugins.abort(self._facts.describe())

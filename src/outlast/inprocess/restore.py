@@ -154,7 +154,7 @@ class Restore:
         if plan.iteration is None or problem:
             why = problem or plan.reason
             if why:
-                log.info("nothing is kept over this restart: %s", why)
+                log.info("no state is kept in memory over this restart: %s", why)
             return None
         sources = tuple("peer" if one in plan.part_from else "in_place" for one in range(world_size))
         self.has_loaded = plan.has_loaded

@@ -84,7 +84,7 @@ class StandIn:
         try:
             answer = from_json(self._answer, m.Connect)
         except msgspec.DecodeError as error:
-            log.warning("nobody tells where the hub is: %s", error)
+            log.warning("the hub cannot be located: %s", error)
             answer = None
         self._on_answer(answer)
 
@@ -116,7 +116,7 @@ def main() -> int:
         meeting = Meeting(env.read_worker(), timeout_s=errand.timeout_s, key=errand.key)
         meeting.meet(errand.address, told.append, known=errand.known)
     except (msgspec.DecodeError, OutlastError) as error:
-        log.warning("the meeting cannot be found: %s", error)
+        log.warning("the rendezvous store cannot be reached: %s", error)
         return 1
     sys.stdout.buffer.write(msgspec.json.encode(told[0]) + b"\n")
     sys.stdout.flush()

@@ -312,7 +312,7 @@ class Uplink:
             case m.Beat():
                 pass  # the link has noted when it came
             case other:
-                log.warning("the hub said %s", type(other).__name__)
+                log.warning("unexpected message from the hub: %s", type(other).__name__)
 
     def _order(self, order: m.Order) -> None:
         self._record.note_order(order)

@@ -86,6 +86,11 @@ class Checkups:
         """
         self._asked.put((occasion, gpus, computes))
 
+    def abandon(self) -> None:
+        """Give up what is under way, and end its processes. Blocks: hardly."""
+        for prober in self._probers:
+            prober.abandon()
+
     def close(self) -> None:
         """Give up what is under way, and end its processes. Idempotent. Blocks: hardly, at most 3 s."""
         self._asked.put(None)

@@ -63,6 +63,7 @@ class ControlServer:
         node: Name of this node, for the journal.
         layers: What options and file of ``outlast run`` set; what they do not, the script's config may.
         on_error: Called in the server's thread with what ended it before its time.
+        may_write: Says whether the run directory is still this job's.
 
     Thread: owns one; :meth:`start` and :meth:`close` are called by the agent's main thread.
     """
@@ -77,13 +78,14 @@ class ControlServer:
         node: str,
         layers: LayeredSettings,
         on_error: Callable[[BaseException], None],
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
         self._settings = settings
         self._run_dir = run_dir
         self._run_id, self._node = run_id, node
         self._layers, self._config = layers, layers.config
-        self._on_error = on_error
+        self._on_error, self._may_write = on_error, may_write
         self._journal = Journal(run_dir, run_id=run_id, job=settings.job, node=node, proc="coordinator")
         state = load_ladder(run_dir, is_new_job=settings.former_host is None, is_named=settings.is_named)
         self._coordinator = Coordinator(
@@ -211,15 +213,15 @@ class ControlServer:
         self._journal.write(kind, cycle=cycle, rank=None, iteration=None, **data)
 
     def _remember(self, state: LadderState) -> None:
-        if self._run_dir is None:
+        if self._run_dir is None or not self._may_write():
             return
         try:
             save_ladder(self._run_dir, state)
         except OSError as error:
-            log.warning("ladder.json cannot be written (%s): a later job will not know what was tried", error)
+            log.warning("ladder.json cannot be written (%s): later jobs will not know which remedies were tried", error)
 
     def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
-        if not self._config.calc_ft_timeouts or self._run_dir is None:
+        if not self._config.calc_ft_timeouts or self._run_dir is None or not self._may_write():
             return
         learned = LearnedTimeouts.load(self._run_dir)
         learned.merge(

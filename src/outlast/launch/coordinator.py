@@ -90,7 +90,7 @@ class Coordinator:
         self.nodes = Nodes(settings.num_slots)
         self.stop: m.Stop | None = None
         if state.finished:
-            reason = "an earlier job finished the run; to train anew, name another --run-dir"
+            reason = "an earlier job finished this run; to train again, name another --run-dir"
             self.phase, self.stop = Phase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
         self._record, self._learn = record, learn
         self._ending: Ending | None = None
@@ -134,7 +134,7 @@ class Coordinator:
             case _:
                 node = self.nodes.get(message.node)
                 if node is None or node.epoch != message.epoch:
-                    log.debug("message of an unknown life of node %s passed over", message.node)
+                    log.debug("message of an earlier start of node %s ignored", message.node)
                 else:
                     self._on_known(message, node, now_s)
         self._advance(now_s)
@@ -233,7 +233,7 @@ class Coordinator:
         reason = "the node that hosted the control store is gone" if adoption.missing else "the cycle was ending"
         self._ending = self._end_cycle(reason, examine=False, but=None)
         for slot in adoption.missing:
-            why = f"it carried slot {slot} and went down with the control store"
+            why = f"it held slot {slot} and was lost together with the control store"
             incident = self._ending.lose(self.settings.former_host or "", why)
             self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         for name, facts in adoption.ended.items():
@@ -304,13 +304,13 @@ class Coordinator:
         self.nodes.remove(node.name)
         verdict = self._rulings.rule(departure(self.cycle, leave))
         code = ExitReason.PREEMPTED if leave.saved else 128 + leave.signal
-        self._stop_job(code, f"node {node.name} was told to leave; {verdict.reason}", now_s)
+        self._stop_job(code, f"node {node.name} was shut down; {verdict.reason}", now_s)
 
     def _lose(self, node: Node, why: str, now_s: float) -> None:
         self.nodes.remove(node.name)
         log.warning("node %s is lost: %s", node.name, why)
         # Should it only have been away, it hears this first: its ranks must not go on in a cycle that is over.
-        self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was taken for lost: {why}"))
+        self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was declared lost: {why}"))
         if self.nodes.holds_slot(node) and self.phase in (Phase.RUNNING, Phase.PREPARING):
             self._end_cycle(f"node {node.name} is lost: {why}", examine=False, but=None)
         if self.nodes.holds_slot(node) and self._ending is not None:
@@ -329,14 +329,14 @@ class Coordinator:
             return
         if self.phase in (Phase.RUNNING, Phase.PREPARING):
             reason = facts.incident.describe() if facts.incident else f"node {node.name} left the cycle"
-            self._end_cycle(reason, examine=False, but=node)
+            self._end_cycle(reason, examine=False, but=node, awaits_alike=facts.permanent is not None)
         if self._ending is not None:
             self._ending.take(facts)
 
-    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None) -> Ending:
+    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> Ending:
         self.phase = Phase.FORMING
         self._ending = Ending(job=self.settings.job, cycle=self.cycle)
-        over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine)
+        over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_alike=awaits_alike)
         for node in self.nodes:
             if node is not but and self.nodes.holds_slot(node) and not node.ready:
                 self.nodes.send(node, over)
@@ -351,7 +351,13 @@ class Coordinator:
             ending = self._end_cycle(lost[0].describe(), examine=False, but=None)
             ending.incidents.extend(lost)
             return
-        end = CycleEnd(cycle=self.cycle, incident=None, finished=True, durable_iteration=highest_durable(facts))
+        end = CycleEnd(
+            cycle=self.cycle,
+            incident=None,
+            finished=True,
+            durable_iteration=highest_durable(facts),
+            had_session=any(one.had_session for one in facts),
+        )
         self._learn(self.cycle, observations(facts), None)
         self._carry_out(self._rulings.rule(end), now_s)
 
@@ -384,7 +390,9 @@ class Coordinator:
             ending, self._ending = self._ending, None
             barred = self.state.barred
             end = ending.summarise(
-                num_heirs=lambda name: self.nodes.num_heirs(name, barred), may_shrink=self._forming.may_shrink()
+                num_heirs=lambda name: self.nodes.num_heirs(name, barred),
+                may_shrink=self._forming.may_shrink(),
+                num_nodes=len(self.nodes.slots),
             )
             self._learn(self.cycle, observations(ending.facts), ending.expired)
             self._carry_out(self._rulings.rule(end), now_s)
@@ -394,6 +402,7 @@ class Coordinator:
             self._rulings.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
         slots = self._forming.fill(self.cycle, now_s, barred=self.state.barred)
         if slots is None:
+            self._forming.remind(now_s)
             awaited = bool(self.nodes.by_name) or self._unfit.any_waits
             if (reason := self._forming.gave_up(now_s, is_awaited=awaited)) is not None:
                 reason += self._unfit.describe()

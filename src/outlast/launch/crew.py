@@ -8,6 +8,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerState
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from outlast import clock
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.launch import messages as m
 from outlast.launch.cycle import Cycle
@@ -120,7 +121,7 @@ class Crew:
         worker = cycle.workers.get(news.key) if cycle is not None else None
         if cycle is None or worker is None:
             return None
-        worker.pid = news.pid
+        worker.pid, worker.started_ns = news.pid, clock.now_ns()
         cycle.board.assign(worker.local_rank, pid=news.pid, global_rank=worker.global_rank, cycle=cycle.number)
         return cycle if all(other.pid for other in cycle.workers.values()) else None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +14,10 @@ from typing import Any
 import msgspec
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from outlast import env
+from outlast import clock, env
 from outlast.config.precedence import SCRIPT, LayeredSettings
 from outlast.errors import ConfigError, ExitReason
-from outlast.incidents import Incident, IncidentKind
+from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import messages as m
 from outlast.launch.in_process import InProcess, Mended
 from outlast.launch.logs import CycleLogs
@@ -24,23 +26,38 @@ from outlast.launch.worker_process import WorkerProcess
 from outlast.monitor.examine import examine
 from outlast.monitor.learned import LearnedTimeouts, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
+from outlast.policy.causes import PLAIN_START_S, Ended, find_first, permanent_cause, wait_s
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
 from outlast.policy.in_process import InProcessState
+from outlast.policy.protection import describe_hangs
 from outlast.policy.quarantine import Load, tier_of_load
 from outlast.policy.rerun import Diagnosis
 from outlast.policy.slots import OWN_VERDICTS
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.diagnoses import read_diagnosis
+from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Exited, Spawn
 
 __all__ = ["ALONE_S", "Cycle"]
 
 log = logging.getLogger(__name__)
+_FATAL_SIGNALS = {
+    "Segmentation fault": -signal.SIGSEGV,
+    "Aborted": -signal.SIGABRT,
+    "Bus error": -signal.SIGBUS,
+    "Floating-point exception": -signal.SIGFPE,
+    "Floating point exception": -signal.SIGFPE,
+    "Illegal instruction": -signal.SIGILL,
+}
+"""What ``faulthandler`` calls the signals that it catches."""
+_LAST_LINES = 20
+_MAX_LINE = 300
+_MAX_TAIL = 16 * 1024
 ALONE_S = 5.0
 """What workers that were told to leave have left when one of them ended without having saved."""
 _WITHOUT_EFFECT = {
-    "node_heartbeat_timeout": "agents need it before the script runs; give outlast run --ft-node_heartbeat_timeout, or "
+    "node_heartbeat_timeout": "agents need it before the script runs; give outlast run --ft-node-heartbeat-timeout, or "
     "--config with a file that has it",
     "rank_termination_signal": NO_TERMINATION_SIGNAL,
 }
@@ -65,9 +82,15 @@ class Cycle:
     spawns: list[Spawn]
     in_process: InProcess
     """How the workers stand with restarts inside their processes."""
+    postmortem: Postmortem
+    """What the workers record of their ends."""
     watchdog: Watchdog | None = None
     layers: LayeredSettings = field(init=False)
     """The fault tolerance settings in force: those of the launcher, and of the script once it told them."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """What is enforced."""
+    _origins: dict[str, str] = field(default_factory=dict)
+    """Where each setting of it comes from."""
     script_settings: str | None = None
     """What the script's config sets, as text; ``None`` while no rank has attached to the board."""
     _strangers: set[int] = field(default_factory=set)
@@ -89,8 +112,6 @@ class Cycle:
         if self.layers.config.enable_ft_package:
             self.watchdog = Watchdog(self.board, None, node=self.node, on_hang=on_hang, on_error=on_error)
             self.watchdog.start()
-        else:
-            self._say_off()
 
     def settle(self) -> None:
         """Enforce the timeouts that are in force, once a rank has attached to the board and told what its config sets.
@@ -107,7 +128,7 @@ class Cycle:
             elif local_rank not in self._strangers:
                 self._strangers.add(local_rank)
                 log.warning(
-                    "[outlast] the fault tolerance settings of local rank %d differ from another rank's, which are in "
+                    "the fault tolerance settings of local rank %d differ from another rank's, which are in "
                     "force; give all ranks the same config",
                     local_rank,
                 )
@@ -116,17 +137,16 @@ class Cycle:
         try:
             self.layers = self.layers.with_script(text or "{}")
         except ConfigError as error:
-            log.warning("[outlast] the fault tolerance settings of the script's config are not used: %s", error)
+            log.warning("the fault tolerance settings of the script's config are not used: %s", error)
         config, source = self.layers.config, self.layers.source
         for name, why in _WITHOUT_EFFECT.items():
             if source(name) == SCRIPT:
-                log.warning("[outlast] fault_tolerance.%s of the script's config has no effect: %s", name, why)
+                log.warning("fault_tolerance.%s of the script's config has no effect: %s", name, why)
         if self.watchdog is None:
             return
         if not config.enable_ft_package:
             self.watchdog.stop()
             self.watchdog = None
-            self._say_off()
             return
         timeouts = configured = Timeouts.from_config(config, with_defaults=True)
         if config.calc_ft_timeouts:
@@ -136,22 +156,32 @@ class Cycle:
             field = FIELD_OF_SETTING[name]
             return "learned" if getattr(timeouts, field) != getattr(configured, field) else source(name)
 
+        self.timeouts, self._origins = timeouts, {name: origin(name) for name in FIELD_OF_SETTING}
         self.watchdog.enforce(timeouts, timeouts.describe(origin))
 
     @property
     def is_plain(self) -> bool:
         """Whether hangs would be noticed, but no worker of this node has anything yet that shows them."""
-        states = self.board.read_all()
-        return self.watchdog is not None and not any(
-            state.attached or state.in_process != InProcessState.OFF for state in states
+        return self.watchdog is not None and not self.had_session
+
+    @property
+    def had_session(self) -> bool:
+        """Whether a worker of this node has, or had, a session or a monitor: it has written on the board."""
+        return any(state.attached or state.in_process != InProcessState.OFF for state in self.board.read_all())
+
+    def describe_hang_detection(self) -> str:
+        """Return what notices hangs, for people."""
+        return describe_hangs(
+            self.timeouts if self.watchdog is not None else None,
+            self.layers.source("enable_ft_package"),
+            has_session=not self.is_plain,
+            origins=self._origins,
         )
 
-    def _say_off(self) -> None:
-        where = self.layers.source("enable_ft_package")
-        log.warning(
-            "[outlast] hang detection is off: enable_ft_package is false (%s); only deaths of workers are noticed",
-            where,
-        )
+    @property
+    def session_protection(self) -> str:
+        """What the session of this node's first rank protects against; empty while none has told."""
+        return "" if self.over else self.board.protection(0)
 
     def look(self) -> None:
         """Have the workers judged afresh: something about them changed."""
@@ -162,7 +192,7 @@ class Cycle:
         """Note that a worker ended; ``None`` when it is none of this cycle's."""
         worker = self.workers.get(news.key)
         if worker is not None:
-            worker.exit_code = news.exit_code
+            worker.exit_code, worker.ended_ns = news.exit_code, news.mono_ns
         return worker
 
     @property
@@ -214,13 +244,68 @@ class Cycle:
         """Return why nothing was finished on this node, all its workers having ended; ``None`` = it was."""
         return self.in_process.unfinished(job=self.job, cycle=self.number, node=self.node)
 
-    def describe_death(self, worker: WorkerProcess) -> Incident:
-        """Return the incident of a worker that ended with anything but 0.
+    @property
+    def wait_for_others_s(self) -> float:
+        """Seconds to wait for other workers of this node before a failure is reported; 0 = what happened is clear."""
+        return wait_s(
+            self._failing(),
+            num_running=sum(worker.exit_code is None for worker in self.workers.values()),
+            is_before_first_step=self._is_before_first_step,
+            has_session=self.had_session,
+            is_alone=self.start.num_nodes == 1,
+        )
+
+    def describe_failure(self) -> Incident:
+        """Return the incident of the worker that failed first, one or more having ended with anything but 0.
 
         One that judged a result invalid is the cause, also where a peer that missed it was gone before it.
         """
-        assert worker.exit_code
-        return self._describe_verdict() or self.in_process.unmended or self._describe_exit(worker, worker.exit_code)
+        if (other := self._describe_verdict() or self.in_process.unmended) is not None:
+            return other
+        failing = self._failing()
+        first = find_first(failing).rank
+        for worker in self.workers.values():
+            if worker.global_rank != first and any(worker.global_rank == one.rank for one in failing):
+                self._keep_postmortem(worker)
+        worker = next(worker for worker in self.workers.values() if worker.global_rank == first)
+        if (code := worker.exit_code) is None:  # it is about to end
+            cause = self.postmortem.read(worker.local_rank).cause
+            code = self.board.read(worker.local_rank).leaving_with or 1  # a session says with which
+            if cause is not None and cause.type == "fatal signal":
+                code = _FATAL_SIGNALS.get(cause.text, 1)
+        return self._describe_exit(worker, code)
+
+    def _failing(self) -> list[Ended]:
+        """Return the workers that ended with anything but 0, and those that recorded why they are about to."""
+        failing = []
+        for worker in self.workers.values():
+            if worker.lost is not None or worker.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
+                continue
+            cause = self.postmortem.read(worker.local_rank).cause
+            if worker.exit_code is not None or cause is not None:
+                failing.append(Ended(rank=worker.global_rank, cause=cause, ended_ns=worker.ended_ns))
+        return failing
+
+    @property
+    def _is_before_first_step(self) -> bool:
+        """Whether no rank of this node began a step in this job, as far as its ranks tell."""
+        if self.number:
+            return False
+        states = self.board.read_all()
+        if self.had_session:
+            sections = {section.name for state in states for section in state.sections}
+            closed = {name for state in states for name in state.counts}
+            return "step" not in sections | closed and not any(state.num_heartbeats for state in states)
+        started_ns = min((worker.started_ns for worker in self.workers.values() if worker.started_ns), default=0)
+        return clock.now_ns() - started_ns < PLAIN_START_S * 1e9
+
+    @property
+    def _permanent_cause(self) -> Cause | None:
+        """What all workers of this node failed with alike, if a restart cannot mend it."""
+        if not self.all_ended or not self._is_before_first_step:
+            return None
+        causes = [self.postmortem.read(worker.local_rank).cause for worker in self.workers.values()]
+        return permanent_cause(causes, has_session=self.had_session)
 
     def _describe_verdict(self) -> Incident | None:
         """Return the incident of a worker that leaves, or left, for an invalid result or a slow rank; ``None`` = none.
@@ -245,10 +330,10 @@ class Cycle:
 
     def _describe_exit(self, worker: WorkerProcess, exit_code: int, diagnosis: Diagnosis | None = None) -> Incident:
         state = self.board.read(worker.local_rank)
-        text = self._read_error(worker.local_rank)
-        evidence: dict[str, Any] = {"summary": text} if text else {}
+        evidence = self._keep_postmortem(worker)
         iteration = state.iteration if state.attached else None
         if diagnosis is not None:
+            evidence.pop("cause", None)  # an exit on purpose, of which the diagnosis says all
             evidence |= {"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)}
             iteration = diagnosis.iteration
         return Incident(
@@ -263,6 +348,48 @@ class Cycle:
             exit_code=exit_code,
             evidence=evidence,
         )
+
+    def _keep_postmortem(self, worker: WorkerProcess) -> dict[str, Any]:
+        """Write down what a worker left, and return what an incident holds of it."""
+        remains = self.postmortem.read(worker.local_rank)
+        cause, output = remains.cause, remains.output or self._redirected_output(worker.local_rank)
+        last = next((line.strip() for line in reversed(output) if line.strip()), "")
+        if cause is not None and cause.type == "SystemExit" and not cause.text:
+            text = last[:_MAX_LINE] if cause.is_usage_error else f"the last output was {last[:_MAX_LINE]!r}"
+            cause = msgspec.structs.replace(cause, text=text if last else "")
+        evidence: dict[str, Any] = {}
+        if cause is not None:
+            evidence["cause"] = msgspec.to_builtins(cause)
+        elif text := self._read_error(worker.local_rank):
+            evidence["summary"] = text
+        elif last and (worker.exit_code or 0) > 0:
+            evidence["summary"] = f"the last output was {last[:_MAX_LINE]!r}"
+        if output:
+            evidence["output"] = [line[:_MAX_LINE] for line in output[-_LAST_LINES:]]
+        if cause is not None or output:
+            folder = self.options.run_dir / "failures" / f"{env.clean_name(self.job)}-cycle-{self.number}"
+            path = folder / f"rank-{worker.global_rank}.txt"
+            head = f"rank {worker.global_rank} (node {self.node}, pid {worker.pid}), exit code {worker.exit_code}"
+            parts = [head, remains.trace, remains.fault, "last output:", "\n".join(output)]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                path.write_text("\n\n".join(filter(None, parts)) + "\n", errors="replace")
+                evidence["file"] = str(path)
+            except OSError as error:  # a full disk may be what ended the worker
+                log.warning("%s cannot be written: %s", path, error)
+        return evidence
+
+    def _redirected_output(self, local_rank: int) -> tuple[str, ...]:
+        """Return the last lines of a worker's log files, stderr's last; empty where its output was not redirected."""
+        destinations, lines = self.logs.destinations, list[str]()
+        for path in dict.fromkeys((destinations.stdouts.get(local_rank), destinations.stderrs.get(local_rank))):
+            try:
+                with open(path or os.devnull, "rb") as file:
+                    file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL))
+                    lines += file.read(_MAX_TAIL).decode(errors="replace").splitlines()[-_LAST_LINES:]
+            except OSError as error:
+                log.debug("%s cannot be read: %s", path, error)
+        return tuple(lines)
 
     def describe_hang(self, report: HangReport) -> Incident:
         """Return the incident of the first rank that exceeded a timeout; the culprit is found later."""
@@ -304,8 +431,10 @@ class Cycle:
             load=self._load(states),
             durable_iteration=self.durable_iteration,
             progress_known=self.progress_known,
+            had_session=self.had_session,
             positions=positions,
             observation=observe(states) if states else None,
+            permanent=self._permanent_cause,
         )
 
     @property
@@ -343,6 +472,7 @@ class Cycle:
             self.watchdog = None
         self.logs.stop(wait=wait_for_logs)
         self.in_process.close()
+        self.postmortem.close()
         self.board.close()
 
     def _read_error(self, local_rank: int) -> str:

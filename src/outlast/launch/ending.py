@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from outlast.decoding import convert
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import messages as m
+from outlast.policy.causes import permanent_cause
 from outlast.policy.culprit import Position, find_culprit
 from outlast.policy.deadlines import Expired
 from outlast.policy.ladder import CycleEnd
@@ -18,7 +19,7 @@ from outlast.policy.rerun import Diagnosis
 from outlast.policy.slots import root_cause
 from outlast.policy.timeouts import Observation
 
-__all__ = ["Ending", "copy_untrusted", "departure", "diagnosis_in", "highest_durable", "observations"]
+__all__ = ["Ending", "copy_untrusted", "departure", "diagnosis_in", "highest_durable", "name_culprit", "observations"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,12 +51,13 @@ class Ending:
         self.incidents.append(incident)
         return incident
 
-    def summarise(self, *, num_heirs: Callable[[str], int], may_shrink: bool) -> CycleEnd:
+    def summarise(self, *, num_heirs: Callable[[str], int], may_shrink: bool, num_nodes: int) -> CycleEnd:
         """Return what the ladder judges: the cause among all incidents, and how far the cycle got.
 
         Args:
             num_heirs: Says how many spares could take a node's slot.
             may_shrink: The world may go on without one of its nodes.
+            num_nodes: Nodes that took part.
         """
         cause = self._cause()
         diagnosis = diagnosis_in(cause)
@@ -66,11 +68,18 @@ class Ending:
             incident=cause,
             durable_iteration=highest_durable(self.facts),
             progress_known=any(facts.progress_known for facts in self.facts),
+            had_session=any(facts.had_session for facts in self.facts),
             num_spares=num_heirs(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
             may_shrink=may_shrink,
             load=next((facts.load for facts in self.facts if facts.load is not None), None),
             diagnosis=diagnosis,
+            is_permanent=self._is_permanent(num_nodes),
         )
+
+    def _is_permanent(self, num_nodes: int) -> bool:
+        """Return whether all ranks of all nodes failed alike before their first step, and would do so again."""
+        causes = [facts.permanent for facts in self.facts]
+        return len(causes) == num_nodes and permanent_cause(causes, has_session=True) is not None  # each node judged it
 
     def _cause(self) -> Incident:
         cause = root_cause(self.incidents)
@@ -83,7 +92,7 @@ class Ending:
                 evidence={"summary": "the cycle ended without a report of why"},
             )
         if cause.kind == IncidentKind.WORKER_HUNG and positions:
-            return _with_culprit(cause, positions)
+            return name_culprit(cause, positions)
         return cause
 
 
@@ -107,6 +116,7 @@ def departure(cycle: int, leave: m.Leave) -> CycleEnd:
         preempted_saved=leave.saved,
         durable_iteration=facts.durable_iteration if facts else None,
         progress_known=facts.progress_known if facts else False,
+        had_session=facts.had_session if facts else False,
     )
 
 
@@ -152,7 +162,7 @@ def _by_who_saw_it(incident: Incident, diagnosis: Diagnosis) -> Incident:
     )
 
 
-def _with_culprit(incident: Incident, positions: list[Position]) -> Incident:
+def name_culprit(incident: Incident, positions: Sequence[Position]) -> Incident:
     """Return the incident of a hang with the rank that all others waited for, if one can be told."""
     culprit = find_culprit(positions)
     position = culprit.position

@@ -131,10 +131,10 @@ class Fitness:
         stays = retry_s > 0 or (self._is_host and not self._is_alone)
         self._member.report_unhealthy(self._outside, stays=stays)
         if retry_s > 0:
-            log.warning("[outlast] node %s does not join; it is looked at again in %g s", node, retry_s)
+            log.warning("node %s does not join; it is checked again in %g s", node, retry_s)
             self._timers.set("retry", retry_s, self._look_before_joining)
         elif stays:
-            log.warning("[outlast] node %s does not join; it stays, as it hosts the control store", node)
+            log.warning("node %s does not join; its agent keeps running, as it hosts the control store", node)
         else:
             self._leave(self.stop_outside(None))
 
@@ -216,7 +216,7 @@ class Fitness:
         if not self._known <= known:
             self._say(news)
         elif known and not self._known:
-            log.info("[outlast] node %s is fit again", self._member.node)
+            log.info("node %s is healthy again", self._member.node)
         if news.failed:
             self._member.report_unhealthy(self._incident(news), stays=True)
 
@@ -224,7 +224,7 @@ class Fitness:
 
     def _say(self, news: CheckedUp) -> None:
         for result in news.failed:
-            log.error("[outlast] node %s is unfit (%s): %s", self._member.node, news.occasion, result.describe())
+            log.error("node %s is unhealthy (%s): %s", self._member.node, news.occasion, result.describe())
 
     def _incident(self, news: CheckedUp, *, cycle: int | None = None) -> Incident:
         found = news.failed

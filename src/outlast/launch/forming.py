@@ -11,10 +11,15 @@ from outlast.launch.job import JobSettings
 from outlast.launch.nodes import Node, Nodes
 from outlast.policy.ladder import LadderState
 from outlast.policy.slots import Slot, fill_slots, shrink
+from outlast.wording import count
 
 __all__ = ["Forming", "Lack", "why_it_waits"]
 
 log = logging.getLogger(__name__)
+SAY_S = 10.0
+"""Seconds between two lines on who is waited for."""
+FIRST_SAY_S = 3.0
+"""Seconds until the first of them."""
 
 
 def why_it_waits(node: Node, state: LadderState) -> str:
@@ -49,6 +54,8 @@ class Forming:
     _since_s: float | None = None
     """Since when nodes are missing."""
     _missing: int = 0
+    _said_s: float | None = None
+    """When it was last said who is waited for."""
 
     def begin(self, state: LadderState, quarantine: Collection[str]) -> None:
         """Begin with a new cycle: the time to wait starts afresh.
@@ -57,7 +64,7 @@ class Forming:
             state: What the ladder remembers.
             quarantine: Nodes that lose their slots now, and hear so.
         """
-        self._since_s = None
+        self._since_s = self._said_s = None
         for name in quarantine:
             if (node := self.nodes.get(name)) is not None:
                 self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
@@ -80,14 +87,35 @@ class Forming:
             if smaller is None or any(slot.holder is None for slot in smaller):
                 self._miss(sum(slot.holder is None for slot in slots), cycle, now_s)
                 return None
-            log.warning("no spare is left: the world shrinks from %d to %d nodes", len(slots), len(smaller))
+            log.warning("no spare is left: the world shrinks from %s to %d", count(len(slots), "node"), len(smaller))
             slots = smaller
         if not self.has_majority and self.settings.max_nodes >= 2 * len(slots):
             # Another part of a divided network could be complete as well; two runs must not go on.
             self._miss(self.num_unclaimed, cycle, now_s)
             return None
-        self._since_s = None
+        self._since_s = self._said_s = None
         return slots
+
+    def remind(self, now_s: float) -> None:
+        """Tell the nodes that wait who is waited for, every ten seconds."""
+        if self._since_s is None:
+            return
+        if self._said_s is None:
+            self._said_s = self._since_s - SAY_S + FIRST_SAY_S  # nodes that start together come within this
+        if now_s - self._said_s < SAY_S:
+            return
+        self._said_s = now_s
+        have = sorted(node.name for node in self.nodes if node.ready)
+        names = ", ".join(have[:8]) + (f" and {len(have) - 8} more" if len(have) > 8 else "")
+        left_s = max(0.0, self._since_s + self.settings.join_timeout_s - now_s)
+        num_slots = len(self.nodes.slots)
+        reason = (
+            f"waiting for {self._missing} of {num_slots} node{'' if num_slots == 1 else 's'} (have: {names or 'none'})"
+            f"; gives up in {left_s:.0f} s"
+        )
+        for node in self.nodes:
+            if node.ready:
+                self.nodes.out.append((node.name, node.epoch, m.Waiting(reason=reason)))
 
     def start(self, cycle: int, addr: str, port: int, state: LadderState) -> None:
         """Tell every slot's node its place, and the others that they wait.
@@ -165,10 +193,3 @@ class Forming:
         self._missing = missing
         if self._since_s is None:
             self._since_s = now_s
-            if cycle:
-                log.warning(
-                    "waiting for %d of %d nodes, up to %.0f s",
-                    missing,
-                    len(self.nodes.slots),
-                    self.settings.join_timeout_s,
-                )

@@ -155,10 +155,10 @@ class InProcess:
         """Return the incident that a restart mended; of a worker that this node lost, what its end told."""
         fault = mended.fault
         if fault is None:
-            summary = f"the ranks left restart iteration {mended.iteration - 1} for a reason that none of them told"
+            summary = f"the ranks left restart iteration {mended.iteration - 1} for a reason that none of them reported"
             return Incident(kind=IncidentKind.WORKER_FAILED, job=job, cycle=cycle, evidence={"summary": summary})
         if fault.is_consequence and fault.kind == IncidentKind.WORKER_HUNG:
-            summary = f"every rank that exceeded its timeout waited for others; the first to tell: {fault.summary}"
+            summary = f"every rank that exceeded its timeout waited for others; the first report: {fault.summary}"
             return Incident(kind=fault.kind, job=job, cycle=cycle, evidence={"summary": summary})
         worker = next((one for one in self.workers.values() if one.global_rank == fault.rank), None)
         if worker is not None and worker.lost is not None:
@@ -185,7 +185,7 @@ class InProcess:
         lost = [worker.lost for worker in self.workers.values() if worker.lost is not None]
         if lost:
             return lost[0]
-        summary = "every worker of the node left its peers for good"
+        summary = "every worker of the node was permanently removed"
         return Incident(kind=IncidentKind.WORKER_FAILED, job=job, cycle=cycle, node=node, evidence={"summary": summary})
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class InProcess:
             except BlockingIOError:
                 return
             except msgspec.DecodeError as error:
-                log.warning("[outlast] a worker's word about restarts inside its process cannot be read: %s", error)
+                log.warning("a worker's report about restarts in process cannot be read: %s", error)
                 continue
             if change.state in HAS_BEGUN:  # before that a cause may not be known yet
                 self._told.add((change.call, change.iteration))

@@ -71,7 +71,7 @@ class LifelineServer:
                 pass
         except Exception:
             # Beats still tell who is alive; only the quick way is gone, and that is said.
-            log.exception("lifelines ended on an error; lost nodes are now found by their beats alone")
+            log.exception("the connections to the agents failed; lost nodes are now noticed by missing heartbeats only")
         finally:
             for connection in (*self._held, self._listener, self._stop_read):
                 connection.close()

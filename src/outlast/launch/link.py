@@ -33,6 +33,8 @@ __all__ = ["JobInProgress", "Link", "LinkDown", "LinkFailed", "LinkUp"]
 log = logging.getLogger(__name__)
 _FOREVER = datetime.timedelta(days=365)
 _CALL_TIMEOUT_S = 10.0
+GOODBYE_S = 5.0
+"""What a host gives the other nodes to hear that the job is over."""
 _CONNECT_TIMEOUT_S = 20.0
 """Where nobody listens it fails at once; hundreds that come together may have to wait for each other."""
 
@@ -68,7 +70,7 @@ class LinkFailed:
     error: str
 
 
-News = m.Wait | m.Prepare | m.Start | m.CycleOver | m.Remark | m.Stop | LinkDown | LinkUp | LinkFailed
+News = m.Wait | m.Waiting | m.Prepare | m.Start | m.CycleOver | m.Remark | m.Stop | LinkDown | LinkUp | LinkFailed
 
 
 class Link:
@@ -101,6 +103,8 @@ class Link:
         """Names this life of the agent."""
         self.endpoint: Endpoint | None = None
         """Where the control store was found."""
+        self.problem = ""
+        """Why it has not been found yet, or not again; empty = no try has failed."""
         self._endpoints = list(endpoints)
         self._deliver, self._serve = deliver, serve
         self._beat_interval_s, self._connect_timeout_s = beat_interval_s, connect_timeout_s
@@ -127,7 +131,7 @@ class Link:
         """Send a message as soon as the control store is there."""
         self._outgoing.put(message)
 
-    def close(self, *, goodbye_timeout_s: float = 5.0) -> None:
+    def close(self, *, goodbye_timeout_s: float = GOODBYE_S) -> None:
         """End the link; a host first lets every node hear that the job is over.
 
         Blocks: a host up to ``goodbye_timeout_s``; others hardly.
@@ -137,6 +141,9 @@ class Link:
             self._server.closed.wait(goodbye_timeout_s)
         self._closing.set()
         self._outgoing.put(None)
+        if self._job is None:  # never connected: the thread may be in a call that nothing interrupts, and holds nothing
+            self._sender.join(0.1)
+            return
         # Threads inside a store call must not be left to the interpreter's end, which they would abort.
         self._sender.join(3.0)
         if self._listener is not None:
@@ -248,7 +255,7 @@ class Link:
                     self._settle(store)
                     return store
                 except (RendezvousError, DistError, RuntimeError) as failure:
-                    error = _first_line(failure)
+                    error = self.problem = _first_line(failure)
             if is_first and clock.now_s() > deadline_s:
                 raise RendezvousError(error)
             self._closing.wait(0.2)

@@ -62,7 +62,7 @@ class Mending:
         incident = cycle.describe_mended(mended)
         if incident.node == self._member.node and not cycle.has_lost(incident.rank):
             self._journal.write_incident(incident)
-        log.warning("[outlast] restart %d inside the processes, after: %s", mended.iteration, incident.describe())
+        log.warning("restart %d in process, after: %s", mended.iteration, incident.describe())
         self._member.report_restart(mended, incident, cycle)
 
     def go_on_without(self, worker: WorkerProcess, key: int, cycle: Cycle) -> None:
@@ -76,7 +76,7 @@ class Mending:
         assert worker.lost is not None
         self._workers.sweep(key)
         self._journal.write_incident(worker.lost)
-        log.warning("[outlast] %s; the other ranks go on inside their processes", worker.lost.describe())
+        log.warning("%s; the other ranks recover in process", worker.lost.describe())
         if (patience_s := cycle.in_process.patience_s(worker)) is not None:
             self._timers.set(f"lost-{key}", patience_s, lambda: self._on_patience_over(worker, cycle))
 
@@ -84,6 +84,6 @@ class Mending:
         if cycle.over or not self._is_running() or cycle.in_process.has_resumed(worker):
             return
         assert worker.lost is not None
-        reason = f"{worker.lost.describe()}; the other ranks did not get on without it in time"
-        log.warning("[outlast] %s", reason)
+        reason = f"{worker.lost.describe()}; the other ranks did not recover in process in time"
+        log.warning("%s", reason)
         self._end_cycle(cycle, cycle.facts(worker.lost), reason)

@@ -6,7 +6,7 @@ import msgspec
 
 from outlast.decoding import json_decoder
 from outlast.errors import RendezvousError
-from outlast.incidents import Incident
+from outlast.incidents import Cause, Incident
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Expired
 from outlast.policy.quarantine import Distrusted, Load
@@ -37,6 +37,7 @@ __all__ = [
     "ToNode",
     "Unhealthy",
     "Wait",
+    "Waiting",
     "decode_to_coordinator",
     "decode_to_node",
     "encode",
@@ -51,12 +52,16 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What went wrong here; ``None`` when the node only followed the others."""
     durable_iteration: int | None = None
     progress_known: bool = False
+    had_session: bool = False
+    """A worker of the node had a session, or a monitor."""
     positions: tuple[Position, ...] = ()
     """Where the node's ranks were when a hang was examined."""
     observation: Observation | None = None
     """Longest durations seen by the node's ranks, for learned timeouts."""
     load: Load | None = None
     """What the ranks had loaded, as far as the node's ranks told."""
+    permanent: Cause | None = None
+    """What all ranks of the node failed with alike, before their first step and in a way that a restart cannot mend."""
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -234,6 +239,14 @@ class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     examine: bool = False
     """Look where your ranks are before you end them: a hang's culprit is searched."""
+    awaits_alike: bool = False
+    """Let your ranks fail by themselves for a moment: elsewhere all did, in a way that a restart cannot mend."""
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nodes are missing: who, and how long they are waited for."""
+
+    reason: str
 
 
 class Remark(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -264,7 +277,7 @@ ToCoordinator = (
     | Tick
     | Quit
 )
-ToNode = Wait | Prepare | Start | CycleOver | Remark | Stop
+ToNode = Wait | Waiting | Prepare | Start | CycleOver | Remark | Stop
 
 _encoder = msgspec.json.Encoder()
 _to_coordinator: msgspec.json.Decoder[ToCoordinator] = json_decoder(ToCoordinator)

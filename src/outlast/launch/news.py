@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outlast.monitor.watchdog import HangReport
 
-__all__ = ["Broken", "Hang", "Notice", "WriterDied"]
+__all__ = ["Broken", "Hang", "Notice", "RunDirectoryLost", "WriterDied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,13 @@ class Notice:
     """A signal that tells the agent to leave."""
 
     signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectoryLost:
+    """Another job has taken the run directory over, while this one was stopped or cut off."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,19 @@ from outlast.launch.agent_state import State
 from outlast.launch.checkups import CheckedUp, Checkups
 from outlast.launch.crew import Crew
 from outlast.launch.cycle import ALONE_S, Cycle
+from outlast.launch.ending import name_culprit
 from outlast.launch.fitness import Fitness
-from outlast.launch.link import LinkDown, LinkFailed, LinkUp
+from outlast.launch.forming import SAY_S
+from outlast.launch.link import GOODBYE_S, LinkDown, LinkFailed, LinkUp
 from outlast.launch.member import Member
 from outlast.launch.mending import Mending
-from outlast.launch.news import Broken, Hang, Notice, WriterDied
+from outlast.launch.news import Broken, Hang, Notice, RunDirectoryLost, WriterDied
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
 from outlast.launch.timers import Timers
 from outlast.launch.torchrun_backend import open_cycle_store
+from outlast.policy.causes import SAME_FAULT_S
+from outlast.policy.protection import Protection, describe_nodes
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.store import TCPStore
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
@@ -35,6 +39,8 @@ __all__ = ["NodeAgent"]
 
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
+_PARTING_S = 0.2
+"""What a host that leaves before the first cycle gives its word to go out."""
 _PLAIN_AFTER_S = 60.0
 """A script that has shown no sign of life by then may well have no session."""
 
@@ -56,6 +62,7 @@ class NodeAgent:
         self, options: RunOptions, crew: Crew, member: Member, checkups: Checkups | None, mailbox: Mailbox[object]
     ) -> None:
         self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
+        self._waits_for = ""
         self.is_host = False
         """Whether this process hosts the control store."""
         self._crew, self._workers, self._member, self._mailbox = crew, crew.workers, member, mailbox
@@ -81,7 +88,9 @@ class NodeAgent:
         )
         self._start: m.Start | None = None  # a cycle to start once the zygote has cleared away the last one
         self._cycle_store: TCPStore | None = None
-        self._signal, self._final, self._has_warned = 0, False, False
+        self._signal, self._final = 0, False
+        self._protection: str | None = None
+        """What was last said of it; ``None`` = nothing yet."""
 
     @property
     def job(self) -> str:
@@ -91,14 +100,17 @@ class NodeAgent:
     def run(self) -> None:
         """Take part in the job. Blocks: until it is over."""
         self._member.link.start()
+        self._wait_for_link(self.options.join_timeout_s)
         while not self._final:
             self._wait_and_handle()
 
     def close(self) -> None:
         """Free everything; whatever worker is left is killed."""
+        never_ran = self._crew.cycle is None
         self._fitness.close()
         self._crew.close()
-        self._member.link.close()
+        # Told to leave before the first cycle, the job is not over: there is nothing that others must hear.
+        self._member.link.close(goodbye_timeout_s=_PARTING_S if never_ran and self._signal else GOODBYE_S)
         self._cycle_store = None
         self._journal.close()
 
@@ -150,9 +162,12 @@ class NodeAgent:
                 self._on_stop(news)
             case m.Wait():
                 self._timers.cancel("answer")
-                log.info("[outlast] node %s waits: %s", self._member.node, news.reason)
+                level, self._waits_for = logging.DEBUG if news.reason == self._waits_for else logging.INFO, news.reason
+                log.log(level, "node %s waits: %s", self._member.node, news.reason)
+            case m.Waiting():
+                log.info("%s", news.reason)
             case m.Remark():
-                log.warning("[outlast] %s", news.text)
+                log.warning("%s", news.text)
             case CheckedUp():
                 self._fitness.take(news)
             case Hang():
@@ -161,32 +176,46 @@ class NodeAgent:
                 self._on_notice(news)
             case WriterDied():
                 self._journal.write(EventKind.WRITER_ENDED, summary=news.summary)
+            case RunDirectoryLost():
+                self._finish(m.Stop(exit_code=ExitReason.NO_PROGRESS, reason=news.why))
             case LinkUp():
                 self._on_link_up(news)
             case LinkDown():
-                log.warning("[outlast] the control store is out of reach (%s); training goes on without it", news.error)
+                log.warning("the control store is unreachable (%s); training continues without it", news.error)
                 if self._state in (State.OUTSIDE, State.JOINING, State.FINISHED):
                     self._timers.set("link", self.options.join_timeout_s, self._give_up_on_link)
             case LinkFailed():
                 self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=news.error))
             case Broken():
-                log.error("[outlast] %s ended on an error: %r", news.what, news.error)
+                log.error("%s ended on an error: %r", news.what, news.error)
                 self._fail(self._journal.incident(IncidentKind.CANNOT_START, f"{news.what} ended: {news.error!r}"))
             case _:
                 raise AssertionError(f"unexpected news {news!r}")
+
+    def _wait_for_link(self, left_s: float) -> None:
+        """Say every ten seconds that the control store is still looked for."""
+
+        def remind() -> None:
+            problem = self._member.link.problem or "no answer yet"
+            log.info("waiting for the control store: %s; gives up in %.0f s", problem, left_s - SAY_S)
+            self._wait_for_link(left_s - SAY_S)
+
+        self._timers.set("first link", SAY_S, remind)
 
     # -- joining and starting ----------------------------------------------------------------------------------
 
     def _on_link_up(self, news: LinkUp) -> None:
         self._timers.cancel("link")
+        self._timers.cancel("first link")
         member, self.is_host = self._member, news.is_host
         if not news.is_first:
-            log.warning("[outlast] the control store is back, at %s", member.link.endpoint)
+            log.warning("the control store is reachable again at %s", member.link.endpoint)
         else:
             endpoints = [str(endpoint) for endpoint in member.link.endpoints]
             self._journal.open(news.job, self._crew.command[1], self._crew.num_workers, endpoints)
             if news.is_host:
-                log.info("[outlast] node %s hosts the control store at %s", member.node, member.link.endpoint)
+                level = logging.INFO if self.options.max_nodes > 1 else logging.DEBUG
+                log.log(level, "node %s hosts the control store at %s", member.node, member.link.endpoint)
         if self._state == State.OUTSIDE:
             self._fitness.meet(is_host=news.is_host)
         else:
@@ -233,7 +262,7 @@ class NodeAgent:
             self._crew.start(self._mailbox.put)
         except OutlastError as error:
             self._fail(self._journal.incident(IncidentKind.CANNOT_START, str(error)))
-        self._timers.set("plain", _PLAIN_AFTER_S, self._warn_if_plain)
+        self._timers.set("protection", _PLAIN_AFTER_S, self._say_protection)
 
     def _take_settings(self, cycle: Cycle) -> None:
         """Use what the script's config sets, now that a worker may have told it."""
@@ -242,16 +271,30 @@ class NodeAgent:
         cycle.settle()
         if cycle.script_settings is not None:
             self._member.report_settings(cycle.script_settings)
+        if cycle.session_protection:
+            self._say_protection()
 
-    def _warn_if_plain(self) -> None:
-        """Say once that hangs of a script that has shown no sign of life are not noticed."""
+    def _say_protection(self) -> None:
+        """Say in one line what the run is protected against, once it is known and when it has changed."""
         cycle = self._crew.on_duty
-        if cycle is not None and not cycle.all_ended and cycle.is_plain and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "[outlast] no worker has called outlast.init() or made an outlast.monitor.RankMonitor yet; until one "
-                "does, a hung rank is not noticed"
-            )
+        if cycle is None or cycle.all_ended:
+            return
+        self._timers.cancel("protection")
+        options = self.options
+        protection = Protection(
+            max_restarts=options.torchrun.max_restarts,
+            hangs=cycle.describe_hang_detection(),
+            nodes=describe_nodes(
+                num_slots=options.num_slots, max_nodes=options.max_nodes, min_nodes=cycle.layers.config.min_nodes
+            ),
+            of_session=cycle.session_protection,
+        )
+        text = protection.describe()
+        if text == self._protection:
+            return
+        self._protection = text
+        level = logging.WARNING if protection.has_gap else logging.INFO
+        log.log(level if cycle.start.node_rank == 0 else logging.DEBUG, "%s", text)
 
     def _on_started(self, news: Started) -> None:
         if (cycle := self._crew.note_started(news)) is not None:
@@ -283,9 +326,17 @@ class NodeAgent:
             if cycle.all_ended:
                 self._on_all_ended(cycle)
         else:
-            incident = cycle.describe_death(worker)
             self._crew.note_failure(cycle, worker, news)
-            self._fail(incident)
+            self._fail_when_clear(cycle)
+
+    def _fail_when_clear(self, cycle: Cycle) -> None:
+        """End the cycle for a worker that failed, once it is clear which one began; others may just be failing, too."""
+        wait_s = cycle.wait_for_others_s
+        if not wait_s:
+            self._timers.cancel("clear")
+            self._fail(cycle.describe_failure())
+        elif not self._timers.is_set("clear"):
+            self._timers.set("clear", wait_s, lambda: self._fail(cycle.describe_failure()))
 
     def _on_all_ended(self, cycle: Cycle) -> None:
         if ExitReason.PREEMPTED in cycle.exit_codes:
@@ -303,19 +354,28 @@ class NodeAgent:
         if cycle is None or self._state not in (State.RUNNING, State.FINISHED):
             return
         self._journal.write_incident(incident)
-        log.warning("[outlast] %s", incident.describe())
+        self._log_incident(incident)
         self._end_cycle(cycle, cycle.facts(incident), incident.describe())
+
+    def _log_incident(self, incident: Incident) -> None:
+        """Log what was seen on this node; where the coordinator is, its verdict says so in a moment."""
+        log.log(logging.DEBUG if self.is_host else logging.WARNING, "%s", incident.describe())
 
     def _on_hang(self, hang: Hang) -> None:
         cycle = self._crew.on_duty
         if cycle is None or cycle.number != hang.cycle or self._state != State.RUNNING:
             return
         incident = cycle.describe_hang(hang.report)
-        self._journal.write_incident(incident)
         # The other nodes look at their ranks while this one does.
         self._member.report_hang(incident, hang.report.expired, cycle.number)
         positions = cycle.examine(hang.report)
-        self._end_cycle(cycle, cycle.facts(None, positions), incident.describe())
+        if is_alone := cycle.start.num_nodes == 1:
+            incident = name_culprit(incident, positions)
+        self._journal.write_incident(incident)
+        log.debug("%s", incident.describe())  # the watchdog has logged whose timeout passed
+        # Who is to blame is found by what all nodes saw: the verdict says it.
+        reason = incident.describe() if is_alone else f"a hang; first seen: {incident.evidence['summary']}"
+        self._end_cycle(cycle, cycle.facts(None, positions), reason)
         self._fitness.suspect()
 
     def _on_cycle_over(self, over: m.CycleOver) -> None:
@@ -328,12 +388,25 @@ class NodeAgent:
         cycle = self._crew.on_duty
         if cycle is None or cycle.number != over.cycle or self._state not in (State.RUNNING, State.FINISHED):
             return
-        log.warning("[outlast] cycle %d is over: %s", over.cycle, over.reason)
+        if over.awaits_alike and not cycle.all_ended and not self._timers.is_set("clear"):
+            # The ranks here are about to fail as those elsewhere did, or wait for them.
+            self._timers.set("clear", SAME_FAULT_S, lambda: self._fail_or_follow(cycle, over.reason))
+            return
+        # On the coordinator's node its verdict follows, which says the same and more.
+        log.log(logging.DEBUG if self.is_host else logging.WARNING, "cycle %d is over: %s", over.cycle, over.reason)
         positions = cycle.examine(None) if over.examine and self._state == State.RUNNING else ()
         self._end_cycle(cycle, cycle.facts(None, positions), over.reason)
 
+    def _fail_or_follow(self, cycle: Cycle, reason: str) -> None:
+        """End a cycle that has ended elsewhere, with what failed here meanwhile."""
+        if any(code not in (None, ExitReason.FINISHED) for code in cycle.exit_codes):
+            self._fail(cycle.describe_failure())
+        elif cycle is self._crew.on_duty and self._state in (State.RUNNING, State.FINISHED):
+            self._end_cycle(cycle, cycle.facts(None), reason)
+
     def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str) -> None:
         cycle.over = True
+        self._timers.cancel("clear")
         self._journal.write_ended(cycle, reason)
         self._join(facts)
         self._crew.dismiss(cycle, self._timers)
@@ -351,6 +424,7 @@ class NodeAgent:
             incident = self._journal.incident(IncidentKind.WORKER_DIED, why, exit_code=-9)
             facts = cycle.facts(incident)
             cycle.over = True
+            self._timers.cancel("clear")
             self._journal.write_incident(incident)
             self._journal.write_ended(cycle, incident.describe())
             cycle.close()
@@ -365,7 +439,7 @@ class NodeAgent:
     def _on_notice(self, notice: Notice) -> None:
         name = signal.Signals(notice.signal).name
         if self._state in (State.LEAVING, State.STOPPING):
-            log.warning("[outlast] received %s again: ending the workers now", name)
+            log.warning("received %s again: ending the workers now", name)
             self._timers.cancel("grace")
             self._workers.kill()
             return
@@ -373,17 +447,17 @@ class NodeAgent:
         self._journal.write(EventKind.NOTICE, signal=notice.signal)
         cycle = self._crew.on_duty
         if self._state != State.RUNNING or cycle is None or not cycle.has_started:
-            log.info("[outlast] received %s: leaving", name)
+            log.info("received %s: shutting down", name)
             self._leave(whole_job=self._state != State.FINISHED and self._crew.cycle is not None)
             return
         grace_s = cycle.layers.config.shutdown_grace
-        log.info("[outlast] received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
+        log.info("received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
         self._state = State.LEAVING
         self._workers.notify(cycle)
         self._timers.set("grace", grace_s, self._on_grace_over)
 
     def _on_grace_over(self) -> None:
-        log.warning("[outlast] the workers did not end in time; killing them")
+        log.warning("the workers did not end in time: killing them")
         self._workers.kill()
 
     def _leave(self, *, whole_job: bool = True) -> None:
@@ -396,8 +470,8 @@ class NodeAgent:
         self._member.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
         self._crew.failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + number
-        what = "there is a generation to go on from" if saved else "nothing was saved"
-        self._finish(m.Stop(exit_code=code, reason=f"told to leave; {what}"))
+        what = "a saved generation exists" if saved else "nothing was saved"
+        self._finish(m.Stop(exit_code=code, reason=f"shutdown requested; {what}"))
 
     # -- the end -----------------------------------------------------------------------------------------------
 

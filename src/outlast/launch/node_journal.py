@@ -13,6 +13,7 @@ from outlast.launch.worker_process import WorkerProcess
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import describe_self
 from outlast.runtime.zygote import Exited
+from outlast.wording import name_ranks
 
 __all__ = ["NodeJournal"]
 
@@ -75,13 +76,11 @@ class NodeJournal:
             master=f"{start.master_addr}:{start.master_port}",
         )
         log.info(
-            "[outlast] cycle %d: node %s runs ranks %d-%d of %d (node rank %d)",
+            "cycle %d: %s %s here%s",
             start.cycle,
-            self._node,
-            start.base_rank,
-            start.base_rank + len(workers) - 1,
-            start.world_size,
-            start.node_rank,
+            name_ranks(start.base_rank, len(workers), start.world_size),
+            "runs" if len(workers) == 1 else "run",
+            f" (node rank {start.node_rank} of {start.num_nodes})" if start.num_nodes > 1 else "",
         )
 
     def write_exited(self, worker: WorkerProcess, news: Exited, *, killed_by_us: bool) -> None:

@@ -150,7 +150,7 @@ class Nodes:
         """Turn away a second agent of a node's name, if there is one: the first has just shown that it lives."""
         if (claim := self.claims.pop(holder.name, None)) is None:
             return
-        log.warning("a second agent calls itself node %s while the first one lives; it was turned away", claim.node)
+        log.warning("a second agent named %s was refused: the first one is still running", claim.node)
         reason = f"another agent of the name {holder.name!r} is alive in this job; give each its own --node-name"
         self.out.append((claim.node, claim.epoch, m.Stop(exit_code=ExitReason.BAD_INPUT, reason=reason)))
 

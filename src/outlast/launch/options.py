@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
-import difflib
+import math
 import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, NoReturn
 
-from outlast import clock, env
+from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.flags import add_ft_arguments, ft_config_from, unknown_flag_message
 from outlast.config.precedence import LayeredSettings
 from outlast.errors import ConfigError
-from outlast.launch.torchrun_parser import make_torchrun_parser
+from outlast.launch.run_parser import Command, parse_command
+from outlast.launch.torchrun_parser import find_event_handlers
+from outlast.runtime.device import why_absent
+from outlast.runtime.endpoints import Endpoint, parse_endpoints
+from outlast.wording import count
 
-__all__ = ["RunOptions", "given_options", "make_parser", "parse_options"]
+__all__ = ["Checked", "RunOptions", "check_values", "parse_options", "why_not_there"]
 
-DEFAULT_MAX_RESTARTS = 3
 NO_TERMINATION_SIGNAL = "outlast run ends a hung worker with SIGKILL; leave it out"
 """Why ``rank_termination_signal`` has no effect."""
 _BACKENDS = ("static", "c10d", "outlast")
-_EPILOG = """examples:
-  outlast run --nproc-per-node=8 train.py --lr 3e-4
-  outlast run --nnodes=4:5 --nproc-per-node=8 --rdzv-endpoint=$HEAD:29400 --rdzv-id=$RUN \\
-      --ft-rank_section_timeouts=setup:600,step:180,checkpointing:420 train.py
-
---nnodes=MIN:MAX trains on MIN nodes; the others, up to MAX, wait as warm spares and take the slots of lost nodes.
-Options may be abbreviated as long as they stay distinct, other than --ft-*.
-"""
+_NEVER_EMPTY = ("config", "run_dir", "node_name", "rdzv_id", "rdzv_endpoint", "master_addr", "log_dir")
+_NOT_NEGATIVE = ("max_restarts", "max_restarts_total", "restart_grace", "workers_stop_timeout", "shutdown_timeout")
+_STREAMS = re.compile(r"[0-3]|\d:[0-3](,\d:[0-3])*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,219 +63,159 @@ class RunOptions:
     join_timeout_s: float
     is_named: bool
     """The run has an id or a directory of its own, so that a later job goes on with it; once finished, it stays so."""
+    names: tuple[str, ...]
+    """The names that the run was given: its id, its directory."""
+    resumes_other: bool
+    """Its workers may go on from what another run saved."""
+    log_level: str | None
+    """What ``--log-level`` or ``--quiet`` asks for; ``None`` = what the environment says."""
     notes: tuple[str, ...]
     """What to log at the start: settings that mean something else than they do to torchrun."""
+    new_folders: tuple[Path, ...]
+    """The folders of logs and of the run, and those above, as far as they were not there before; innermost first."""
 
     @property
     def fault_tolerance(self) -> FaultToleranceConfig:
         """What is in force before the script runs."""
         return self.layers.config
 
-
-class _Parser:
-    """torchrun's parser with our options; its errors are :class:`ConfigError`."""
-
-    def __init__(self) -> None:
-        self.parser = make_torchrun_parser()
-        self.parser.prog = "outlast run"
-        self.parser.description = (
-            "Launch a training script on this node and keep it alive: torchrun's options, and outlast's own."
-        )
-        self.parser.epilog = _EPILOG
-        self.parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        self.parser.error = self._refuse  # type: ignore[method-assign]
-        for action in self.parser._actions:
-            if action.dest == "max_restarts" and action.default == 0:
-                action.default = DEFAULT_MAX_RESTARTS
-                action.help = "Restarts in a row without progress in between (torchrun: in all); default 3."
-            elif action.dest == "nnodes":
-                action.help = "Nodes: N, or MIN:MAX, of which MIN train and the others wait as spares."
-            elif action.dest == "node_rank" and action.default == 0:
-                action.default = None  # so that a given 0 differs from none
-        self._torchruns = set(self.parser._actions)
-        self._add_ours()
-        add_ft_arguments(self.parser)
-        self._abbreviated: Callable[[str], list[Any]] = self.parser._get_option_tuples
-        self.parser._get_option_tuples = self._complete  # type: ignore[assignment, method-assign]
-
-    def _complete(self, text: str) -> list[Any]:
-        """Return the option that an abbreviation stands for, in a list that is empty where that is not certain.
-
-        What torchrun takes for one of its own options means that option here, too, whatever we have added. argparse
-        asks this of the script's arguments as well, which must not be refused; so no error is raised here.
-        """
-        found = {match[0]: match for match in self._abbreviated(text)}
-        matches = [match for action, match in found.items() if action in self._torchruns] or list(found.values())
-        return matches if len(matches) == 1 else []
-
-    def _refuse(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments:"):
-            flag = message.removeprefix("unrecognized arguments:").split()[0]
-            if flag.startswith("--ft"):
-                raise ConfigError(unknown_flag_message(flag))
-            short = flag.partition("=")[0]
-            candidates = {match[0] for match in self._abbreviated(short)}
-            longs = {next(name for name in one.option_strings if name.startswith("--")) for one in candidates}
-            if len(longs) > 1:
-                raise ConfigError(f"{short} may be {' or '.join(sorted(longs))}; write the option in full")
-            known = {option.lstrip("-") for action in self.parser._actions for option in action.option_strings}
-            close = difflib.get_close_matches(flag.lstrip("-").partition("=")[0], sorted(known), n=1, cutoff=0.7)
-            hint = f"did you mean --{close[0]}?" if close else "see outlast run --help"
-            raise ConfigError(f"unknown option {flag}; {hint}")
-        raise ConfigError(f"{message}; see outlast run --help")
-
-    def _add_ours(self) -> None:
-        group = self.parser.add_argument_group("outlast")
-
-        def add(name: str, **kwargs: Any) -> None:
-            group.add_argument(f"--{name}", *(f"--{name.replace('-', '_')}",) if "-" in name else (), **kwargs)
-
-        add(
-            "run-dir",
-            default=None,
-            metavar="DIR",
-            help="Run directory (journal, stacks, ladder.json); default outlast-runs/ID.",
-        )
-        add(
-            "node-name",
-            default=None,
-            metavar="NAME",
-            help="Name of this node, unique in the job; default Slurm's, without it the host's.",
-        )
-        # One option: the second name is our own former one, the others are those of ft_launcher.
-        group.add_argument(
-            "--config",
-            *("--health-config", "--health_config", "--ft-cfg-path", "--ft-cfg_path", "--ft_cfg_path"),
-            default=None,
-            metavar="FILE",
-            help="The run's settings: [fault_tolerance] comes after the --ft-* options and before the script's own "
-            "config; tiers and [health] limits are looked at before this node joins; run_dir is that of --run-dir.",
-        )
-        add(
-            "no-health-check",
-            action="store_true",
-            help="Look neither at this node before it joins nor later.",
-        )
-        add(
-            "max-restarts-total",
-            type=int,
-            default=None,
-            metavar="N",
-            help="Restarts in the whole run, with or without progress; default no limit.",
-        )
-        add(
-            "preload",
-            default="",
-            metavar="MODULE,...",
-            help="Modules that are imported before the workers are forked, beside torch.",
-        )
-        add(
-            "no-warm-start",
-            action="store_true",
-            help="Start workers as fresh interpreters instead of forking them from a process that has imported torch.",
-        )
-        add(
-            "restart-grace",
-            type=float,
-            default=0.0,
-            metavar="SECONDS",
-            help="Seconds between SIGTERM and SIGKILL for the survivors of a failed cycle; default 0: SIGKILL at once.",
-        )
-        add(
-            "workers-stop-timeout",
-            type=float,
-            default=15.0,
-            metavar="SECONDS",
-            help="Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15.",
-        )
+    def remove_new_folders(self) -> None:
+        """Remove what parsing made, as far as it is empty: the run was refused before it began."""
+        _remove_empty(self.new_folders)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``outlast run``; its ``error`` raises :class:`ConfigError`."""
-    return _Parser().parser
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A command line whose values fit, on whatever machine it is run."""
+
+    command: Command
+    config: Config
+    """What the file of ``--config`` holds."""
+    layers: LayeredSettings
+    num_slots: int
+    max_nodes: int
+    endpoints: str | None
+    """Where agents meet; ``None`` = there is one, alone."""
+    join_timeout_s: float
+    notes: tuple[str, ...]
 
 
-def given_options(argv: Sequence[str]) -> frozenset[str]:
-    """Return which options a command line gives, as names of attributes; what follows the script does not count.
+def check_values(argv: Sequence[str]) -> Checked:
+    """Parse a command line and check all that does not depend on the machine.
 
     Raises:
-        ConfigError: A value does not fit its option, or there is no script.
+        ConfigError: Something is unknown, out of range or contradictory; one line with the remedy.
     """
-    parser = make_parser()
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-    return frozenset(vars(parser.parse_known_args(list(argv))[0]))
+    command = parse_command(argv)
+    args, name = command.args, command.name
+    for attribute in _NEVER_EMPTY:
+        _require(
+            attribute not in command.typed or getattr(args, attribute) != "",
+            f"{name(attribute)} is empty; give it a value, or leave it out (is a shell variable unset?)",
+        )
+    _log_level(args)
+    num_slots, max_nodes = _parse_nnodes(args.nnodes, name("nnodes"))
+    config = _read_config(args.config)
+    layers = LayeredSettings(
+        options=command.fault_tolerance,
+        typed=command.fault_tolerance_typed,
+        file=config.fault_tolerance.given if config.fault_tolerance is not None else {},
+        file_name=args.config or "",
+    )
+    fewest = layers.config.min_nodes
+    for attribute in _NOT_NEGATIVE:
+        value = getattr(args, attribute)
+        _require(value is None or value >= 0, f"{name(attribute)}={value} must not be negative; write 0 or more")
+        _require(value is None or value < math.inf, f"{name(attribute)}={value} has no end; write a number of seconds")
+    _require(
+        args.rdzv_backend in _BACKENDS,
+        f"{name('rdzv_backend')}={args.rdzv_backend}: outlast run brings a rendezvous of its own; leave the option out",
+    )
+    _require(
+        fewest is None or fewest <= num_slots,
+        f"{layers.written('min_nodes')} is more than the {count(num_slots, 'node')} of {name('nnodes')}; lower it",
+    )
+    _check_nproc(args.nproc_per_node, name("nproc_per_node"))
+    _check_streams(command)
+    _require(
+        not (args.no_python and args.module),
+        f"{name('no_python')} and {name('module')} contradict each other; leave one out",
+    )
+    _require(
+        not args.no_health_check or config.health is None,
+        f"{name('no_health_check')} and [health] of {args.config} contradict each other; leave one out",
+    )
+    alone = args.standalone or (max_nodes == 1 and not args.rdzv_endpoint and args.master_port is None)
+    endpoints = _check_endpoints(command, num_slots, alone=alone)
+    _require(
+        alone or args.node_rank is None or 0 <= args.node_rank < max_nodes,
+        f"{name('node_rank')}={args.node_rank} is no rank of {count(max_nodes, 'node')}; write a number from 0 to "
+        f"{max_nodes - 1}, or leave it out",
+    )
+    conf, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
+    hint = () if command.hint is None else (command.hint,)
+    return Checked(
+        command=command,
+        config=config,
+        layers=layers,
+        num_slots=num_slots,
+        max_nodes=max_nodes,
+        endpoints=endpoints,
+        join_timeout_s=conf.get("join_timeout", conf.get("timeout", 600.0)),
+        notes=(*hint, *_describe_spares(num_slots, max_nodes), *ignored),
+    )
 
 
 def parse_options(argv: Sequence[str]) -> RunOptions:
-    """Parse and check the command line, before anything is started.
+    """Parse and check the command line, before anything is started; make the run directory once nothing is wrong.
 
     Raises:
         ConfigError: Something is unknown, out of range, contradictory, or cannot be used; one line with the remedy.
     """
-    parser = make_parser()
-    args, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    num_slots, max_nodes = _parse_nnodes(args.nnodes)
-    config = _read_config(args.config)
-    layers = LayeredSettings(
-        options=ft_config_from(args),
-        file=config.fault_tolerance.given if config.fault_tolerance is not None else {},
-        file_name=args.config or "",
-    )
-    fault_tolerance = layers.config
-    _require(args.max_restarts >= 0, f"--max-restarts={args.max_restarts} must not be negative")
-    total = args.max_restarts_total
-    _require(total is None or total >= 0, f"--max-restarts-total={total} must not be negative")
-    _require(args.restart_grace >= 0, f"--restart-grace={args.restart_grace} must not be negative")
-    _require(
-        args.workers_stop_timeout >= 0,
-        f"--workers-stop-timeout={args.workers_stop_timeout} must not be negative",
-    )
-    _require(
-        args.rdzv_backend in _BACKENDS,
-        f"--rdzv-backend={args.rdzv_backend}: outlast run brings a rendezvous of its own; leave the option out",
-    )
-    if fault_tolerance.min_nodes is not None:
-        _require(
-            fault_tolerance.min_nodes <= num_slots,
-            f"--ft-min_nodes={fault_tolerance.min_nodes} is more than the {num_slots} nodes of --nnodes; lower it",
-        )
-    _check_nproc(args.nproc_per_node)
-    _check_script(args)
-    alone = args.standalone or (max_nodes == 1 and not args.rdzv_endpoint and args.master_port is None)
-    endpoints = "localhost:0" if alone else args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
-    from outlast.runtime.endpoints import parse_endpoints
-
-    parse_endpoints(endpoints)
+    checked = check_values(argv)
+    command, config = checked.command, checked.config
+    args, is_alone = command.args, checked.endpoints is None
+    _check_devices(command)
+    _check_plugins(command)
+    _check_script(command)
     run_id = args.rdzv_id
     if run_id == "none" or args.standalone:
-        run_id = _fresh_run_id() if alone or max_nodes == 1 else "none"
-    conf, ignored = _parse_conf(args.rdzv_conf)
-    run_dir = _make_run_dir(args.run_dir or config.run_dir, run_id)
-    health, places = _health(args, config, run_dir)
+        run_id = _fresh_run_id() if is_alone or checked.max_nodes == 1 else "none"
+    run_dir = Path(args.run_dir or config.run_dir or Path("outlast-runs") / env.clean_name(run_id)).absolute()
+    health, places = _health(command, config, run_dir)
+    # Last: what is refused leaves nothing.
+    new_folders = _make_folder(run_dir, _source_of_run_dir(command, config))
+    if args.log_dir is not None:
+        try:
+            new_folders = (*_make_folder(Path(args.log_dir).absolute(), command.name("log_dir")), *new_folders)
+        except ConfigError:
+            _remove_empty(new_folders)
+            raise
     return RunOptions(
         torchrun=args,
-        num_slots=num_slots,
-        max_nodes=max_nodes,
-        endpoints=endpoints,
+        num_slots=checked.num_slots,
+        max_nodes=checked.max_nodes,
+        endpoints=checked.endpoints or "localhost:0",
         run_id=run_id,
         run_dir=run_dir,
         node_name=env.clean_name(args.node_name or env.node_name()),
         node_name_given=args.node_name is not None,
-        wish=None if alone else args.node_rank,
-        layers=layers,
+        wish=None if is_alone else args.node_rank,
+        layers=checked.layers,
         health=health,
         health_places=places,
-        max_restarts_total=total,
-        preload=tuple(name for name in args.preload.split(",") if name),
+        max_restarts_total=args.max_restarts_total,
+        preload=tuple(part for part in args.preload.split(",") if part),
         warm_start=not args.no_warm_start,
         restart_grace_s=args.restart_grace,
         workers_stop_timeout_s=args.workers_stop_timeout if args.shutdown_timeout is None else args.shutdown_timeout,
-        join_timeout_s=conf.get("join_timeout", conf.get("timeout", 600.0)),
+        join_timeout_s=checked.join_timeout_s,
         is_named=run_id != "none" or args.run_dir is not None or config.run_dir is not None,
-        notes=(*_describe_spares(num_slots, max_nodes), *ignored),
+        names=_names(args, config, run_dir),
+        resumes_other=args.resume_from_other_run,
+        log_level=_log_level(args),
+        notes=checked.notes,
+        new_folders=new_folders,
     )
 
 
@@ -293,13 +233,10 @@ def _read_config(path: str | None) -> Config:
     return load_config(path)
 
 
-def _health(args: argparse.Namespace, config: Config, run_dir: Path) -> tuple[HealthConfig | None, tuple[str, ...]]:
+def _health(command: Command, config: Config, run_dir: Path) -> tuple[HealthConfig | None, tuple[str, ...]]:
     """Return what this node must have, and where the run writes on it."""
-    places = [str(run_dir)]
+    args, places = command.args, [str(run_dir)]
     if args.no_health_check:
-        _require(
-            config.health is None, "--no-health-check and [health] of --config contradict each other; leave one out"
-        )
         return None, ()
     if args.config is None:
         return HealthConfig(), tuple(places)
@@ -309,7 +246,7 @@ def _health(args: argparse.Namespace, config: Config, run_dir: Path) -> tuple[He
     return config.health or HealthConfig(), tuple(dict.fromkeys(places))
 
 
-def _parse_nnodes(text: str) -> tuple[int, int]:
+def _parse_nnodes(text: str, name: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     try:
         bounds = int(low), int(high or low)
@@ -317,32 +254,126 @@ def _parse_nnodes(text: str) -> tuple[int, int]:
         bounds = 0, 0
     _require(
         0 < bounds[0] <= bounds[1],
-        f"--nnodes={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5",
+        f"{name}={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5",
     )
     return bounds
 
 
-def _check_nproc(text: str) -> None:
-    if text.lstrip("-").isdigit():
-        _require(int(text) > 0, f"--nproc-per-node={text} must be at least 1")
-    else:
+def _log_level(args: argparse.Namespace) -> str | None:
+    level = None if args.log_level is None else args.log_level.lower()
+    _require(
+        level is None or level in logs.LEVELS, f"--log-level={args.log_level} is not one of {', '.join(logs.LEVELS)}"
+    )
+    if args.quiet:
         _require(
-            text in ("auto", "cpu", "gpu", "xpu"),
-            f"--nproc-per-node={text!r} is neither a number nor auto, cpu, gpu or xpu",
+            level in (None, "warning"), f"--quiet and --log-level={args.log_level} contradict each other; leave one out"
+        )
+        return "warning"
+    return level
+
+
+def _check_nproc(text: str, name: str) -> None:
+    if text.lstrip("-").isdigit():
+        _require(int(text) > 0, f"{name}={text} must be at least 1")
+        return
+    _require(
+        text in ("auto", "cpu", "gpu", "xpu"),
+        f"{name}={text!r} is neither a number nor auto, cpu, gpu or xpu",
+    )
+
+
+def _check_devices(command: Command) -> None:
+    """Refuse workers on devices that are certainly not here, before torch is imported."""
+    args, name = command.args, command.name
+    text, binding = args.nproc_per_node, args.numa_binding
+    why = why_absent(text) if text in ("gpu", "xpu") else None
+    _require(why is None, f"{name('nproc_per_node')}={text}: {why}; write the number of workers, or auto")
+    why = why_absent("gpu") if binding is not None else None
+    _require(why is None, f"{name('numa_binding')}={binding} needs GPUs, and {why}; leave it out")
+
+
+def _check_streams(command: Command) -> None:
+    """Refuse what torch would refuse of the options of its logs, but later."""
+    args, name = command.args, command.name
+    for attribute in ("redirects", "tee"):
+        text = getattr(args, attribute)
+        _require(
+            _STREAMS.fullmatch(text) is not None,
+            f"{name(attribute)}={text!r} is no choice of streams; write 0 (none), 1 (stdout), 2 (stderr), 3 (both), or "
+            "one for each local rank, such as 0:3,1:2",
+        )
+    ranks = args.local_ranks_filter
+    _require(
+        not ranks or all(rank.strip().isdigit() for rank in ranks.split(",")),
+        f"{name('local_ranks_filter')}={ranks!r} is no list of local ranks; write for example 0,1",
+    )
+
+
+def _check_plugins(command: Command) -> None:
+    """Refuse names that the installed packages do not have; torch would, seconds later."""
+    args, name = command.args, command.name
+    handlers = find_event_handlers()
+    _require(
+        not handlers or args.event_log_handler in handlers,
+        f"{name('event_log_handler')}={args.event_log_handler} is no handler of torch's; write console or null",
+    )
+    if args.logs_specs is not None:
+        from importlib.metadata import entry_points
+
+        _require(
+            args.logs_specs in entry_points(group="torchrun.logs_specs").names,
+            f"{name('logs_specs')}={args.logs_specs}: no installed package has log specs of this name; leave it out",
         )
 
 
-def _check_script(args: argparse.Namespace) -> None:
-    script = args.training_script
-    _require(not (args.no_python and args.module), "--no-python and --module contradict each other; leave one out")
+def _check_script(command: Command) -> None:
+    """Refuse a training script that cannot be started from here: not there, not readable, no module or program."""
+    args, script = command.args, command.args.training_script
     if args.no_python:
         _require(
             shutil.which(script) is not None,
             f"{script!r} is no program that can be run; check its path and mode",
         )
-    elif not args.module:
-        _require(os.path.exists(script), f"the script {script!r} does not exist; check its path")
+    elif args.module:
+        module, top = command.name("module"), script.partition(".")[0]
+        _require(not script.endswith(".py"), f"{module} takes a module's name; write {script[:-3]}, without .py")
+        known = "PYTHON_EXEC" in env.environ() or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
+        _require(known, f"{module}: there is no module {top!r} in this folder or installed; check its name")
+    else:
+        _require(os.path.exists(script), f"the script {script!r} does not exist; {why_not_there(script)}")
         _require(os.access(script, os.R_OK), f"the script {script!r} cannot be read; check its mode")
+        is_program = not os.path.isdir(script) or os.path.exists(os.path.join(script, "__main__.py"))
+        _require(is_program, f"{script!r} is a folder without __main__.py; name the script in it")
+
+
+def why_not_there(script: str) -> str:
+    """Return what to do about a script that does not exist."""
+    if re.fullmatch(r"python[\d.]*", os.path.basename(script)) or script == "torchrun":
+        return f"outlast run starts Python itself: leave {script!r} out"
+    first = os.fsencode(script).decode(errors="replace")[:1]  # whatever the locale makes of it
+    if first and first in "\u2010\u2011\u2012\u2013\u2014\u2212":
+        return "it begins with a dash that only looks like '-': type it again"
+    return "check its path"
+
+
+def _check_endpoints(command: Command, num_slots: int, *, alone: bool) -> str | None:
+    """Return where the agents meet; ``None`` = there is one."""
+    args, name = command.args, command.name
+    nnodes = f"{name('nnodes')}={args.nnodes}"
+    if alone:
+        _require(
+            num_slots == 1,
+            f"{name('standalone')} is for one node, and {nnodes} for several; leave one out",
+        )
+        return None
+    source = "rdzv_endpoint" if args.rdzv_endpoint else "master_addr"
+    text = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+    endpoints: tuple[Endpoint, ...] = parse_endpoints(text, where=name(source))
+    _require(
+        num_slots == 1 or all(endpoint.port for endpoint in endpoints),
+        f"{name(source)}={text}: port 0 is another on each node, and {nnodes} must meet; write a port, such as 29400",
+    )
+    return text
 
 
 def _describe_spares(num_slots: int, max_nodes: int) -> tuple[str, ...]:
@@ -350,15 +381,15 @@ def _describe_spares(num_slots: int, max_nodes: int) -> tuple[str, ...]:
     if num_slots == max_nodes:
         return ()
     spares = max_nodes - num_slots
-    train = "1 node trains" if num_slots == 1 else f"{num_slots} nodes train"
+    train = f"{count(num_slots, 'node')} {'trains' if num_slots == 1 else 'train'}"
     wait = "1 more waits as a spare" if spares == 1 else f"up to {spares} more wait as spares"
     return (
-        f"--nnodes={num_slots}:{max_nodes}: {train}, {wait}; to train on {max_nodes} and go on with {num_slots} where "
-        f"one is lost, write --nnodes={max_nodes} --ft-min_nodes={num_slots}",
+        f"--nnodes={num_slots}:{max_nodes}: {train}, {wait}; to train on {max_nodes} and continue with {num_slots} "
+        f"where one is lost, write --nnodes={max_nodes} --ft-min-nodes={num_slots}",
     )
 
 
-def _parse_conf(text: str) -> tuple[dict[str, float], tuple[str, ...]]:
+def _parse_conf(text: str, option: str) -> tuple[dict[str, float], tuple[str, ...]]:
     """Return the timeouts of ``--rdzv-conf``, and a line on what else it holds.
 
     Quotes around the whole may have come through from a script or a YAML file; torchrun takes them, too.
@@ -367,18 +398,28 @@ def _parse_conf(text: str) -> tuple[dict[str, float], tuple[str, ...]]:
     others: list[str] = []
     for part in filter(None, (part.strip() for part in text.strip(" '\"").split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
-        _require(bool(name and equals and value), f"--rdzv-conf: {part!r} is not in the form name=value")
+        _require(
+            bool(name and equals and value),
+            f"{option}: {part!r} is not in the form name=value; write join_timeout=600, say",
+        )
         if name not in ("join_timeout", "timeout"):
             others.append(name)
             continue
         try:
             values[name] = float(value)
         except ValueError:
-            raise ConfigError(f"--rdzv-conf: {name}={value!r} is no number of seconds") from None
-        _require(values[name] > 0, f"--rdzv-conf: {name}={value} must be above 0 seconds")
+            raise ConfigError(f"{option}: {name}={value!r} is no number of seconds; write {name}=600, say") from None
+        _require(values[name] > 0, f"{option}: {name}={value} must be above 0 seconds")
     if not others:
         return values, ()
-    return values, (f"--rdzv-conf: {', '.join(others)}: without effect; outlast's rendezvous knows join_timeout",)
+    return values, (f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows join_timeout",)
+
+
+def _names(args: argparse.Namespace, config: Config, run_dir: Path) -> tuple[str, ...]:
+    """Return the names that somebody gave to the run."""
+    named = () if args.standalone else env.name_of_run(args.rdzv_id)
+    has_directory = args.run_dir is not None or config.run_dir is not None
+    return (*named, *([f"directory {run_dir}"] if has_directory else []))
 
 
 def _fresh_run_id() -> str:
@@ -386,19 +427,36 @@ def _fresh_run_id() -> str:
     return f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"
 
 
-def _make_run_dir(given: str | None, run_id: str) -> Path:
-    path = Path(given) if given else Path("outlast-runs") / env.clean_name(run_id)
-    path = path.absolute()
+def _source_of_run_dir(command: Command, config: Config) -> str:
+    """Return how the run directory's place was given, for an error."""
+    if command.args.run_dir:
+        return command.name("run_dir")
+    return f"run_dir of {command.args.config}" if config.run_dir else "the run directory"
+
+
+def _make_folder(path: Path, source: str) -> tuple[Path, ...]:
+    """Make a folder to write to; return it and those above it that were not there, innermost first."""
+    remedy = "name another" if source != "the run directory" else "name another with --run-dir"
+    new = tuple(folder for folder in (path, *path.parents) if not folder.exists())
+    named = f"{source}={path}" if source.startswith("-") else f"{source}, {path},"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ConfigError(f"--run-dir={path} is not a folder; name another") from None
+        raise ConfigError(f"{named} is not a folder; {remedy}") from None
     except OSError as error:
-        raise ConfigError(f"--run-dir={path} cannot be made ({error.strerror}); name one that is writable") from None
+        _remove_empty(new)
+        raise ConfigError(f"{named} cannot be made ({error.strerror}); {remedy} that is writable") from None
     try:
         probe = path / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"--run-dir={path} is not writable ({error.strerror}); name one that is") from None
-    return path
+        _remove_empty(new)
+        raise ConfigError(f"{named} is not writable ({error.strerror}); {remedy} that is") from None
+    return new
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # not empty, or somebody else's by now
+            folder.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from string import Template
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from outlast.launch.worker_process import WorkerProcess
 from outlast.policy.quarantine import encode_distrusted
 from outlast.policy.rerun import encode_replay
 from outlast.runtime.board import Board
+from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Spawn
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ def prepare(
         **base_env,
         env.RUN_ID: options.run_id,
         env.RUN_DIR: str(options.run_dir),
+        env.NAMES: json.dumps(options.names),
+        env.RESUME_OTHER: "1" if options.resumes_other else "",
         env.JOB: job,
         env.CYCLE: str(start.cycle),
         env.NODE: node,
@@ -88,6 +92,8 @@ def prepare(
         workers: dict[int, WorkerProcess] = {}
         in_process = InProcess(board, workers, is_alone=start.num_nodes == 1)
         stack.callback(in_process.close)
+        postmortem = Postmortem(spec.local_world_size)
+        stack.callback(postmortem.close)
         logs = CycleLogs(logs_specs, envs, options.torchrun, prefixes)
         stack.pop_all()
     spawns: list[Spawn] = []
@@ -103,7 +109,7 @@ def prepare(
                 key=key,
                 kind=kind,
                 argv=_with_numa(own_argv, local_rank, spec) if kind == "exec" else own_argv,
-                env={**shared, **worker_env},
+                env={**shared, **worker_env, env.POSTMORTEM: postmortem.path(local_rank)},
                 stdout=logs.destinations.stdouts.get(local_rank) or "",
                 stderr=logs.destinations.stderrs.get(local_rank) or "",
                 on_start="outlast.monitor.stacks:register" if in_python else "",
@@ -120,6 +126,7 @@ def prepare(
         workers=workers,
         spawns=spawns,
         in_process=in_process,
+        postmortem=postmortem,
     )
 
 

@@ -58,9 +58,10 @@ class Rulings:
         data: dict[str, object] = {"verdict": verdict}
         if end.incident is not None:
             data["incident"] = end.incident
-            level = logging.ERROR if verdict.rung == Rung.STOP else logging.WARNING
-            what = "goes on" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
-            log.log(level, "[outlast] cycle %d %s: %s", end.cycle, what, verdict.reason)
+            # A job's last line says why it stops.
+            level = logging.DEBUG if verdict.rung == Rung.STOP else logging.WARNING
+            what = "continues" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
+            log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
         self._record(EventKind.VERDICT, end.cycle, data)
         return verdict
 
@@ -81,7 +82,7 @@ class Rulings:
 
     def drop_replay(self, why: str) -> None:
         """Let the next cycle train as usual, because the node that was to replay is gone."""
-        log.warning("[outlast] %s: the next cycle trains without the replay", why)
+        log.warning("%s: the next cycle trains without the replay", why)
         self._keep(ladder.drop_replay(self.state))
 
     def learn_distrusted(self, told: Sequence[Distrusted]) -> None:

@@ -9,17 +9,20 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from outlast import clock, env
+from outlast import clock, env, logs
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.config.precedence import DEFAULT
 from outlast.errors import ConfigError, ExitReason
 from outlast.launch.checkups import Checkups, Occasion
 from outlast.launch.job import JobSettings, name_job
 from outlast.launch.ladder_file import load_ladder
-from outlast.launch.news import Notice, WriterDied
+from outlast.launch.news import Notice, RunDirectoryLost, WriterDied
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
+from outlast.launch.probing import check_endpoints
+from outlast.launch.run_owner import RunOwner
 from outlast.launch.summary import summarise
 from outlast.runtime.endpoints import parse_endpoints
 from outlast.runtime.mailbox import Mailbox
@@ -47,12 +50,29 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def launch(options: RunOptions) -> int:
     """Run a job's part on this node; return the exit code.
 
+    Raises:
+        ConfigError: Another job runs in the run directory, or something cannot be used.
+
     Blocks: until the job is over.
     """
+    owner = RunOwner(options)  # before anything is read or written there
+    try:
+        return _launch(options, owner)
+    except ConfigError:
+        owner.withdraw()
+        raise
+    finally:
+        owner.release()
+
+
+def _launch(options: RunOptions, owner: RunOwner) -> int:
     started_s = clock.now_s()
-    for note in options.notes:
-        log.info("[outlast] %s", note)
+    startup = _StartUp()
     remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is said before all else
+    check_endpoints(parse_endpoints(options.endpoints))
+    log.info("run %s on node %s: starting; run directory %s", options.run_id, options.node_name, options.run_dir)
+    for note in options.notes:
+        log.info("%s", note)
     job = name_job(env.environ().get("SLURM_JOB_ID"), remembered)
     env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported: here, and in the workers' zygote
     worker_env = _worker_base_env(options)
@@ -67,11 +87,18 @@ def launch(options: RunOptions) -> int:
 
     # Both import torch, at the same time: the zygote for the workers, this process for the agent.
     zygote, mailbox = new_zygote(), Mailbox[object]()
+    startup.ends(zygote.kill)
     checkups, writer = _begin_checkups(options, mailbox), None
+    if checkups is not None:
+        startup.ends(checkups.abandon)
     try:
-        writer = _start_writer(mailbox)
+        writer = _start_writer(mailbox, options.node_name)
+        if writer is not None:
+            startup.ends(writer.kill)
         try:
-            agent = _make_agent(options, job, zygote, new_zygote, writer, checkups, mailbox, (kind, argv), worker_env)
+            agent = _make_agent(
+                options, owner, job, zygote, new_zygote, writer, checkups, mailbox, (kind, argv), worker_env
+            )
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
@@ -85,9 +112,9 @@ def launch(options: RunOptions) -> int:
     stop = agent.stop
     # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
     totals = f" ({summarise(options.run_dir, agent.job).describe()})" if agent.is_host else ""
-    log.log(
-        logging.INFO if stop.exit_code == ExitReason.FINISHED else logging.ERROR,
-        "[outlast] job over after %.1f s%s, exit code %d: %s; journal in %s",
+    logging.getLogger(logs.OUTCOME).log(
+        logging.INFO if stop.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED) else logging.ERROR,
+        "job over after %.1f s%s, exit code %d: %s; journal in %s",
         clock.now_s() - started_s,
         totals,
         stop.exit_code,
@@ -95,6 +122,30 @@ def launch(options: RunOptions) -> int:
         options.run_dir,
     )
     return stop.exit_code
+
+
+class _StartUp:
+    """Ctrl-C and SIGTERM before there is an agent: the process ends at once, and so does what it has started.
+
+    Nothing is of value then. An interpreter would raise KeyboardInterrupt in the middle of an import and wait for
+    processes that are busy importing.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], None]] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._end)
+
+    def ends(self, action: Callable[[], None]) -> None:
+        """Have something ended, too; it must not wait."""
+        self._ends.append(action)
+
+    def _end(self, number: int, _frame: FrameType | None) -> None:
+        for action in self._ends:
+            action()
+        log.warning("received %s before the training began: nothing was started", signal.Signals(number).name)
+        logging.shutdown()
+        os._exit(128 + number)
 
 
 def _run_as_torch_knows_it(agent: Agent, event_log_handler: str) -> None:
@@ -109,16 +160,18 @@ def _run_as_torch_knows_it(agent: Agent, event_log_handler: str) -> None:
     events.record(agent.get_event_succeeded(), event_log_handler)
 
 
-def _start_writer(mailbox: Mailbox[object]) -> WriterProcess | None:
+def _start_writer(mailbox: Mailbox[object], node: str) -> WriterProcess | None:
     """Start the node's checkpoint writer, which holds what its workers save, also after their end."""
 
     def on_death(summary: str) -> None:
         mailbox.put(WriterDied(summary))
 
     try:
-        return WriterProcess(on_death=on_death)
+        return WriterProcess(node=node, on_death=on_death)
     except OSError as error:
-        log.warning("no checkpoint writer can be started (%s): saved state does not outlive the workers", error)
+        log.warning(
+            "the checkpoint writer cannot be started (%s): what is in memory does not outlive the workers", error
+        )
         return None
 
 
@@ -140,7 +193,7 @@ def _worker_base_env(options: RunOptions) -> dict[str, str]:
     values = env.environ()
     nproc = options.torchrun.nproc_per_node
     if "OMP_NUM_THREADS" not in values and nproc != "1":
-        log.info("OMP_NUM_THREADS is not set: each worker gets 1 thread, as with torchrun; set it to what is best")
+        log.info("OMP_NUM_THREADS is not set: each worker gets 1 thread, as with torchrun")
         values["OMP_NUM_THREADS"] = "1"
     return values
 
@@ -160,6 +213,7 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
 
 def _make_agent(
     options: RunOptions,
+    owner: RunOwner,
     new_job: str,
     zygote: Zygote,
     new_zygote: Callable[[], Zygote],
@@ -192,6 +246,7 @@ def _make_agent(
         raise ValueError(f"--event-log-handler={args.event_log_handler} is no handler; write console or null") from None
 
     def serve(store: TCPStore, former: JobInProgress | None) -> ControlServer:
+        owner.lead()
         return ControlServer(
             store,
             JobSettings(
@@ -214,6 +269,7 @@ def _make_agent(
             run_id=options.run_id,
             node=options.node_name,
             layers=options.layers,
+            may_write=owner.may_write,
             on_error=lambda error: mailbox.put(LinkFailed(f"the coordinator ended: {error!r}")),
         )
 
@@ -255,6 +311,7 @@ def _make_agent(
         checkups=checkups,
         mailbox=mailbox,
     )
+    owner.on_lost = lambda why: mailbox.put(RunDirectoryLost(why))
     _install_handlers(args.signals_to_handle, lambda number: mailbox.put(Notice(number)))
     return agent
 
@@ -268,6 +325,6 @@ def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:
     for name in filter(None, (part.strip() for part in names.split(","))):
         number = signal.Signals.__members__.get(name)
         if number is None:
-            log.warning("--signals-to-handle: %s is no signal; passed over", name)
+            log.warning("--signals-to-handle: %s is not a signal; it is ignored", name)
         else:
             signal.signal(number, lambda received, _frame: deliver(received))

@@ -10,6 +10,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind, IncidentKind, Rung
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.journal import read_journal
+from outlast.wording import count
 
 __all__ = ["Summary", "count_lost", "summarise"]
 
@@ -31,14 +32,14 @@ class Summary:
     def describe(self) -> str:
         """Return a few words for people."""
         parts = [
-            _count(self.num_cycles, "cycle"),
-            _count(self.num_incidents, "incident"),
-            f"{_count(self.lost_iterations, 'iteration')} lost",
+            count(self.num_cycles, "cycle"),
+            count(self.num_incidents, "incident"),
+            f"{count(self.lost_iterations, 'iteration')} lost",
         ]
         if self.num_in_process:
-            parts.append(f"{_count(self.num_in_process, 'restart')} in process")
+            parts.append(f"{count(self.num_in_process, 'restart')} in process")
         if self.num_spared:
-            parts.append(f"{_count(self.num_spared, 'rank')} lost and done without")
+            parts.append(f"{count(self.num_spared, 'rank')} lost and done without")
         return ", ".join(parts)
 
 
@@ -155,7 +156,3 @@ _FATAL = {
     IncidentKind.NODE_UNHEALTHY,
 }
 """Incidents that end a cycle, or keep it from starting."""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

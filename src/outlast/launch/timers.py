@@ -23,6 +23,10 @@ class Timers:
         """Have it not done, if it still was to come."""
         self._deadlines.pop(name, None)
 
+    def is_set(self, name: str) -> bool:
+        """Return whether something is still to be done under a name."""
+        return name in self._deadlines
+
     def until_next_s(self) -> float | None:
         """Return the seconds until the next one; ``None`` = there is none."""
         next_s = min((at_s for at_s, _ in self._deadlines.values()), default=None)

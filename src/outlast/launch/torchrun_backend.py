@@ -201,7 +201,7 @@ class OutlastRendezvous(RendezvousHandler):
             elif isinstance(news, m.Stop):
                 self._closed = True
             elif isinstance(news, LinkDown):
-                log.warning("%s; training goes on", news.error)
+                log.warning("%s; training continues", news.error)
 
     def get_run_id(self) -> str:
         """Return the run's id."""

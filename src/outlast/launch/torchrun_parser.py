@@ -11,18 +11,26 @@ import argparse
 import ast
 import importlib.util
 import logging
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
-__all__ = ["make_torchrun_parser"]
+from outlast import env
+from outlast.errors import ConfigError
+
+__all__ = ["find_event_handlers", "make_torchrun_parser"]
 
 log = logging.getLogger(__name__)
 
 
 def make_torchrun_parser() -> argparse.ArgumentParser:
-    """Return a parser with every option of the installed ``torchrun``."""
+    """Return a parser with every option of the installed ``torchrun``.
+
+    Raises:
+        ConfigError: An environment variable of torchrun's for an option without a value is neither 0 nor 1.
+    """
     try:
         return _make_from_source()
     except (OSError, ImportError, SyntaxError, LookupError, NameError, AttributeError, TypeError) as error:
@@ -32,11 +40,25 @@ def make_torchrun_parser() -> argparse.ArgumentParser:
     return get_args_parser()
 
 
-def _make_from_source() -> argparse.ArgumentParser:
+def find_event_handlers() -> frozenset[str]:
+    """Return the names that the installed torch knows for ``--event-log-handler``; empty = not known."""
+    try:
+        text = (_torch() / "distributed" / "elastic" / "events" / "handlers.py").read_text()
+    except (OSError, ImportError):
+        return frozenset()
+    table = re.search(r"^_log_handlers\b[^{]*\{(.*?)\}", text, re.MULTILINE | re.DOTALL)
+    return frozenset(re.findall(r"^\s*\"(\w+)\":", table[1], re.MULTILINE)) if table is not None else frozenset()
+
+
+def _torch() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("torch is not installed")
-    root = Path(next(iter(spec.submodule_search_locations)))
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _make_from_source() -> argparse.ArgumentParser:
+    root = _torch()
     actions = _load(root / "distributed" / "argparse_util.py", "outlast_torchrun_actions")
     path = root / "distributed" / "run.py"
     function = _find(path, ast.FunctionDef, "get_args_parser")
@@ -44,7 +66,7 @@ def _make_from_source() -> argparse.ArgumentParser:
         "ArgumentParser": argparse.ArgumentParser,
         "REMAINDER": argparse.REMAINDER,
         "env": actions.env,
-        "check_env": actions.check_env,
+        "check_env": _named_in_errors(actions.check_env),
         "_AffinityMode": _read_affinity_modes(root / "numa" / "binding.py"),
     }
     exec(compile(ast.Module([function], []), str(path), "exec"), namespace)  # a function of the installed torch
@@ -60,10 +82,27 @@ def _read_affinity_modes(path: Path) -> list[SimpleNamespace]:
     ]
 
 
+def _named_in_errors(action: type[argparse.Action]) -> type[argparse.Action]:
+    """Return torchrun's action for options without a value; its environment variable is named when it is no number."""
+
+    class Switch(action):  # type: ignore[valid-type, misc]
+        def __init__(self, dest: str, **kwargs: Any) -> None:
+            try:
+                super().__init__(dest=dest, **kwargs)
+            except ValueError:
+                name = f"PET_{dest.upper()}"
+                raise ConfigError(f"{name}={env.environ()[name]!r} is neither 0 nor 1; write one of them") from None
+
+    return Switch
+
+
 def _find(path: Path, kind: type[ast.stmt], name: str) -> ast.stmt:
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, kind) and getattr(node, "name", None) == name:
-            return node
+    """Return a function or class of a module, without parsing what stands around it."""
+    found = re.search(rf"^(?:def|class) {name}\b.*?\n(?=[^\s)#]|\Z)", path.read_text(), re.MULTILINE | re.DOTALL)
+    if found is not None:
+        for node in ast.parse(found[0]).body:
+            if isinstance(node, kind):
+                return node
     raise LookupError(f"{path} has no {name}")
 
 

@@ -55,7 +55,7 @@ class Workers:
             self._clearing -= 1
         elif news is None:
             log.error(
-                "[outlast] the process that starts workers died (pid %d), and they with it; starting another",
+                "the zygote (pid %d), which starts the workers, died, and so did they; starting a new one",
                 self._zygote.pid,
             )
             self._zygote.close()

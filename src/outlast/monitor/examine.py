@@ -206,9 +206,9 @@ def _write(path: Path, position: Position, text: str) -> None:
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + text)
+        path.write_text(head + stacks.arrange(text))
     except OSError as error:  # a full disk must not keep a hang from being acted upon
-        log.warning("[RankMonitor] stacks of rank %d could not be written: %s", position.global_rank, error)
+        log.warning("stacks of rank %d could not be written: %s", position.global_rank, error)
 
 
 def _send(pid: int, number: signal.Signals) -> bool:

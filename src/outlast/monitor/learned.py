@@ -158,11 +158,11 @@ def _read(path: Path) -> _File:
     except FileNotFoundError:
         return nothing
     except (OSError, msgspec.DecodeError) as error:
-        log.warning("[FaultTolerance] %s is ignored, timeouts are learned anew: %s", path, error)
+        log.warning("%s is ignored, and timeouts are learned again: %s", path, error)
         return nothing
     if state.version != _VERSION:
         log.warning(
-            "[FaultTolerance] %s is ignored, timeouts are learned anew: its format is %d, %d is understood",
+            "%s is ignored, and timeouts are learned again: its format is %d, and only %d is supported",
             path,
             state.version,
             _VERSION,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from outlast import logs
 from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.config.precedence import merge_under
 from outlast.env import WorkerEnv, read_worker
@@ -22,6 +23,7 @@ from outlast.monitor import side_process, stacks
 from outlast.monitor.learned import LearnedTimeouts, observe
 from outlast.monitor.responder import Responder
 from outlast.policy.deadlines import STEP, Timeouts
+from outlast.policy.timeouts import STANDARD
 from outlast.runtime.board import Board, LoadedCopy, RankState
 from outlast.runtime.in_process_mark import address as agent_address
 
@@ -107,6 +109,7 @@ class RankMonitor:
         if _open_monitor is not None and _open_monitor.pid == os.getpid():
             raise OutlastError("this process has a RankMonitor already; use that one, or close() it first")
         self.env = env if env is not None else read_worker()
+        logs.configure_worker(self.env.global_rank, self.env.node)
         folder = run_dir if run_dir is not None else self.env.run_dir
         self._run_dir = None if folder is None else Path(folder)
         self._configured = merge_under(self.env.fault_tolerance if self.env.board is not None else None, config)
@@ -115,6 +118,7 @@ class RankMonitor:
         self.pid = os.getpid()
         self._sections: dict[str, SectionTimer] = {}
         self._said: set[str] = set()
+        self._level = logging.INFO if self.env.is_first else logging.DEBUG
         self._side: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._last_state: RankState
@@ -136,7 +140,7 @@ class RankMonitor:
             settings=config.to_json() if config is not None and config.given else "",
         )
         self._timeouts = Timeouts.from_config(self.config, with_defaults=self.env.config_file is not None)
-        log.info("[FaultTolerance] %s uses %s", self._who(), self._timeouts.describe())
+        log.debug("%s uses %s", self._who(), self._timeouts.describe())
         if self.env.board is not None:
             self._wake_agent()
             child = -1
@@ -185,7 +189,7 @@ class RankMonitor:
         """Leave the innermost open section of this name, also from beneath others; none: said once."""
         if not self._page.leave(name) and name not in self._said:
             self._said.add(name)
-            log.warning("[FaultTolerance] end_section(%r): %s is in no such section", name, self._who())
+            log.warning("end_section(%r): %s is in no such section", name, self._who())
 
     def end_all_sections(self) -> None:
         """Leave every open section, for instance in an exception's handler."""
@@ -209,7 +213,9 @@ class RankMonitor:
         timer = SectionTimer(self._page.intern(name), self._page.open, self._page.shut)
         self._sections[name] = timer
         if self._timeouts.sections.get(name) is None:
-            log.info("[FaultTolerance] section %r has no timeout: it is measured, not enforced", name)
+            # Where no section has one, sections are not what this run is watched by.
+            level = self._level if self._timeouts.sections and name not in STANDARD else logging.DEBUG
+            log.log(level, "section %r has no timeout: it is measured, not enforced", name)
         return timer
 
     # -- facts ---------------------------------------------------------------------------------------------
@@ -269,7 +275,13 @@ class RankMonitor:
                 seen = observe([self.board_state])
                 LearnedTimeouts.update(self._run_dir, seen, cycle=cycle, config=self._configured)
             except OSError as error:
-                log.warning("[FaultTolerance] learned timeouts could not be saved: %s", error)
+                log.warning("learned timeouts could not be saved: %s", error)
+
+    def tell_protection(self, text: str) -> None:
+        """Tell the agent what a session protects against, for the line on a run's protection."""
+        self._page.set_protection(text)
+        if self.env.board is not None:
+            self._wake_agent()
 
     def close(self) -> None:
         """Stop being watched: end the responder and the side process; idempotent, and called at exit.
@@ -307,7 +319,7 @@ class RankMonitor:
         if self._timeouts.smallest_s() is None:
             off = self.config.given.get("enable_ft_package") is False
             why = "enable_ft_package is off" if off else "no timeout is set"
-            log.info("[FaultTolerance] %s is not watched: %s", self._who(), why)
+            log.log(self._level, "%s is not watched: %s", self._who(), why)
             return -1
         folder = None
         if self._run_dir is not None:
@@ -317,17 +329,19 @@ class RankMonitor:
                 side_process.Task(
                     pid=self.pid,
                     board_fd=self._board.fd,
+                    rank=self.env.global_rank,
                     node=self.env.node,
                     config=self.config.to_json(),
                     stacks_dir=folder,
                 )
             )
         except OSError as error:
-            log.warning("[FaultTolerance] %s is not watched: %s", self._who(), error)
+            log.warning("%s is not watched: %s", self._who(), error)
             return -1
-        log.info(
-            "[FaultTolerance] no agent of outlast runs here: side process %d watches %s and ends it with %s "
-            "when it hangs, for its launcher to start it again",
+        log.log(
+            self._level,
+            "no agent of outlast runs here: side process %d watches %s and ends it with %s "
+            "when it hangs, so that its launcher restarts it",
             self._side.pid,
             self._who(),
             self.config.rank_termination_signal,
@@ -340,7 +354,7 @@ class RankMonitor:
         code = self._side.wait(timeout=5.0)
         if not self._closed:
             log.warning(
-                "[FaultTolerance] side process %d ended (exit code %d): hangs of %s are not noticed any more",
+                "side process %d ended (exit code %d): hangs of %s are no longer noticed",
                 self._side.pid,
                 code,
                 self._who(),

@@ -109,7 +109,7 @@ class Responder:
                 if self._socket.fileno() in ready:
                     self._answer()
         except Exception:
-            log.exception("[FaultTolerance] the thread that answers examiners failed: a culprit may not be found")
+            log.exception("the thread that reports this rank's stacks failed: the cause of a hang may not be found")
 
     def _answer(self) -> None:
         try:

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from outlast import env as environment
+from outlast import logs
 from outlast.clock import now_s
 from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.decoding import from_json
@@ -42,6 +43,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The worker."""
     board_fd: int
     """The worker's board, inherited."""
+    rank: int
+    """The worker's global rank."""
     node: str
     config: str
     """The fault tolerance settings in force, as JSON."""
@@ -102,15 +105,15 @@ class _Guard:
         positions = examine(self._board, node=self._task.node, stacks_dir=folder, expired=report.expired)
         rank = report.expired[0].global_rank
         if positions:
-            log.error("[RankMonitor] %s; stacks in %s", find_culprit(positions).reason, folder)
+            log.error("%s; stacks in %s", find_culprit(positions).reason, folder)
         wanted = signal.Signals[self._config.rank_termination_signal]
-        log.error("[RankMonitor] rank %d (pid %d) is ended with %s", rank, self._task.pid, wanted.name)
+        log.error("rank %d (pid %d) is ended with %s", rank, self._task.pid, wanted.name)
         self._send(wanted)
         if wanted != signal.SIGKILL:
             self._send(signal.SIGCONT)  # a stopped process handles nothing else
             if not self._is_gone(_GRACE_S):
                 log.error(
-                    "[RankMonitor] rank %d (pid %d) lives %g s after %s: SIGKILL",
+                    "rank %d (pid %d) still runs %g s after %s: sending SIGKILL",
                     *(rank, self._task.pid, _GRACE_S, wanted.name),
                 )
                 self._send(signal.SIGKILL)
@@ -138,7 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run as a side process; return its exit code."""
     (text,) = sys.argv[1:] if arguments is None else arguments
     task = from_json(text, Task)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    least = logging.INFO if task.rank == 0 else logging.WARNING  # all say alike which timeouts they enforce
+    logs.configure(f"monitor rank {task.rank}", node=task.node, rank=task.rank, least=least)
     try:
         worker = os.pidfd_open(task.pid)
     except ProcessLookupError:

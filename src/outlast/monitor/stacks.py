@@ -26,6 +26,7 @@ __all__ = [
     "Dump",
     "Frame",
     "Stack",
+    "arrange",
     "follow",
     "followed",
     "parse",
@@ -41,6 +42,9 @@ _MEMFD_NAME = "outlast-stacks"
 _OUTLAST = str(Path(__file__).resolve().parent.parent) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+_INTERPRETER = re.compile(
+    rf"<|(?:{re.escape(_STDLIB)}|.*/lib/python3\.\d+/)(?!site-packages|dist-packages)",
+)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")
 _MAIN = re.compile(r"^main thread 0x(?P<ident>[0-9a-f]+)$", re.MULTILINE)
 _registered_pid = 0
@@ -234,6 +238,38 @@ def parse(text: str) -> Stack:
         elif inside and (match := _FRAME.match(line)):
             frames.append(Frame(match["file"], match["line"], match["name"]))
     return Stack(tuple(frames)) if frames else _parse_py_spy(text)
+
+
+def arrange(text: str) -> str:
+    """Return a dump for people: the user's own lines first, the training thread, then others; none of outlast's own.
+
+    What is in another form than that of ``faulthandler`` is returned as it is.
+    """
+    main = _MAIN.search(text)
+    blocks: list[tuple[int, list[str]]] = []
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            blocks.append((int(thread["ident"], 16), [line]))
+        elif blocks and line.strip():
+            blocks[-1][1].append(line)
+    if main is None or not blocks:
+        return text
+    training = int(main["ident"], 16)
+    frames = parse(text).frames
+    own = [f"  {frame}" for frame in frames if not frame.is_library]
+    parts = [["the user's code, innermost line first:", *(own or ["  (none on this stack)"])]]
+    newest = dict(blocks)  # a later dump replaces an earlier one
+    if training in newest:
+        parts.append(newest[training])
+    parts += [lines for ident, lines in newest.items() if ident != training and not _is_our_thread(lines)]
+    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+
+def _is_our_thread(lines: list[str]) -> bool:
+    """Return whether a thread was started by outlast: its outermost frames are the interpreter's and outlast's own."""
+    files = [match["file"] for line in lines if (match := _FRAME.match(line))]
+    outer = next((file for file in reversed(files) if not _INTERPRETER.match(file)), "")
+    return outer.startswith(_OUTLAST)
 
 
 def _parse_py_spy(text: str) -> Stack:

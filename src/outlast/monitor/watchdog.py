@@ -75,17 +75,18 @@ class Watchdog:
         if self._says:
             self._say(self._timeouts.describe())
         else:
-            self._say("as soon as the script calls outlast.init() or makes a RankMonitor")
+            log.debug("the ranks are watched as soon as the script calls outlast.init() or makes a RankMonitor")
         self._thread.start()
 
     def enforce(self, timeouts: Timeouts, description: str) -> None:
-        """Enforce other timeouts from now on, and say so. Thread: any."""
+        """Enforce other timeouts from now on; at DEBUG the log describes them. Thread: any."""
         self._timeouts = timeouts
-        self._say(description)
+        self._say(description, logging.DEBUG)
         self._wake.set()
 
-    def _say(self, description: str) -> None:
-        log.info("[RankMonitorServer] node %s watches %d ranks: %s", self._node, self._board.num_ranks, description)
+    def _say(self, description: str, level: int = logging.INFO) -> None:
+        num = self._board.num_ranks
+        log.log(level, "node %s watches %d %s: %s", self._node, num, "rank" if num == 1 else "ranks", description)
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """End the thread; return whether it ended in time. Idempotent, also from ``on_hang``."""
@@ -112,7 +113,7 @@ class Watchdog:
             # Not only this thread may have slept (a paused container, a suspended machine): let the ranks go
             # on for a moment before they are judged.
             log.warning(
-                "[RankMonitorServer] node %s was not running for %.1f s; its ranks are judged a second later",
+                "node %s was suspended for %.1f s; its ranks get one more second",
                 self._node,
                 (now - self._wake_ns) / 1e9,
             )
@@ -127,7 +128,7 @@ class Watchdog:
         self._wake_ns = wake_at_ns(states, self._timeouts, now)
         if late and not self._hanging:
             for one in late:
-                log.error("[RankMonitor] %s", one.describe(self._node))
+                log.error("%s", one.describe(self._node))
             self._hanging = True
             self._on_hang(HangReport(expired=late, states=states))
             self._wake_ns = max(self._wake_ns or 0, self._clock.now_ns())
@@ -150,7 +151,7 @@ class Watchdog:
                     sleep_s = min(sleep_s, (wake - self._clock.now_ns()) / 1e9)
                 self._wake.wait(max(0.0, sleep_s))
         except BaseException as error:  # the owner decides
-            log.exception("[RankMonitorServer] node %s: the watchdog failed; ranks are not watched", self._node)
+            log.exception("node %s: the watchdog failed; its ranks are no longer watched", self._node)
             if self._on_error is not None:
                 self._on_error(error)
 

@@ -112,8 +112,8 @@ class Findings:
     def settle_here(self, diagnosis: Diagnosis) -> None:
         """Say what was found of a result that does not stop training: an incident at the ladder's lowest rung."""
         self.counts[diagnosis.finding] += 1
-        log.warning("%s; training goes on with the newer run", diagnosis.describe())
-        reason = "the step was run again, and training goes on with the newer run"
+        log.warning("%s; training continues with the newer run", diagnosis.describe())
+        reason = "the step was run again, and training continues with the newer run"
         self._write(diagnosis, verdict=Verdict(rung=Rung.RERUN_STEP, reason=reason))
 
     def leave(self, diagnosis: Diagnosis) -> None:
@@ -128,7 +128,7 @@ class Findings:
         try:
             write_diagnosis(place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
         except OSError as error:
-            log.error("the diagnosis cannot be written (%s); the launcher judges by the exit code alone", error)
+            log.error("the diagnosis cannot be written (%s); the launcher uses the exit code alone", error)
 
     def _write(self, diagnosis: Diagnosis, **more: Any) -> None:
         if self._journal is None:

@@ -250,7 +250,8 @@ class NonFiniteDetector:
         if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is None:
             text = f"{found.describe()}, but nobody said how to go back; give on_rollback, or call bind()"
             raise NotFinite(text, rank=rank, iteration=found.iteration)
-        log.warning("%s", found.describe())
+        speaks = not dist.is_initialized() or dist.get_rank() == 0  # every rank knows the same
+        log.log(logging.WARNING if speaks else logging.DEBUG, "%s", found.describe())
         if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is not None:
             self._on_rollback(found)
 

@@ -23,6 +23,7 @@ from outlast.numerics.replicas import ReplicatedTensor, find_replicated
 from outlast.numerics.tensor_digest import digest_tensors
 from outlast.runtime.device import device_name
 from outlast.runtime.group import Group
+from outlast.wording import count
 
 __all__ = ["ReplicaDigest"]
 
@@ -97,7 +98,8 @@ class ReplicaDigest:
         if self._world_size() > 1:
             agreement = self._compare(holdings, agreement)
         if not agreement.agrees:
-            log.error("%s", agreement.describe())
+            speaks = not dist.is_initialized() or dist.get_rank() == 0  # every rank knows the same
+            log.log(logging.ERROR if speaks else logging.DEBUG, "%s", agreement.describe())
         return agreement
 
     def close(self) -> None:
@@ -141,8 +143,8 @@ class ReplicaDigest:
         if names and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "%d tensors, the first of them %s, do not say which ranks hold the same: they are not compared; "
-                "fully_shard and DistributedDataParallel are",
-                len(names),
+                "%s not compared, the first of them %s: it is unknown which ranks hold replicas; fully_shard and "
+                "DistributedDataParallel record that",
+                count(len(names), "tensor"),
                 names[0],
             )

@@ -100,7 +100,7 @@ class StepReplay:
             random=self._rewinder.random.state,
         )
         if facts.problems:
-            log.warning("the batches are not saved: of %s nothing can be stored safely", ", ".join(facts.problems))
+            log.warning("the batches are not saved: %s cannot be stored safely", ", ".join(facts.problems))
 
     def forget(self) -> None:
         """Go on with steps that are run for the first time."""
@@ -120,7 +120,7 @@ class StepReplay:
         self._has_batches = facts is not None and facts.replay(iterators, local_rank)
         if not self._has_batches:
             why = ", ".join(facts.problems) if facts is not None and facts.problems else "they are not known"
-            log.warning("the step is replayed with the batches that come now, not with its own (%s)", why)
+            log.warning("the step is replayed with new batches instead of its own (%s)", why)
         struck = facts.struck if facts is not None else ()
         self._judge.begin_step(state, iteration, expected=expected, struck=struck)
         if facts is not None:

@@ -125,7 +125,7 @@ def _blame(state: LadderState, end: CycleEnd, diagnosis: Diagnosis, what: str) -
         action = f"node {node} is quarantined, restarting the workers on the others"
         return Answer(what=what, action=action, quarantine=node, faulty_node=node, is_device_fault=True)
     if node and node not in state.quarantined and (end.num_spares > 0 or end.may_shrink):
-        heir = "a spare takes its slot" if end.num_spares > 0 else "the world goes on without it"
+        heir = "a spare takes its slot" if end.num_spares > 0 else "training continues without it"
         action = f"node {node} is quarantined, {heir}"
         rung = Rung.REPLACE_NODE
         return Answer(what=what, action=action, rung=rung, quarantine=node, faulty_node=node, is_device_fault=True)

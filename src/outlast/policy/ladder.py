@@ -42,12 +42,14 @@ from outlast.policy.slow_node import judge_slow_rank, slow_node
 
 __all__ = ["CycleEnd", "LadderState", "Limits", "Step", "begin_job", "begin_run", "decide", "drop_replay"]
 
+_NOT_OVER = "every worker ended with 0; none had a session, so the same run can be started again"
+
 
 def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderState, Verdict]:
     """Return what to do after a cycle's end, and what to remember.
 
-    A finished run is never restarted; a preempted one is charged nothing; every other end is charged to the
-    budgets, whatever its kind.
+    A finished run is never restarted by its job, nor by a later one if any worker had a session (:func:`begin_job`); a
+    preempted one is charged nothing; every other end is charged to the budgets, whatever its kind.
     """
     if state.finished:
         return state, Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
@@ -57,7 +59,8 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     state, progressed = _note_progress(state, end, trusted=found is None or found.distrusted is None)
     if end.finished:
         state = msgspec.structs.replace(state, finished=True)
-        verdict = Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
+        reason = "the run is finished" if state.is_over else _NOT_OVER
+        verdict = Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FINISHED)
     elif end.preempted or end.exit_code == ExitReason.PREEMPTED:
         verdict = _leave(end, state)
     else:
@@ -104,7 +107,14 @@ def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
     durable = end.durable_iteration
     blamed = () if _is_beyond(durable, state.best_durable) else state.blamed
     cases = open_cases(state.cases, durable)
-    state = msgspec.structs.replace(state, loads=loads, distrusted=distrusted, cases=cases, blamed=blamed)
+    state = msgspec.structs.replace(
+        state,
+        loads=loads,
+        distrusted=distrusted,
+        cases=cases,
+        blamed=blamed,
+        had_session=state.had_session or end.had_session,
+    )
     if state.replay is not None and durable is not None and durable > state.replay.iteration:
         state = drop_replay(state)  # the result was a valid one this time, and training went on
     return state
@@ -136,11 +146,11 @@ def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> La
 
 
 def _leave(end: CycleEnd, state: LadderState) -> Verdict:
-    following = f"; the next job goes on {resume_point(state)}" if state.progress_known else ""
+    following = f"; the next job resumes {resume_point(state)}" if state.progress_known else ""
     if end.preempted_saved or not end.preempted:
-        reason, exit_code = f"told to leave; there is a generation to go on from{following}", ExitReason.PREEMPTED
+        reason, exit_code = f"shutdown requested; a saved generation exists{following}", ExitReason.PREEMPTED
     else:
-        reason, exit_code = f"told to leave, and nothing was saved{following}", ExitReason.FAILED
+        reason, exit_code = f"shutdown requested, and nothing was saved{following}", ExitReason.FAILED
     return Verdict(rung=Rung.REQUEUE_JOB, reason=reason, exit_code=exit_code)
 
 
@@ -157,6 +167,9 @@ def _judge(
     if end.exit_code == ExitReason.NO_PROGRESS:
         reason = f"{what}: the worker itself gave up: another try would get no further"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
+    if end.is_permanent:
+        reason = f"{what}; every rank failed so before its first step; a restart cannot help: mend it and start again"
+        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
         repeated = repeated or state.cycles_without_progress >= limits.max_no_progress_cycles
@@ -164,7 +177,7 @@ def _judge(
         return Verdict(rung=Rung.STOP, reason=f"{what}; {spent}", exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
     restores = state.progress_known and not end.mended_in_process  # else the state may have been kept in memory
-    where = f", going on {resume_point(state)}" if restores else ""
+    where = f", resuming {resume_point(state)}" if restores else ""
     reason = f"{what}; {action}{where} ({count_of_restart(state, limits)})"
     return Verdict(rung=rung, reason=reason, quarantine=quarantine)
 
@@ -197,7 +210,7 @@ def _judge_invalid_result(state: LadderState, limits: Limits, found: Answer) -> 
 def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> tuple[Rung, str, tuple[str, ...]]:
     """Return the rung, what is done, and the nodes to quarantine."""
     if end.mended_in_process:
-        return Rung.RESTART_IN_PROCESS, "the ranks went on inside their processes", ()
+        return Rung.RESTART_IN_PROCESS, "the ranks recovered in process", ()
     node, faults = incident.node, state.node_faults.get(incident.node, 0)
     worn_out = 0 < limits.max_node_faults <= faults and node not in state.quarantined
     spare = end.num_spares > 0

@@ -65,6 +65,9 @@ class CycleEnd:
     progress_known: bool = False
     """A worker reports its saves to us, so that no new one means no progress."""
 
+    had_session: bool = False
+    """A worker had a session, or a monitor: more is known of the run than the exit codes of its processes."""
+
     num_spares: int = 0
     """Nodes that wait for a slot, may have one, and fit the slot of the node that the cause points at."""
 
@@ -73,6 +76,9 @@ class CycleEnd:
 
     load: Load | None = None
     """What the workers had loaded; ``None`` = nothing, or it is not known."""
+
+    is_permanent: bool = False
+    """All ranks failed alike before their first step, in a way that a restart cannot mend; see ``policy.causes``."""
 
     diagnosis: Diagnosis | None = None
     """What the workers knew of the invalid result, or slow rank, because of which they left; ``None`` = they left
@@ -125,6 +131,8 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Highest durable iteration ever seen; never falls."""
     progress_known: bool = False
     """Some cycle of this run reported its saves; one that reports nothing has then made no progress."""
+    had_session: bool = False
+    """Some worker of this run had a session, or a monitor."""
     node_faults: dict[str, int] = {}
     """Faults that began on each node in this job; what they did to peers is not counted."""
     quarantined: tuple[str, ...] = ()
@@ -149,6 +157,15 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """The newest decisions, oldest first."""
 
     @property
+    def is_over(self) -> bool:
+        """Whether the run has trained to its end, so that no job trains again.
+
+        Where no worker ever had a session nobody knows whether anything was trained: an empty script ends with 0, too.
+        """
+        # Both of the latter are known through a session alone; files of earlier versions have only them.
+        return self.finished and (self.had_session or self.progress_known or self.best_durable is not None)
+
+    @property
     def barred(self) -> tuple[str, ...]:
         """Nodes that get no slot now."""
         return (*self.quarantined, *self.held_back)
@@ -164,7 +181,11 @@ def begin_job(state: LadderState) -> LadderState:
     A replay that was to come when a job was told to leave goes on in the next one, wherever its ranks are then: its
     workers see whether they are on another device. Where the job just ended, the replay may have ended it, and is
     dropped. What was tried so far for an invalid result still counts.
+
+    A run that finished without any worker ever having had a session begins anew, as with ``torchrun``.
     """
+    if state.finished and not state.is_over:
+        return begin_run(state)
     was_told_to_leave = bool(state.history) and state.history[-1].rung == Rung.REQUEUE_JOB
     if not was_told_to_leave:
         state = msgspec.structs.replace(state, replay=None)

@@ -31,6 +31,7 @@ import msgspec
 
 from outlast.decoding import from_json
 from outlast.policy.recovery_point import Copy, Tier
+from outlast.wording import count
 
 __all__ = [
     "MAX_OPEN",
@@ -123,7 +124,7 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
     since = iteration - load.generation
     what = f"generation {load.generation} ({load.tier} tier, attempt {load.attempt})"
     if not 0 <= since <= load.suspect_window:
-        where = f"{since} iterations after {what} was loaded"
+        where = f"{count(since, 'iteration')} after {what} was loaded"
         return Judgement(distrusted=None, reason=f"{where}, beyond the suspect window of {load.suspect_window}")
     is_global = load.tier == _GLOBAL
     if any(one.attempt == load.attempt and (one.tier == _GLOBAL or not is_global) for one in known):

@@ -95,7 +95,7 @@ class _Turn(Draft):
             return self.send(rank, state.end)
         member = state.members.get(rank)
         if member is None:
-            return self.send(rank, Expel(reason="the others went on without this rank"))
+            return self.send(rank, Expel(reason="the others resumed without this rank"))
         self.set_member(rank, msgspec.structs.replace(member, node=event.node, labels=event.labels, is_here=True))
         if self._catch_up(standing):
             state = self.state  # the order to restart went to this member, too
@@ -262,7 +262,7 @@ class _Turn(Draft):
         if not state.members:
             return self._abort("no rank is left")
         if self.limits.max_iterations is not None and state.iteration >= self.limits.max_iterations:
-            return self._abort(f"max_iterations={self.limits.max_iterations} restarts are spent")
+            return self._abort(f"all restarts are spent (max_iterations={self.limits.max_iterations})")
         self.replace(
             phase=Phase.FORMING,
             iteration=state.iteration + 1,

@@ -42,7 +42,7 @@ def judge_slow_rank(state: LadderState, end: CycleEnd, limits: Limits) -> Verdic
     elif end.num_spares == 0:
         why = f"stopping, as no spare waits for the slot of node {node}"
     else:
-        where = f", going on {resume_point(state)}" if state.progress_known else ""
+        where = f", resuming {resume_point(state)}" if state.progress_known else ""
         reason = f"{what}; a spare takes the slot of node {node}{where} ({count_of_restart(state, limits)})"
         return Verdict(rung=Rung.REPLACE_NODE, reason=reason, quarantine=quarantine)
     return Verdict(rung=Rung.STOP, reason=f"{what}; {why}", exit_code=code, quarantine=quarantine)

@@ -88,7 +88,7 @@ class Deadline:
         try:
             if self._before_exit is not None:
                 self._before_exit(code)
-            log.warning("the deadline is over, and the main thread has not come back; exit code %d", code)
+            log.warning("the deadline has passed and the main thread has not returned; exiting with code %d", code)
             sys.stdout.flush()
             sys.stderr.flush()
         finally:

@@ -64,7 +64,7 @@ class LastResort:
         try:
             create = self._library.timer_create
         except AttributeError:
-            log.warning("this C library has no timers: a process that is stuck in C code is not ended by the deadline")
+            log.warning("this C library has no timers: the deadline cannot end a process that is stuck in C code")
             return False
         event = _Event(
             value=exit_code,
@@ -77,7 +77,7 @@ class LastResort:
         if create(_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) != 0 or (
             self._library.timer_settime(timer, 0, ctypes.byref(times), None) != 0
         ):
-            log.warning("no timer for the deadline: %s", os.strerror(ctypes.get_errno()))
+            log.warning("the deadline has no timer: %s", os.strerror(ctypes.get_errno()))
             return False
         self._timer = timer
         return True

@@ -234,7 +234,7 @@ class ShutdownListener:
                     told = None
                     if source.name not in failed:
                         failed.add(source.name)
-                        log.warning("the notice source %r cannot be asked, and is asked on: %s", source.name, error)
+                        log.warning("the notice source %r does not answer and is tried again: %s", source.name, error)
                 if told is not None:
                     silent.remove(source)
                     self.tell(told.reason, source=source.name, left_s=told.left_s)

@@ -157,7 +157,7 @@ def load_source(where: str) -> NoticeSource:
     try:
         source = getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"notice_plugin={where!r} cannot be had: {error}") from error
+        raise ConfigError(f"notice_plugin={where!r} is unavailable: {error}") from error
     if not callable(getattr(source, "poll", None)):
         raise ConfigError(f"notice_plugin={where!r} returned {source!r}, which has no poll()")
     if not isinstance(getattr(source, "name", None), str):

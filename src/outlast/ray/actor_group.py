@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
+from outlast import logs
 from outlast.config import CheckpointConfig, FaultToleranceConfig, RecoveryConfig
 from outlast.errors import ConfigError
 from outlast.ray.chronicle import Chronicle
@@ -96,6 +98,7 @@ class ActorGroup:
         _check_is_read(fault_tolerance)
         if num_spares < 0:
             raise ConfigError(f"num_spares={num_spares} must not be negative")
+        logs.configure("driver", least=logging.WARNING, is_shared=True)
         self._actor_class = actor_class
         wanted = Mesh.of(mesh)
         config = recovery or RecoveryConfig()

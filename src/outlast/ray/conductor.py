@@ -139,7 +139,7 @@ class Conductor:
                 while (order := self._next_order()) is not None:
                     self._carry_out(order)
         except Exception:
-            log.exception("the group of actors cannot go on (was Ray shut down before it was closed?)")
+            log.exception("the group of actors cannot continue (was Ray shut down before it was closed?)")
         finally:
             self._end()
 

@@ -176,6 +176,8 @@ class Keeping:
         held = None
         if self._attempt is not None and self.iteration is not None and has == self.iteration:
             held = (self.count, self._attempt)
+        if self._manager is not None:
+            self._manager.claim()
         all_hold, are_new = self._compare(held)
         if all_hold:
             if self._manager is not None:

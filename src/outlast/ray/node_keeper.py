@@ -144,7 +144,7 @@ class NodeKeepers:
             except GetTimeoutError:
                 log.log(
                     logging.WARNING if left_s > 0 else logging.DEBUG,
-                    "node %s has no checkpoint writer yet: its actors keep nothing in memory",
+                    "node %s has no checkpoint writer yet: its actors keep no checkpoints in memory",
                     node_id[:8],
                 )
             except RayError as error:

@@ -208,7 +208,7 @@ class Pool:
                 self._failed_starts.pop(one.bundle, None)
                 actor = Actor(number=one.number, bundle=one.bundle, handle=one.handle, hello=answer.value)
                 self.spares = (*self.spares, actor)
-                log.info("actor %d is there: pid %d on node %s", actor.number, actor.pid, actor.hello.node)
+                log.info("actor %d started: pid %d on node %s", actor.number, actor.pid, actor.hello.node)
                 continue
             self._all.pop(one.number, None)
             self._kill(one.handle)
@@ -220,7 +220,7 @@ class Pool:
         self._why_failed = answer.error
         text = describe_error(answer.error)
         if failures < _MAX_FAILED_STARTS:
-            log.warning("actor %d did not start (%s); another one is started in its place", one.number, text)
+            log.warning("actor %d did not start (%s); a new one is started in its place", one.number, text)
             self._start(one.bundle)
         else:
             log.error(
@@ -252,7 +252,7 @@ class Pool:
 
     def _lose(self, spare: Actor, answer: Answer) -> None:
         log.warning(
-            "spare %d (pid %d, node %s) is lost (%s); another one is started in its place",
+            "spare %d (pid %d, node %s) is lost (%s); a new one is started in its place",
             spare.number,
             spare.pid,
             spare.hello.node,

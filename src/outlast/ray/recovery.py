@@ -21,6 +21,7 @@ from outlast.ray.pool import Pool
 from outlast.ray.report import LossKind, Lost, RecoveryReport
 from outlast.ray.watch import Gathered, Watch, lose
 from outlast.ray.words import Aborted, Assignment, Failed, FailureKind, Joined
+from outlast.wording import count
 
 __all__ = ["Crew", "Recovery", "cause_of"]
 
@@ -232,10 +233,14 @@ class Recovery:
         if smaller is not None:
             formation = shrink_seats(smaller.size, survivors, spares)
             assert isinstance(formation, Formation)
-            log.warning("no spare is left for ranks %s; going on as %s", _missing(before, survivors, spares), smaller)
+            log.warning("no spare is left for ranks %s; continuing as %s", _missing(before, survivors, spares), smaller)
             return smaller, formation
         wait_s = self._config.spare_wait
-        log.warning("no spare is left; waiting up to %g s for %d actors to start", wait_s, self._pool.num_starting)
+        log.warning(
+            "no spare is left; waiting up to %g s for %s to start",
+            wait_s,
+            count(self._pool.num_starting, "actor"),
+        )
         deadline_s = clock.now_s() + wait_s
         while clock.now_s() < deadline_s and (self._pool.num_starting or self._pool.spares):
             self._idle()

@@ -199,6 +199,7 @@ class Seat:
             cycle=assignment.incarnation,
             node=self._node,
             run_dir=self._settings.run_dir,
+            names=(f"directory {self._settings.run_dir}",) if self._settings.run_dir is not None else (),
             board=self._board.path,
             launcher="ray",
             fault_tolerance=self._fault_tolerance.to_json(),

@@ -252,7 +252,7 @@ class Shell:
             try:
                 pickled = ray.cloudpickle.dumps(error)
             except Exception:  # noqa: BLE001 - whatever an exception of the user's does when it is pickled
-                log.info("%s cannot be pickled; its text has to do", type(error).__name__)
+                log.info("%s cannot be pickled; only its text is passed on", type(error).__name__)
         failed = Failed(
             kind=kind,
             summary=describe(error),

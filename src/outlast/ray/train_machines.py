@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from outlast import env
+from outlast import env, logs
 from outlast.ray.train_watch import Briefing, Post, Standing, TrainWatch, WorkerPlace
 
 __all__ = ["Machines"]
@@ -33,6 +34,7 @@ class Machines:
     """
 
     def __init__(self, briefing: Briefing) -> None:
+        logs.configure("train controller", least=logging.WARNING, is_shared=True)
         self._briefing = briefing
         self._watches: dict[str, Any] = {}
         """By address of the machine."""
@@ -136,6 +138,7 @@ class Machines:
         return {
             env.RUN_ID: told.run_id,
             env.RUN_DIR: told.run_dir,
+            env.NAMES: json.dumps([f"directory {told.run_dir}"] if told.run_dir else []),
             env.JOB: told.job,
             env.CYCLE: str(attempt),
             env.NODE: self._names[address],

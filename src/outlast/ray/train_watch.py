@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import ray
 
-from outlast import clock
+from outlast import clock, logs
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.config import FaultToleranceConfig
 from outlast.incidents import EventKind, Incident, IncidentKind
@@ -34,6 +34,7 @@ from outlast.policy.culprit import Culprit, Position, find_culprit
 from outlast.policy.deadlines import Timeouts, expired
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
+from outlast.wording import count
 
 __all__ = ["Briefing", "Post", "Standing", "TrainWatch", "WorkerPlace"]
 
@@ -95,7 +96,7 @@ class TrainWatch:
     """
 
     def __init__(self, node: str, briefing: Briefing) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        logs.configure(f"watch {node}", node=node)
         self.node = node
         self._config = FaultToleranceConfig.from_json(briefing.fault_tolerance)
         self._timeouts = Timeouts.from_config(self._config)
@@ -104,7 +105,7 @@ class TrainWatch:
             briefing.run_dir, run_id=briefing.run_id, job=briefing.job, node=node, proc="ray-train-watch"
         )
         self._job = briefing.job
-        self._writer = WriterProcess() if briefing.keeps_writer else None
+        self._writer = WriterProcess(node=node) if briefing.keeps_writer else None
         self._lock = threading.Lock()
         self._attempt = -1
         self._board: Board | None = None
@@ -136,7 +137,7 @@ class TrainWatch:
                 try:
                     self._workers[worker.global_rank] = os.pidfd_open(worker.pid)
                 except ProcessLookupError:
-                    log.warning("rank %d (pid %d) is gone before it could be watched", worker.global_rank, worker.pid)
+                    log.warning("rank %d (pid %d) ended before it could be watched", worker.global_rank, worker.pid)
             self._watchdog = Watchdog(board, self._timeouts, node=self.node, on_hang=self._on_hang)
             self._watchdog.start()
             return Post(board=board.path, writer="" if self._writer is None else self._writer.address)
@@ -188,7 +189,7 @@ class TrainWatch:
         self._journal.write(
             EventKind.INCIDENT, cycle=attempt, rank=incident.rank, iteration=incident.iteration, incident=incident
         )
-        log.error("[RankMonitor] %s; stacks in %s", culprit.reason, self._stacks_dir)
+        log.error("%s; stacks in %s", culprit.reason, self._stacks_dir)
         # Where nobody can be named, one has to go all the same, for Ray Train to restart the group.
         late = next((one for one in positions if one.global_rank == first.rank), positions[0])
         self._have_ended(attempt, culprit.position or late)
@@ -201,12 +202,12 @@ class TrainWatch:
             worker = os.dup(self._workers[rank])
         try:
             wanted = signal.Signals[self._config.rank_termination_signal]
-            log.error("[RankMonitor] rank %d is ended with %s, for Ray Train to restart the group", rank, wanted.name)
+            log.error("rank %d is ended with %s, so that Ray Train restarts the group", rank, wanted.name)
             _send(worker, wanted)
             if wanted != signal.SIGKILL:
                 _send(worker, signal.SIGCONT)  # a stopped process handles nothing else
                 if not _is_gone(worker, _GRACE_S):
-                    log.error("[RankMonitor] rank %d lives %g s after %s: SIGKILL", rank, _GRACE_S, wanted.name)
+                    log.error("rank %d still runs %g s after %s: sending SIGKILL", rank, _GRACE_S, wanted.name)
                     _send(worker, signal.SIGKILL)
         finally:
             os.close(worker)
@@ -267,7 +268,7 @@ class TrainWatch:
             try:
                 ray.get(self._judge.judge.remote(attempt, first), timeout=2 * (_ASK_S + _GRACE_S))
             except ray.exceptions.RayError as error:
-                log.warning("[RankMonitor] the judge of this run does not answer: %s", _first_line(error))
+                log.warning("the watch that decides for this run does not answer: %s", _first_line(error))
             else:
                 return
         self.judge(attempt, first)
@@ -277,7 +278,7 @@ class TrainWatch:
             return
         asked = [peer.end_worker.remote(attempt, position.global_rank) for peer in self._peers]
         if not any(_answers(asked, _ASK_S + _GRACE_S, "end its worker")):
-            log.error("[RankMonitor] nobody could end rank %d (node %s)", position.global_rank, position.node)
+            log.error("rank %d (node %s) could not be ended", position.global_rank, position.node)
 
     def _describe(self, first: Incident, culprit: Culprit) -> Incident:
         position = culprit.position
@@ -309,13 +310,13 @@ def _answers(asked: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
     """Return what the machines that answer in time say."""
     ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     if silent:
-        log.warning("[RankMonitor] %d machines did not %s within %g s", len(silent), what, timeout_s)
+        log.warning("%s did not %s within %g s", count(len(silent), "machine"), what, timeout_s)
     answers = []
     for reference in ready:
         try:
             answers.append(ray.get(reference))
         except ray.exceptions.RayError as error:  # it is gone
-            log.warning("[RankMonitor] a machine cannot %s: %s", what, _first_line(error))
+            log.warning("a machine did not %s: %s", what, _first_line(error))
     return answers
 
 

@@ -235,6 +235,13 @@ class Board:
         text = bytes(page[layout.SETTINGS :])[: length if 0 < length <= layout.MAX_SETTINGS_BYTES else 0]
         return text.decode(errors="replace")
 
+    def protection(self, local_rank: int) -> str:
+        """Return what a worker's session protects against; empty while no session has told."""
+        page = self._page(local_rank)
+        length = page[layout.PROTECTION_LENGTH]
+        text = bytes(page[layout.PROTECTION : layout.PROTECTION + layout.PROTECTION_WORDS])
+        return text[: length if 0 < length <= layout.MAX_PROTECTION_BYTES else 0].decode(errors="replace")
+
     def words_of(self, local_rank: int) -> memoryview:
         """Return the words of a rank's page, for :class:`outlast.runtime.in_process_mark.InProcessMark`.
 

@@ -28,7 +28,7 @@ OTHER = "(other)"
 PAGE_BYTES = 8192
 
 MAGIC = int.from_bytes(b"OUTLBRD1", "little")
-VERSION = 4
+VERSION = 5
 # Words of the header page.
 H_MAGIC, H_VERSION, H_RANKS, H_TOKEN = range(4)
 # Words of a rank's page.
@@ -53,7 +53,12 @@ IN_PROCESS = LOAD_ATTEMPT + ATTEMPT_WORDS
 IN_PROCESS_ITERATION, IN_PROCESS_CALL, IN_PROCESS_SINCE, IN_PROCESS_PATIENCE = range(IN_PROCESS + 1, IN_PROCESS + 5)
 # What the worker's own config sets, as text: its length is written last.
 SETTINGS_LENGTH = IN_PROCESS_PATIENCE + 1
-SETTINGS = SETTINGS_LENGTH + 1
+# What its session protects against, as text; the same way.
+PROTECTION_LENGTH = SETTINGS_LENGTH + 1
+PROTECTION = PROTECTION_LENGTH + 1
+PROTECTION_WORDS = 64
+MAX_PROTECTION_BYTES = 8 * PROTECTION_WORDS
+SETTINGS = PROTECTION + PROTECTION_WORDS
 PAGE_WORDS = PAGE_BYTES // 8
 MAX_SETTINGS_BYTES = 8 * (PAGE_WORDS - SETTINGS)
 HOT = struct.Struct(f"={HOT_WORDS}q")
@@ -123,7 +128,7 @@ class RankPage:
             if at != STOP:  # a notice may have come before the worker was ready
                 words[at] = 0
         self._reset()
-        words[SETTINGS_LENGTH] = 0
+        words[SETTINGS_LENGTH] = words[PROTECTION_LENGTH] = 0
         words[STOP] = stop
         words[PID], words[RANK], words[CYCLE] = pid, global_rank, cycle
         words[DURABLE] = words[COLLECTIVES] = -1
@@ -140,9 +145,16 @@ class RankPage:
                 "handed to the agent, which does not use them; give them to outlast run, by --config",
             )
             return
+        self._write_text(SETTINGS, SETTINGS_LENGTH, text)
+
+    def set_protection(self, text: str) -> None:
+        """Tell the agent what the session protects against; a text that is too long is cut."""
+        self._write_text(PROTECTION, PROTECTION_LENGTH, text.encode()[:MAX_PROTECTION_BYTES])
+
+    def _write_text(self, start: int, length: int, text: bytes) -> None:
         for at in range(0, len(text), 8):
-            self._words[SETTINGS + at // 8] = int.from_bytes(text[at : at + 8].ljust(8, b"\0"), "little", signed=True)
-        self._words[SETTINGS_LENGTH] = len(text)
+            self._words[start + at // 8] = int.from_bytes(text[at : at + 8].ljust(8, b"\0"), "little", signed=True)
+        self._words[length] = len(text)
 
     # -- hot path ------------------------------------------------------------------------------------------
 
@@ -289,7 +301,7 @@ class RankPage:
     def _say(self, about: str, text: str) -> None:
         if about not in self._said:
             self._said.add(about)
-            log.warning("[FaultTolerance] %s", text)
+            log.warning("%s", text)
 
     # -- facts ---------------------------------------------------------------------------------------------
 

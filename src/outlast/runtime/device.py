@@ -6,8 +6,12 @@ does not import torch, and asking creates no CUDA context in a process that has 
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast import clock, env
@@ -35,6 +39,7 @@ __all__ = [
     "training_backend",
     "training_device",
     "use_device",
+    "why_absent",
 ]
 
 _QUERY_S = 0.002
@@ -43,6 +48,60 @@ _COLLECTIVE = (
     *("reduce_scatter", "broadcast", "sendrecv", "barrier", "wait"),
 )
 """What the names of collectives, and of waiting for them, have in them."""
+
+
+_BUILT_FOR = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*=\s*(.+?)\s*$", re.MULTILINE)
+_SUBSYSTEM = "/dev/dxg"
+"""GPUs of all makes under the Windows Subsystem for Linux."""
+
+
+def why_absent(kind: str) -> str | None:
+    """Return why torch has certainly no ``gpu`` (or ``xpu``) here; ``None`` = there may be one: torch knows.
+
+    Takes milliseconds, where asking torch takes the seconds of its import: looks at what the installed torch was built
+    for, and for the files of drivers.
+    """
+    built_for = _torch_built_for()
+    if built_for is None:
+        return None
+    if kind == "xpu":
+        if "xpu" not in built_for:
+            return "the installed torch is not built for Intel GPUs"
+        return None if _exists("/dev/dri", _SUBSYSTEM) else "there is no Intel GPU here (no /dev/dri)"
+    if not built_for & {"cuda", "hip"}:
+        return "the installed torch is built without CUDA and ROCm"
+    if "hip" in built_for:
+        return None if _exists("/dev/kfd", _SUBSYSTEM) else "there is no AMD GPU here (no /dev/kfd)"
+    visible = env.environ().get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs"
+    if _exists("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/nvmap", _SUBSYSTEM) or _has_driver():
+        return None
+    return "there is no NVIDIA driver here (no /dev/nvidiactl, no libcuda.so.1)"
+
+
+def _torch_built_for() -> set[str] | None:
+    """Return what the installed torch computes on beside CPUs; ``None`` = its version file does not say."""
+    spec = importlib.util.find_spec("torch")
+    folders = spec.submodule_search_locations if spec is not None else None
+    try:
+        text = Path(next(iter(folders or ())), "version.py").read_text(encoding="utf-8")
+    except (OSError, StopIteration):
+        return None
+    found = dict(_BUILT_FOR.findall(text))
+    return {name for name, value in found.items() if value != "None"} if "cuda" in found else None
+
+
+def _exists(*paths: str) -> bool:
+    return any(Path(path).exists() for path in paths)
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def training_device(local_rank: int = 0) -> torch.device:

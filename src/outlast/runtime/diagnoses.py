@@ -41,7 +41,7 @@ def read_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: 
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
-        log.warning("diagnosis %s cannot be read (%s); the exit code alone decides", path, error)
+        log.warning("diagnosis %s cannot be read (%s); the launcher uses the exit code alone", path, error)
         return None
 
 

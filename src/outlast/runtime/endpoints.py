@@ -28,8 +28,13 @@ class Endpoint:
         return bool(_matches_machine_hostname(self.host))
 
 
-def parse_endpoints(text: str, *, default_port: int = 29400) -> tuple[Endpoint, ...]:
+def parse_endpoints(text: str, *, default_port: int = 29400, where: str = "--rdzv-endpoint") -> tuple[Endpoint, ...]:
     """Return the endpoints in ``host[:port][,host[:port]...]``.
+
+    Args:
+        text: The endpoints.
+        default_port: What a host without a port gets.
+        where: What the text was given as, for errors.
 
     Raises:
         ConfigError: A port is no number between 0 and 65535, or there is no host.
@@ -39,13 +44,13 @@ def parse_endpoints(text: str, *, default_port: int = 29400) -> tuple[Endpoint, 
         name, _, port_text = part.strip().rpartition(":") if _has_port(part.strip()) else (part.strip(), "", "")
         name = name.strip("[]")
         if not name:
-            raise ConfigError(f"--rdzv-endpoint={text!r} names no host; write host:port[,host:port...]")
+            raise ConfigError(f"{where}={text!r} names no host; write host:port[,host:port...]")
         try:
             port = int(port_text) if port_text else default_port
         except ValueError:
             port = -1
         if not 0 <= port < 65536:
-            raise ConfigError(f"--rdzv-endpoint={text!r}: {port_text!r} is no port; write host:port[,host:port...]")
+            raise ConfigError(f"{where}={text!r}: {port_text!r} is no port; write host:port[,host:port...]")
         endpoints.append(Endpoint(name, port))
     return tuple(endpoints)
 

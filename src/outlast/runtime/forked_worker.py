@@ -34,8 +34,9 @@ from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from typing import Any, NoReturn
 
-from outlast import env
-from outlast.runtime import processes
+from outlast import env, logs
+from outlast.errors import OutlastError
+from outlast.runtime import postmortem, processes
 from outlast.runtime.zygote import Spawn
 
 __all__ = ["Preloaded", "become_worker", "preload"]
@@ -164,9 +165,12 @@ def become_worker(request: Spawn, preloaded: list[Preloaded]) -> NoReturn:
     """Run the script as ``__main__`` of this process, as a fresh interpreter would."""
     env.replace_environ(request.env)
     time.tzset()
+    postmortem.begin()
     sys.stdout = sys.__stdout__ = _by_lines(sys.stdout)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _by_lines(sys.stderr)  # type: ignore[misc]
     _draw_anew()
+    if (rank := request.env.get("RANK", "")).isdecimal():
+        logs.configure_worker(int(rank), request.env.get(env.NODE, ""), least=logging.WARNING)
     if request.on_start:
         module, _, function = request.on_start.partition(":")
         getattr(importlib.import_module(module), function)()
@@ -185,13 +189,28 @@ def _by_lines(stream: Any) -> Any:
     """
     if stream is None:  # closed before the launcher was started
         return None
-    raw = io.FileIO(stream.fileno(), "w", closefd=False)
+    raw = _Output(stream.fileno(), "w", closefd=False)
     raw.name = stream.name
     lines: Any = io.TextIOWrapper(
         _LineBuffer(raw), encoding=stream.encoding, errors=stream.errors, newline="\n", write_through=True
     )
     lines.mode = stream.mode
     return lines
+
+
+class _Output(io.FileIO):
+    """Keep the last of what is printed, and go on where nobody reads it any more: ``outlast run ... | head``."""
+
+    def write(self, data: Any) -> int:
+        if (kept := postmortem.recorder()) is not None:
+            kept.output(memoryview(data).cast("B"))
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
 
 
 class _LineBuffer(io.BufferedWriter):
@@ -244,13 +263,28 @@ def _run_main(argv: list[str], *, is_module: bool) -> Any:
         else:
             return _run_script(argv[0], main)
     except SystemExit as leave:
+        if leave.code:
+            _record(leave)
         return leave.code
     except BaseException as error:  # noqa: BLE001  what a fresh interpreter does with an uncaught exception
         own = error.__traceback__
         while own is not None and own.tb_frame.f_code.co_filename == __file__:
             own = own.tb_next
-        return _report(error.with_traceback(own))
+        is_kept = _record(error.with_traceback(own))
+        if is_kept and isinstance(error, OutlastError):
+            # It says in one line what is wrong; where it was raised stands in the run directory.
+            log.error("%s: %s", type(error).__qualname__, error)
+            return 1
+        return _report(error)
     return 0
+
+
+def _record(error: BaseException) -> bool:
+    """Keep for the agent why this worker ends; return whether there is one that keeps it."""
+    kept = postmortem.recorder()
+    if kept is not None:
+        kept.exception(error)
+    return kept is not None
 
 
 def _put_first(folder: str) -> None:

@@ -1,26 +1,34 @@
-"""Processes: dying with one's parent, ending a whole group, saying what an exit means."""
+"""Processes: dying with one's parent, ending a whole group, finding one again, saying what an exit means."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import socket
+import sys
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+from outlast.env import hostname
+from outlast.policy.lease import Process
 
 __all__ = [
     "describe_exit",
     "describe_self",
     "die_with_parent",
-    "is_running",
+    "is_alive",
     "kill_group",
     "machine_id",
     "show_command",
+    "this_process",
+    "this_program",
 ]
 
 _PR_SET_PDEATHSIG = 1
+_ENDED = (b"Z", b"X", b"x")
+"""States of a process that has ended and was not reaped yet."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,59 +53,64 @@ def show_command(argv: Sequence[str]) -> None:
     The command line lies in the process's own memory; where its last byte is not zero, the kernel shows it up to the
     first byte that is.
     """
-    with open("/proc/self/stat", "rb") as stat:
-        fields = stat.read().rpartition(b")")[2].split()
+    fields = _stat("self")
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49 of proc(5)
     if (room := end - start - 2) > 0:
         shown = " ".join(argv).encode(errors="surrogateescape")[:room]
         ctypes.memmove(start, shown + b"\0" * (end - start - len(shown) - 1) + b" ", end - start)
 
 
-@cache
-def machine_id() -> str:
-    """Return a name for where this process's ids are valid: this boot of the machine, and this process namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+def this_process() -> Process:
+    """Return what others find this process by: its number alone may be given again."""
+    return Process(host=hostname(), machine=machine_id(), pid=os.getpid(), started=_started(_stat("self")))
 
 
 def describe_self() -> dict[str, Any]:
-    """Return what names this process for good, for :func:`is_running` in another one: its id may be given again."""
-    pid = os.getpid()
-    return {"pid": pid, "pid_started": _started(pid) or 0, "host": socket.gethostname(), "machine": machine_id()}
+    """Return :func:`this_process` as the journal's fields."""
+    own = this_process()
+    return {"pid": own.pid, "pid_started": own.started, "host": own.host, "machine": own.machine}
 
 
-def is_running(pid: int, started: int, machine: str) -> bool | None:
-    """Return whether a process that described itself still runs; ``None``: that cannot be told from here.
+def this_program() -> str | None:
+    """Return the path of the script that this process runs; ``None``: it runs none (``python -c``, a prompt)."""
+    path = os.path.realpath(sys.argv[0]) if sys.argv and sys.argv[0] else ""
+    return path if os.path.isfile(path) else None
 
-    Args:
-        pid: Its id.
-        started: Its start, in clock ticks since the boot; 0 = not known.
-        machine: Where its id is valid.
-    """
-    if not machine or machine != machine_id() or pid <= 0:
+
+def is_alive(process: Process) -> bool | None:
+    """Return whether a process still runs, stopped or not; ``None``: that cannot be told from this machine."""
+    if not process.machine or process.machine != machine_id() or process.pid <= 0:
         return None
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's: it is there
-    now_started = _started(pid)
-    return now_started is None or (now_started != 0 and started in (0, now_started))
+        fields = _stat(str(process.pid))
+    except (FileNotFoundError, ProcessLookupError):
+        try:
+            os.kill(process.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # another user's, where /proc shows one's own alone
+            return True
+        return True
+    return fields[0] not in _ENDED and process.started in (0, _started(fields))
 
 
-def _started(pid: int) -> int | None:
-    """Return a process's start in clock ticks since the boot; ``None``: not to be seen; 0: it has ended, unreaped."""
+@cache
+def machine_id() -> str:
+    """Name this start of the machine, and the space of process numbers that this process is in."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        return None
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+        boot = hostname()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _stat(pid: str) -> list[bytes]:
+    """Return the fields of proc(5) behind a process's name, from the third on."""
+    return Path("/proc", pid, "stat").read_bytes().rpartition(b")")[2].split()
+
+
+def _started(fields: list[bytes]) -> int:
+    return int(fields[19])  # starttime, field 22 of proc(5)
 
 
 def describe_exit(exit_code: int) -> str:

@@ -110,8 +110,7 @@ def log_job_info(environment: Mapping[str, str] | None = None) -> SLURMInfo | No
     info = get_slurm_info(environment)
     if info is not None and (start := (info.job_id, info.restart_count)) not in _logged:
         place = env.read_worker(environment)
-        is_first_cycle = place.cycle == 0 or place.launcher in ("srun", "python")
-        if place.global_rank == 0 and is_first_cycle:
+        if place.is_first:
             _logged.add(start)
             log.info("%s", info.describe())
     return info

@@ -150,6 +150,7 @@ class Zygote:
                 start_new_session=True,
             )
         self._socket = ours
+        self._has_spawned = False
         self.pid = self._process.pid
 
     def fileno(self) -> int:
@@ -165,6 +166,7 @@ class Zygote:
         data = _encoder.encode(request)
         if len(data) > MAX_PACKET_BYTES // 2:
             raise OutlastError(f"a worker's environment and arguments take {len(data)} bytes; make them smaller")
+        self._has_spawned |= isinstance(request, Spawn)
         try:
             self._socket.send(data)
         except OSError as error:
@@ -181,9 +183,15 @@ class Zygote:
             return None
         return _reply_decoder.decode(data) if data else None
 
+    def kill(self) -> None:
+        """End the zygote at once, and with it its workers; whoever started it reaps it. Blocks: never."""
+        self._process.kill()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """End the zygote, which first kills what is left of its workers; then reap it."""
         self._socket.close()
+        if not self._has_spawned:
+            self._process.kill()  # it may still be importing, and has no workers to end
         try:
             self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:

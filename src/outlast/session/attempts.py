@@ -153,7 +153,7 @@ class Attempts:
             if replay.iteration == iteration:
                 self._machine.begin_replay(replay)
             else:
-                log.warning("iteration %d is not replayed: training goes on from %d", replay.iteration, iteration)
+                log.warning("iteration %d is not replayed: training resumes from %d", replay.iteration, iteration)
 
     def run(self, iteration: int, batches: Any) -> Iterator[Attempt]:
         """Yield the runs of a step; :attr:`decision` says what follows.

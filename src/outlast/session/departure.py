@@ -60,6 +60,8 @@ class Departure:
         self._stop_requested, self._iteration, self._kept = stop_requested, iteration, kept
         self._write_end = write_end
         self._agent_was_heard = False
+        # An agent sends its signal to all its workers: one of the node says so.
+        self._notice_level = logging.WARNING if place.board is None or place.local_rank == 0 else logging.INFO
         signals = _signals(config)
         self.watches_signals = bool(signals)
         """Whether a signal leads to a graceful stop."""
@@ -105,7 +107,7 @@ class Departure:
         """Say what is lost, and return the exit code to leave with."""
         code = self.exit_code()
         level = logging.INFO if code == ExitReason.PREEMPTED and not self._loses else logging.WARNING
-        log.log(level, "%s; exiting with code %d", self.describe_loss(), code)
+        log.log(level if self._rank == 0 else logging.DEBUG, "%s; exiting with code %d", self.describe_loss(), code)
         return code
 
     @property
@@ -140,14 +142,18 @@ class Departure:
         facts |= {} if notice.deadline_s is None else {"deadline_s": round(notice.deadline_s, 3)}
         self._journal.write(EventKind.NOTICE, rank=self._rank, **facts)
         if notice.gives_up:
-            log.warning("Received signal %d again, leaving at once", notice.signal)
+            log.log(self._notice_level, "Received signal %d again, leaving at once", notice.signal)
         elif notice.ordinal > 1:
-            log.warning("told to leave again, by %s: %s", notice.source, notice.reason)
+            log.warning("shutdown requested again by %s: %s", notice.source, notice.reason)
         elif notice.signal is not None:
-            log.warning("Received signal %d, initiating graceful stop%s", notice.signal, _by_when(notice))
+            when = _by_when(notice)
+            log.log(self._notice_level, "Received signal %d, initiating graceful stop%s", notice.signal, when)
         else:
             log.warning(
-                "Told to leave by %s (%s), initiating graceful stop%s", notice.source, notice.reason, _by_when(notice)
+                "Shutdown requested by %s (%s), initiating graceful stop%s",
+                notice.source,
+                notice.reason,
+                _by_when(notice),
             )
 
     def _before_exit(self, code: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
+import os
 import re
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,6 +16,7 @@ from outlast.chaos.simulated import arm_configured
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind
+from outlast.inprocess.handle import current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.group import Group, connect_world, settle
@@ -23,7 +25,7 @@ from outlast.runtime.processes import describe_self
 from outlast.session.attempts import Attempts
 from outlast.session.departure import Departure
 from outlast.session.enclosure import Enclosure
-from outlast.session.place import as_initialised, is_initialised, say_what_is_off
+from outlast.session.place import as_initialised, describe_protection, is_initialised, say_what_is_off
 from outlast.session.pulse import Pulse
 from outlast.session.resuming import Resuming
 from outlast.session.saves import Saves
@@ -56,7 +58,7 @@ class Equipment:
         """Number of optimizer steps done."""
         self.in_steps = False
         """Whether the session's loop is under way."""
-        self.place = dataclasses.replace(as_initialised(place), run_dir=place.run_dir or config.run_dir)
+        self.place = _as_configured(as_initialised(place), config)
         self.saves: Saves | None = None
         self.replicas: ReplicaWatch | None = None
         self.slow_ranks: SlowRanks | None = None
@@ -192,12 +194,14 @@ class Equipment:
             version=__version__,
             **describe_self(),
         )
-        if place.global_rank == 0:
+        watches_signals = self.departure.watches_signals
+        self.monitor.tell_protection(describe_protection(config, place, watches_signals=watches_signals))
+        if place.is_first and not self._enclosure.is_restart:
             say_what_is_off(
                 config,
                 place,
                 self.monitor.config,
-                watches_signals=self.departure.watches_signals,
+                watches_signals=watches_signals,
                 is_wrapped=self._enclosure.call is not None,
             )
 
@@ -206,7 +210,7 @@ class Equipment:
 
     def _at_exit(self) -> None:
         if self.saves is not None and not self._is_closed and self.in_steps:
-            log.warning("left in the middle of a step; what was not committed by now is lost")
+            log.warning("the session ended in the middle of a step; saves that were not committed are lost")
         self.let_go()
 
     def _abandon(self) -> None:
@@ -245,3 +249,13 @@ class Equipment:
 def _without_user(url: str) -> str:
     """Return a URL without the name and password that it may hold: others read the journal."""
     return re.sub(r"://[^/@]*@", "://", url)
+
+
+def _as_configured(place: WorkerEnv, config: Config) -> WorkerEnv:
+    """Return the place with what the config and the call around the session say of it."""
+    call = current_handle()
+    changed = dataclasses.replace(place, call=call.iteration if call is not None else 0)
+    if place.run_dir is not None or config.run_dir is None:
+        return changed
+    name = f"directory {os.path.abspath(config.run_dir)}"
+    return dataclasses.replace(changed, run_dir=config.run_dir, names=(*place.names, name))

@@ -65,10 +65,11 @@ class Liveness:
         is_wrong = result.status == Status.FAILED
         ranks: list[int] = result.facts.get("wrong_ranks" if is_wrong else "absent_ranks", [])
         rank = ranks[0] if ranks else None
-        message = f"asked after iteration {iteration} whether all ranks are there: {result.reason}"
-        log.error("%s", message)
+        message = f"check of all ranks after iteration {iteration}: {result.reason}"
         answering = (other for other in range(self._place.world_size) if other not in ranks)
-        if ranks and self._place.global_rank == next(answering, None) and result.status != Status.LOST:
+        speaks = self._place.global_rank == next(answering, None)
+        log.log(logging.ERROR if speaks else logging.DEBUG, "%s", message)
+        if ranks and speaks and result.status != Status.LOST:
             # Of one that is gone its launcher tells, with how it ended.
             kind = IncidentKind.WRONG_ANSWER if is_wrong else IncidentKind.WORKER_HUNG
             self._write(kind, ranks, message, iteration)

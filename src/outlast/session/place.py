@@ -11,8 +11,9 @@ from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
 from outlast.config.fault_tolerance import LAUNCHERS_OWN
 from outlast.env import WorkerEnv
 from outlast.policy.deadlines import Timeouts
+from outlast.policy.protection import describe_saves
 
-__all__ = ["as_initialised", "has_near_tier", "is_initialised", "say_what_is_off"]
+__all__ = ["as_initialised", "describe_protection", "has_near_tier", "is_initialised", "say_what_is_off"]
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +73,25 @@ def say_what_is_off(
         missing.append("SIGTERM ends this process at once (call outlast.init() in the main thread)")
     if place.launcher == "python":
         missing.append("nothing restarts the script (start it with outlast run)")
-    if missing:
+    if missing and place.board is None:  # an agent says it for the run
         log.warning("off: %s", "; ".join(missing))
     if idle := _set_for_nothing(config, place, is_wrapped=is_wrapped):
         log.warning("without effect here: %s", "; ".join(idle))
+
+
+def describe_protection(config: Config, place: WorkerEnv, *, watches_signals: bool) -> str:
+    """Return what a session protects against, for its agent."""
+    checkpoint = config.checkpoint
+    if checkpoint is None:
+        return describe_saves(tiers=(), interval=0, near_interval=0, is_told=watches_signals)
+    tiers = []
+    if place.writer is not None:
+        tiers.append("memory")
+    tiers += [str(one) for one in (checkpoint.local_directory, checkpoint.directory) if one is not None]
+    near = checkpoint.non_persistent_save_interval if has_near_tier(checkpoint, place) else 0
+    return describe_saves(
+        tiers=tuple(tiers), interval=checkpoint.save_interval, near_interval=near, is_told=watches_signals
+    )
 
 
 def _set_for_nothing(config: Config, place: WorkerEnv, *, is_wrapped: bool) -> list[str]:

@@ -59,7 +59,7 @@ class Resuming:
             return None
         num_given = last.sources.count("peer")
         given = f", {num_given} of {len(last.sources)} ranks were given it" if num_given else ""
-        log.info("going on from memory at iteration %d in %.3f s%s", iteration, last.took_s, given)
+        log.info("resuming from memory at iteration %d after %.3f s%s", iteration, last.took_s, given)
         self._journal.write(
             EventKind.RESTORED,
             rank=self._place.global_rank,

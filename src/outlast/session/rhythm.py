@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from outlast.config import CheckpointConfig
 from outlast.policy.interval import GLOBAL_SHARE, failures_per_s, iterations_between
+from outlast.wording import count
 
 __all__ = ["NEAR_TIERS", "Due", "Rhythm"]
 
@@ -117,10 +118,10 @@ class Rhythm:
         if (before := self._chosen.get(kind)) is None or not before / 2 <= number <= before * 2:
             self._chosen[kind] = number
             log.info(
-                "a save to %s every %d iterations: it costs %.3g s of training, a step takes %.3g s, "
+                "a save to %s every %s: it costs %.3g s of training, a step takes %.3g s, "
                 "and a failure that needs it is expected every %.3g h",
                 "all tiers" if kind == Due.ALL else "the near tiers",
-                number,
+                count(number, "iteration"),
                 cost_s,
                 self._step_s,
                 1 / self._rates[kind] / 3600,

@@ -87,11 +87,13 @@ class Saves:
         """Load what is to be replayed, if anything, else the newest generation; ``None`` when there is nothing to load.
 
         Raises:
-            CheckpointError: There are generations, but none that all ranks can load.
+            CheckpointError: There are generations, but none that all ranks can load; or another run uses a directory,
+                or has saved what is there.
             PeerLost: A peer left.
 
         Collective: all ranks.
         """
+        self._manager.claim()
         restored = self._recover(state, own)
         if restored is None:
             return None
@@ -110,12 +112,14 @@ class Saves:
             origin: What it goes back to.
 
         Raises:
+            CheckpointError: Another run has taken a directory.
             PeerLost: A peer left.
 
         Collective: all ranks.
         """
         from outlast.checkpoint import Restored
 
+        self._manager.claim()
         loaded = None
         if origin is not None:
             loaded = Restored(

@@ -18,6 +18,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
 from outlast.monitor.rank_monitor import SectionTimer
 from outlast.policy.slots import OWN_VERDICTS
+from outlast.runtime import postmortem
 from outlast.runtime.device import training_device
 from outlast.session.attempts import Attempt
 from outlast.session.beginning import restore
@@ -232,7 +233,7 @@ class Session:
 
         Collective: all ranks, in the same step.
         """
-        log.error("iteration %d: rolling back to the newest generation", self._has.iteration)
+        self._log(logging.ERROR, "iteration %d: rolling back to the newest generation", self._has.iteration)
         self._exit(ExitReason.RESUME_TO_DISAMBIGUATE)
 
     def save(self, state: Mapping[str, Any], *, suspect: bool = False) -> SaveHandle:
@@ -277,6 +278,8 @@ class Session:
         if kind is None:
             self.close()
         else:
+            if not isinstance(error, SystemExit) and error is not None and (kept := postmortem.recorder()) is not None:
+                kept.exception(error)  # before peers notice that this rank is gone
             if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code in OWN_VERDICTS:
                 self._monitor.set_leaving(error.code)
             self._has.let_go()
@@ -285,9 +288,11 @@ class Session:
         try:
             self._has.iteration = restore(state, self._attempts, self._saves, self._has.resuming, replicas)
         except Untrusted as error:
+            if self._saves is not None and self._saves.refusal is not None:
+                self._leave_refused()
             if self._place.untrusted is None:
                 raise
-            log.error("no generation is left to trust: %s", error)
+            self._log(logging.ERROR, "no trusted generation is left: %s", error)
             self._exit(ExitReason.FAILED_VALIDATION)
         if self._has.iteration:
             self._monitor.set_iteration(self._has.iteration)
@@ -304,7 +309,7 @@ class Session:
         except PeerLost as error:
             if not self._departure.is_told:
                 raise
-            log.error("a peer was gone before all could leave together: %s", error)
+            log.error("a peer ended before all ranks could stop together: %s", error)
             self._exit(self._departure.say_farewell())
         self._has.iteration += 1
         took_s = self._pulse.end_step(self._has.iteration)
@@ -354,16 +359,15 @@ class Session:
         self._check_replicas(saves=self._saves is not None)
         iteration = self._has.iteration
         if self._saves is None:
-            log.warning(
-                "stopping after iteration %d, on all ranks; there is no checkpoint.directory to save to", iteration
-            )
+            what = "stopping after iteration %d, on all ranks; there is no checkpoint.directory to save to"
+            self._log(logging.WARNING, what, iteration)
         else:
-            log.info("stopping after iteration %d, on all ranks, and saving a checkpoint", iteration)
+            self._log(logging.INFO, "stopping after iteration %d, on all ranks, and saving a checkpoint", iteration)
             try:
                 if not self._saves.wait_unless_given_up(self.save(state), self._departure):
-                    log.warning("the save of iteration %d is given up", iteration)
+                    self._log(logging.WARNING, "the save of iteration %d is abandoned", iteration)
             except (CheckpointError, DeadlineExceeded, PeerLost) as error:  # a peer may have given it up
-                log.error("the save of iteration %d failed: %s", iteration, error)
+                self._log(logging.ERROR, "the save of iteration %d failed: %s", iteration, error)
 
     def _report_slow_ranks(self, state: Mapping[str, Any], *, is_last: bool) -> None:
         """Compare the ranks; leave with all of them if one is so slow that its node is to be replaced."""
@@ -390,8 +394,11 @@ class Session:
     def _leave_refused(self) -> NoReturn:
         """Leave, with all ranks, since nothing can be saved; a restart would only take up the other run's state."""
         refusal = self._saves.refusal if self._saves is not None else None
-        log.error("%s", refusal or "nothing can be saved: a directory is another run's; another rank's log names it")
-        self._exit(ExitReason.NO_PROGRESS)
+        level = logging.ERROR if self._place.local_rank == 0 else logging.DEBUG
+        log.log(
+            level, "%s", refusal or "nothing can be saved: a directory is another run's; another rank's log names it"
+        )
+        self._exit(ExitReason.NO_PROGRESS, refusal)
 
     def _leave_invalid(self, code: int, *, must_save: bool) -> NoReturn:
         """Save the state of before the step for diagnosis, if there is where to, and leave."""
@@ -399,15 +406,20 @@ class Session:
         if must_save and self._saves is not None:
             try:
                 self._saves.save_suspect(self._state, self._attempts, self._has.iteration)
-                log.error("iteration %d is saved for diagnosis; exit code %d", self._has.iteration, code)
+                iteration = self._has.iteration
+                self._log(logging.ERROR, "iteration %d is saved for diagnosis; exit code %d", iteration, code)
             except OutlastError as error:
                 log.error("the state could not be saved for diagnosis: %s", error)
         self._exit(code)
 
-    def _exit(self, code: int) -> NoReturn:
+    def _log(self, level: int, text: str, *values: object) -> None:
+        """Log what all ranks have to say alike: rank 0 does."""
+        log.log(level if self._place.global_rank == 0 else logging.DEBUG, text, *values)
+
+    def _exit(self, code: int, why: OutlastError | None = None) -> NoReturn:
         self._monitor.set_leaving(code)
         self._monitor.finish()
         self._has.write_end(code)
         # torchrun ends the others when the first rank has left: their exit codes must still be this one.
         self._has.let_go(keep_notices=True)
-        raise SystemExit(code)
+        raise SystemExit(code) from why

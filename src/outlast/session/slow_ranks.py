@@ -129,7 +129,7 @@ class SlowRanks:
         try:
             write_diagnosis(place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
         except OSError as error:
-            log.error("the launcher cannot be told which rank is slow (%s); the exit code alone decides", error)
+            log.error("the slow rank cannot be reported to the launcher (%s), which uses the exit code alone", error)
 
     def close(self) -> None:
         """Take away what was put around modules, optimizers and functions. Idempotent. Blocks: never."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import random
-import sys
 
-from outlast import env
+from outlast import env, logs
 from outlast.config import Config, FaultToleranceConfig
 from outlast.config.files import load_config
 from outlast.errors import ConfigError
 from outlast.inprocess.handle import current_handle
+from outlast.runtime import postmortem
 from outlast.runtime.slurm_job import log_job_info
 from outlast.session.session import Session
 
@@ -46,8 +46,10 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
     Blocks: until all ranks have come.
     Thread: the main thread, or notices (SIGTERM) are not handled.
     """
+    postmortem.begin_with_hook()
     place = env.read_worker()
-    _speak(place)
+    logs.read_settings()
+    logs.configure_worker(place.global_rank, place.node)
     if config is None:
         settings = Config()
     elif isinstance(config, Config):
@@ -60,24 +62,10 @@ def init(config: Config | str | os.PathLike[str] | None = None) -> Session:
         try:
             log_job_info()
         except ConfigError as error:  # it trains all the same
-            log.warning("the Slurm job is not understood: %s", error)
+            log.warning("the Slurm job cannot be read: %s", error)
     if settings.seed is not None:
         _seed(settings.seed + place.global_rank)
     return Session(settings, place, settings.fault_tolerance or FaultToleranceConfig())
-
-
-def _speak(place: env.WorkerEnv) -> None:
-    logger = logging.getLogger("outlast")
-    if logging.getLogger().handlers or logger.handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    who = f"[rank {place.global_rank}] " if place.world_size > 1 else ""
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", datefmt="%H:%M:%S"))
-    logger.addHandler(handler)
-    logger.propagate = False
-    if logger.level == logging.NOTSET:
-        # What every rank would say alike is said by one.
-        logger.setLevel(logging.INFO if place.global_rank == 0 else logging.WARNING)
 
 
 def _seed(seed: int) -> None:

@@ -21,9 +21,10 @@ from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import Event, EventKind
 from outlast.launch.live import STATUS_KEY, LiveStatus, decode_live
 from outlast.policy.ladder import LadderState
+from outlast.policy.lease import Process as SystemProcess
 from outlast.runtime.endpoints import Endpoint, parse_endpoints
 from outlast.runtime.journal import decode_events
-from outlast.runtime.processes import is_running, machine_id
+from outlast.runtime.processes import is_alive, machine_id
 from outlast.runtime.store_reader import read_key
 
 __all__ = ["Evidence", "Process", "ask_coordinator", "gather", "processes_in"]
@@ -96,7 +97,10 @@ def gather(run_dir: Path, *, live: LiveStatus | None = None) -> Evidence:
         raise ConfigError(
             f"the journal in {run_dir} holds no event{why}; the job has not begun yet, or its files are damaged"
         )
-    living = {one: is_running(one.pid, one.started, one.machine) for one in processes_in(events)}
+    living = {
+        one: is_alive(SystemProcess(host=one.node, machine=one.machine, pid=one.pid, started=one.started))
+        for one in processes_in(events)
+    }
     unreachable = None
     if live is not None and live.job != job:
         live = None

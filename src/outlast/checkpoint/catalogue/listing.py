@@ -37,7 +37,7 @@ def look_into(name: str) -> Looked:
     if path is None:
         return _look_into_store(name)
     if not path.exists():
-        raise ConfigError(f"{name} does not exist")
+        raise ConfigError(f"{name} does not exist; check the path")
     if not path.is_dir():
         raise ConfigError(f"{name} is not a folder; name the one that holds the generations")
     if (path / MANIFEST).is_file():

@@ -127,7 +127,7 @@ class _Source:
             piece, end = self._pieces[index], self._ends[index]
             last = min(stop, end)
             if self._closed:
-                raise CheckpointError("the file was given up")
+                raise CheckpointError("writing the file was abandoned")
             if isinstance(piece, bytes):
                 begin = end - len(piece)
                 yield memoryview(piece)[start - begin : last - begin]

@@ -14,10 +14,11 @@ from typing import Protocol
 from outlast.checkpoint.claim import owner_of
 from outlast.checkpoint.dcp.file_place import FilePlace
 from outlast.checkpoint.dcp.manifest import GlobalManifest, decode_global_manifest
-from outlast.checkpoint.dcp.object_place import ObjectPlace
+from outlast.checkpoint.dcp.object_place import ObjectPlace, StoreRecords
 from outlast.checkpoint.dcp.store import is_remote
 from outlast.checkpoint.directory import SUSPECT, Attempt
 from outlast.errors import Incomplete
+from outlast.runtime.lease import FolderRecords, Records
 
 __all__ = ["GlobalDirectory"]
 
@@ -84,6 +85,11 @@ class GlobalDirectory:
     def is_remote(self) -> bool:
         """Whether it is reached through fsspec."""
         return is_remote(self.url)
+
+    @property
+    def owners(self) -> Records:
+        """The records of the place's owners."""
+        return StoreRecords(self.url) if self.is_remote else FolderRecords(self.url)
 
     @property
     def suspects(self) -> GlobalDirectory:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from outlast.checkpoint.claim import NEW, Claim, Refused, Seen
+from outlast.checkpoint.claim import NEW, Claim, Held, Refused, Seen
 from outlast.checkpoint.dcp.compose import compose
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.inventory import Report
@@ -59,6 +59,7 @@ class GlobalLane:
         on_outcome: Called in the lane's thread with each save and its error; ``None`` = it is committed.
         file_bytes: A file that has reached it is full.
         seen: What lay in the directory when the run began; ``None`` = that is not known. Only rank 0 uses it.
+        lease: On the directory, on rank 0; ``None`` = there is none.
 
     Collective: all ranks, with the same saves in the same order.
     """
@@ -79,6 +80,7 @@ class GlobalLane:
         on_outcome: Callable[[GlobalSave, CheckpointError | None], None],
         file_bytes: int = FILE_BYTES,
         seen: Seen | None = NEW,
+        lease: Held | None = None,
     ) -> None:
         self._directory = directory
         self._rank, self._world_size, self._run_name, self._topology = rank, world_size, run, topology
@@ -86,7 +88,7 @@ class GlobalLane:
         self._on_outcome, self._file_bytes = on_outcome, file_bytes
         self._known: set[int] = set()
         self._not_finite: set[int] = set()
-        self._claim, self._may_be_stale = Claim(directory, run, seen), True
+        self._claim, self._may_be_stale = Claim(directory, run, seen, lease), True
         self._saves: queue.SimpleQueue[GlobalSave | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._exchange = Exchange(store, f"{token}/global", self._stop, rank=rank)
@@ -126,7 +128,7 @@ class GlobalLane:
             try:
                 self._on_outcome(save, error)
             except Exception:  # a caller's own code, whose error is not the save's
-                log.exception("what follows the save of iteration %d failed", save.iteration)
+                log.exception("a callback after the save of iteration %d failed", save.iteration)
 
     def _save(self, save: GlobalSave) -> None:
         step = Step(save, self._exchange, rank=self._rank, world_size=self._world_size, timeout_s=self._timeout_s)
@@ -172,7 +174,7 @@ class GlobalLane:
             try:
                 directory.discard(save.iteration, save.attempt)
             except (CheckpointError, OSError) as failure:
-                log.warning("what a failed save left cannot be removed: %s", failure)
+                log.warning("files of a failed save cannot be removed: %s", failure)
         step.tell_outcome(outcome)
 
     def _commit(self, save: GlobalSave, directory: GlobalDirectory, planned: Planned, reports: list[Report]) -> None:
@@ -208,7 +210,7 @@ class GlobalLane:
                 self._remove_old(directory)
             if self._may_be_stale:
                 if removed := directory.remove_stale(save.attempt):
-                    log.info("removed what earlier attempts left: %s", ", ".join(removed))
+                    log.debug("removed files of earlier attempts: %s", ", ".join(removed))
                 self._may_be_stale = False
         except (CheckpointError, OSError) as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
@@ -227,7 +229,7 @@ class GlobalLane:
         for generation in present:
             if generation not in kept and generation < newest and self._retention.most_recent_k >= 0:
                 directory.remove(generation)
-                log.info("removed generation %d from %s", generation, directory.url)
+                log.debug("removed generation %d from %s", generation, directory.url)
 
 
 def _failed_here(error: Exception) -> Outcome:

@@ -18,10 +18,12 @@ from outlast.checkpoint.manifest import MANIFEST
 from outlast.checkpoint.seal import run_of
 from outlast.env import clean_name
 from outlast.errors import CheckpointError
+from outlast.runtime.lease import FOLDER
 
-__all__ = ["ObjectPlace"]
+__all__ = ["ObjectPlace", "StoreRecords"]
 
 _GENERATION = re.compile(r"step-(\d+)")
+_RECORD = re.compile(r"(\d+)\.json")
 _FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
 
 
@@ -136,6 +138,40 @@ class ObjectPlace:
 
     def _remove(self, folder: str, names: set[str]) -> None:
         self._store.remove(f"{folder}/{name}" for name in sorted(names))
+
+
+class StoreRecords:
+    """Records of a place's owners, as objects in it; see :mod:`outlast.runtime.lease`.
+
+    Args:
+        url: Of the place, as fsspec takes it.
+    """
+
+    renew_s = 10.0
+    """A request each time, which stores charge for."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._store = open_store(self.url)
+
+    def numbers(self) -> list[int]:
+        found = (_RECORD.fullmatch(name) for name in self._store.sizes(FOLDER))
+        return [int(match[1]) for match in found if match]
+
+    def read(self, number: int) -> bytes:
+        return self._store.read(f"{FOLDER}/{number}.json")
+
+    def create(self, number: int, data: bytes) -> bool:
+        return self._store.create(f"{FOLDER}/{number}.json", data)
+
+    def renew(self, number: int, data: bytes) -> None:
+        self._store.write(f"{FOLDER}/{number}.json", data)
+
+    def remove(self, number: int) -> None:
+        self._store.remove([f"{FOLDER}/{number}.json"])
+
+    def forget(self) -> None:
+        pass  # a folder is nothing but the names of its objects
 
 
 def _is_stale(name: str, attempt: Attempt) -> bool:

@@ -24,7 +24,8 @@ from outlast.checkpoint.dcp.verified_file import VerifiedFiles
 from outlast.checkpoint.layouts import own_part
 from outlast.checkpoint.restore import check_fit, restore_into
 from outlast.checkpoint.state import Wrapped, is_stateful, may_be_absent
-from outlast.errors import CheckpointError
+from outlast.errors import Mismatch
+from outlast.wording import count
 
 __all__ = ["Resharded", "load_resharded"]
 
@@ -193,7 +194,7 @@ class _Planner:
 
     def _value(self, saved: Any, path: Path) -> Any:
         if saved is _MISSING:
-            raise CheckpointError(f"{_name(path)} was not saved; give the state that was saved")
+            raise Mismatch(f"{_name(path)} was not saved; give the state that was saved")
         return saved
 
     def _shadow(self, path: Path, live: torch.Tensor) -> _Shadow:
@@ -201,9 +202,9 @@ class _Planner:
             return self._make(stored, live)
         item = self._items.get(_name(path))
         if item is None:
-            raise CheckpointError(f"tensor {_name(path)} was not saved; give the state that was saved")
+            raise Mismatch(f"tensor {_name(path)} was not saved; give the state that was saved")
         if item.shape != tuple(live.shape):
-            raise CheckpointError(f"tensor {item.name} was saved as {item.shape}, here it is {tuple(live.shape)}")
+            raise Mismatch(f"tensor {item.name} was saved as {item.shape}, here it is {tuple(live.shape)}")
         return self._make(Stored(item), live)
 
     def _make(self, stored: Stored, template: torch.Tensor | None) -> _Shadow:
@@ -239,14 +240,14 @@ def _optimizer_templates(
     """Return the parameters for the paths of their states: a state of a parameter's shape has its layout.
 
     Raises:
-        CheckpointError: The optimizer has other parameters.
+        Mismatch: The optimizer has other parameters.
     """
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if not isinstance(groups, list) or not isinstance(saved.get("state"), Mapping):
-        raise CheckpointError(f"{_name(path)} was not saved as an optimizer's state; give the state that was saved")
+        raise Mismatch(f"{_name(path)} was not saved as an optimizer's state; give the state that was saved")
     sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
     if sizes[0] != sizes[1]:
-        raise CheckpointError(f"{_name(path)} was saved with parameter groups of {sizes[0]}, here they are {sizes[1]}")
+        raise Mismatch(f"{_name(path)} was saved with parameter groups of {sizes[0]}, here they are {sizes[1]}")
     numbers = [number for group in groups for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
@@ -272,8 +273,8 @@ def _say_what_differed(manifest: GlobalManifest) -> None:
     if names:
         more = ", ..." if len(names) > 3 else ""
         log.warning(
-            "%d tensors differed between the ranks that saved them (%s%s); all ranks now take those of the lowest",
-            len(names),
+            "%s differed between ranks when saved (%s%s); all ranks now take the lowest rank's",
+            count(len(names), "tensor"),
             ", ".join(name.removeprefix(prefix) for name in names[:3]),
             more,
         )

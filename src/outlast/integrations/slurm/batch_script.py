@@ -15,7 +15,7 @@ from pathlib import Path
 from outlast import env
 from outlast.config.base import require
 from outlast.errors import ConfigError
-from outlast.launch.options import given_options
+from outlast.launch.run_parser import given_options
 
 __all__ = ["BatchScript"]
 
@@ -85,7 +85,8 @@ class BatchScript:
     """Port on which the agents of several nodes meet; 0 = one between 20000 and 29999, from the job's number."""
 
     outlast: str = "outlast"
-    """The command on every node: a name on ``PATH``, or a path."""
+    """The command that is `outlast` on every node: a name on ``PATH``, a path, or a command line (``uv run outlast``),
+    which is taken apart as a shell would, but nothing in it is expanded."""
 
     def __post_init__(self) -> None:
         require(bool(self.command), "there is no training script; name one, for example: -- train.py --lr 3e-4")
@@ -117,15 +118,43 @@ class BatchScript:
             require(_NAME.fullmatch(node) is not None, f"exclude: {node!r} is no node")
         for line in self.directives:
             require(line.startswith("-") and "\n" not in line, f"{line!r} is no option of sbatch; write it with dashes")
-        for name in ("run_dir", "outlast"):
-            value = getattr(self, name)
-            strange = _PATH.fullmatch(value) is None
-            require(not strange, f"{name}={value!r} must be of letters, digits and '/._+=:@-', for Slurm's sake")
-        for word in (*self.setup, *self.command, self.nproc_per_node):
+        strange = _PATH.fullmatch(self.run_dir) is None
+        require(not strange, f"run_dir={self.run_dir!r} must be of letters, digits and '/._+=:@-', for Slurm's sake")
+        _ = self._outlast_words
+        nproc = self.nproc_per_node
+        require(
+            nproc in ("auto", "gpu", "cpu", "xpu") or (nproc.isdigit() and int(nproc) > 0),
+            f"nproc_per_node={nproc!r} is neither a number of workers nor auto, gpu, xpu or cpu",
+        )
+        for word in (*self.setup, *self.command):
             require("\n" not in word and "\0" not in word, f"{word!r} is more than one line; give each its own")
-        for name in given_options(self.command) & _OURS.keys():
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is made from other settings; leave it out ({_OURS[name]})")
+        for name, typed in given_options(self.command).items():
+            if name in _OURS:
+                raise ConfigError(f"{typed} is made from {_OURS[name]}; leave it out of what outlast run gets")
+
+    @property
+    def _nnodes(self) -> str:
+        """What `outlast run` gets as its nodes."""
+        return f"{self.nodes}:{self.nodes + self.spares}" if self.spares else str(self.nodes)
+
+    @property
+    def _outlast_words(self) -> tuple[str, ...]:
+        """The words of the command that is `outlast` on every node.
+
+        Raises:
+            ConfigError: There is none, a quote is not closed, or a word is one that a shell would have to expand.
+        """
+        try:
+            words = tuple(shlex.split(self.outlast))
+        except ValueError as error:
+            raise ConfigError(f"outlast={self.outlast!r} is no command line ({error}); close its quotes") from None
+        require(bool(words), f"outlast={self.outlast!r} is no command; write for example 'uv run outlast'")
+        for word in words:
+            plain = word[:1] != "~" and not set(word) & set("$`\n;|&<>")
+            require(
+                plain, f"outlast={self.outlast!r} is taken as it stands, without a shell: {word!r} is not; write it out"
+            )
+        return words
 
     def render(self) -> str:
         """Return the script."""
@@ -135,8 +164,7 @@ class BatchScript:
         step += " --no-kill" if self.spares else ""
         # srun does not take this one over from the job (since Slurm 22.05).
         step += f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task is not None else ""
-        nnodes = f"{self.nodes}:{self.nodes + self.spares}" if self.spares else str(self.nodes)
-        options = [f"--nnodes={nnodes}", f"--nproc-per-node={shlex.quote(self.nproc_per_node)}"]
+        options = [f"--nnodes={self._nnodes}", f"--nproc-per-node={self.nproc_per_node}"]
         meeting = ""
         has_endpoint = "rdzv_endpoint" in given_options(self.command)
         if self.nodes + self.spares > 1 and not has_endpoint:
@@ -149,20 +177,22 @@ class BatchScript:
             options.append('--rdzv-endpoint="$endpoints"')
         options += [f"--rdzv-id={self.run_id}", f"--run-dir={self.run_dir}"]
         command = " ".join(shlex.quote(word) for word in self.command)
+        ours = shlex.join(self._outlast_words)
+        agent = shlex.quote(f'exec {ours} run --node-name="$SLURMD_NODENAME" "$@"')
         retries = self.num_job_retries_on_failure
         return f"""#!/usr/bin/env bash
 # Made by `outlast slurm script`. Each node runs one agent. The time limit, and a preemption, are announced to the
 # agents' step; the workers then save, and the job ends with exit code 75.
 {directives}
 {setup}{meeting}srun {step} \\
-  bash -c 'exec {self.outlast} run --node-name="$SLURMD_NODENAME" "$@"' outlast \\
+  bash -c {agent} outlast \\
   {" ".join(options)} \\
   {command}
 code=$?
 
 # Told to leave (75, or 128 and a signal): back to the queue. A failure: at most {retries} times without progress.
 # Finished (0), and what needs a person (2, 17, 93): never.
-{self.outlast} slurm requeue --run-dir={self.run_dir} --exit-code="$code" --num-job-retries-on-failure={retries}
+{ours} slurm requeue --run-dir={self.run_dir} --exit-code="$code" --num-job-retries-on-failure={retries}
 exit "$code"
 """
 
@@ -189,9 +219,10 @@ exit "$code"
 
 
 _OURS = {
-    "nnodes": "nodes, spares",
+    "nnodes": "nodes and spares",
     "nproc_per_node": "nproc_per_node",
     "rdzv_id": "run_id",
     "run_dir": "run_dir",
-    "node_name": "Slurm's own names are used",
+    "node_name": "Slurm's own names",
 }
+"""Options of `outlast run` that the script gives, and what from."""

@@ -91,7 +91,7 @@ def _exclude(job_id: str, nodes: tuple[str, ...]) -> None:
             call(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={wanted}"])
         except OutlastError as error:
             if clock.now_s() >= until_s:
-                log.error("the next job may get %s again: %s", ", ".join(nodes), error)
+                log.error("%s could not be excluded, and the next job may get them again: %s", ", ".join(nodes), error)
                 return
             time.sleep(0.2)  # not pending yet: Slurm is taking the job down
         else:

@@ -59,7 +59,7 @@ def resolve_resume_path(
             if entry.valid:
                 return _path_of(found, looked.entry, is_url=is_url)
             why = "; ".join(str(problem) for problem in entry.problems[:3])
-        log.warning("generation %d in %s is passed over: %s", found.entry.iteration, name, why)
+        log.warning("generation %d in %s is skipped: %s", found.entry.iteration, name, why)
     return None
 
 

@@ -13,7 +13,7 @@ from outlast.integrations.slurm.requeueing import load_requeue_state
 from outlast.launch.ladder_file import load_ladder
 from outlast.runtime.files import write_atomically
 
-__all__ = ["submit", "with_known_exclusions"]
+__all__ = ["Submission", "prepare", "submit", "with_known_exclusions"]
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,33 @@ def with_known_exclusions(script: BatchScript) -> BatchScript:
     return dataclasses.replace(script, exclude=exclude)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submission:
+    """A job as it would be handed over."""
+
+    script: str
+    path: Path
+    """Where the script is kept, in the run directory."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What Slurm is called with."""
+        return ("sbatch", "--parsable", str(self.path))
+
+
+def prepare(script: BatchScript) -> Submission:
+    """Make a job's script as it would be submitted now; nothing is written.
+
+    Raises:
+        ConfigError: A file in the run directory cannot be used.
+        OutlastError: The run is finished.
+    """
+    run_dir = Path(script.run_dir)
+    if load_ladder(run_dir, is_new_job=False).is_over:
+        raise OutlastError(f"the run in {run_dir} is finished; name another run directory for a new one")
+    return Submission(with_known_exclusions(script).render(), run_dir / "job.sbatch")
+
+
 def submit(script: BatchScript) -> str:
     """Submit a job; return its number.
 
@@ -43,13 +70,11 @@ def submit(script: BatchScript) -> str:
 
     Blocks: up to a minute.
     """
+    submission = prepare(script)
     run_dir = Path(script.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(submission.path, submission.script.encode())
     except OSError as error:
-        raise ConfigError(f"run_dir={run_dir} cannot be made ({error}); name one that is writable") from None
-    if load_ladder(run_dir, is_new_job=False).finished:
-        raise OutlastError(f"the run in {run_dir} is finished; name another run directory for a new one")
-    path = run_dir / "job.sbatch"
-    write_atomically(path, with_known_exclusions(script).render().encode())
-    return call(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
+        raise ConfigError(f"run_dir={run_dir} cannot be written ({error}); name one that is writable") from None
+    return call(submission.command).strip().partition(";")[0]

@@ -1,0 +1,515 @@
+"""The command line of ``outlast run``: torchrun's options and ours, their help, and what exactly was typed.
+
+torchrun's parser is argparse's, so ours is too. Its messages speak of attributes and of all spellings at once; here
+each fault becomes one line in the words of whoever typed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from outlast import env
+from outlast.config.flags import add_ft_arguments, ft_config_from, ft_typed, unknown_flag_message
+from outlast.errors import ConfigError
+from outlast.launch.torchrun_parser import make_torchrun_parser
+
+__all__ = [
+    "Command",
+    "OptionGroup",
+    "describe_options",
+    "given_options",
+    "hint_at",
+    "make_parser",
+    "option_name",
+    "parse_command",
+    "takes_value",
+    "words_before_script",
+]
+
+DEFAULT_MAX_RESTARTS = 3
+_RUN, _NODES, _RESTARTS, _FAULTS = "run", "spares and nodes", "restarts", "fault tolerance"
+_HEALTH, _OUTPUT, _SIMULATION = "health", "output", "fault simulation"
+_GROUPS = {
+    _RUN: "what runs on this node, and where the run is kept",
+    _NODES: "which nodes train, and which wait for a lost one's slot",
+    _RESTARTS: "how often, and how workers are ended",
+    _FAULTS: "what is watched, and for how long; written in full, never abbreviated",
+    _HEALTH: "",
+    _OUTPUT: "",
+    _SIMULATION: "a fault on purpose, to test with; never in production",
+}
+"""What the help shows before torchrun's other options, in this order."""
+_BORROWED = {
+    "nproc_per_node": (_RUN, "N", "Workers on this node: a number, auto, gpu, xpu or cpu."),
+    "rdzv_id": (_RUN, "ID", "Name of the run, by which a later job goes on with it; default a new name."),
+    "nnodes": (_NODES, "N|MIN:MAX", "Nodes; of MIN:MAX, MIN train and the others wait as spares; default 1."),
+    "rdzv_endpoint": (_NODES, "HOST:PORT,...", "Where the agents of several nodes meet: on the first one that lives."),
+    "max_restarts": (
+        _RESTARTS,
+        "N",
+        f"Restarts in a row without progress in between (torchrun: in all); default {DEFAULT_MAX_RESTARTS}.",
+    ),
+}
+"""torchrun's options that stand with ours: attribute to group, value, and what they mean here."""
+_REWORDED = {
+    "help": "Show this help.",
+    "rdzv_backend": "static, c10d and outlast all mean outlast's own rendezvous.",
+    "rdzv_conf": "join_timeout=SECONDS: how long agents wait for each other; default 600.",
+    "standalone": "One node, alone: no endpoint is needed, and the run has a new name.",
+    "monitor_interval": "Without effect: a worker's end is noticed at once.",
+    "start_method": "Without effect: see --no-warm-start.",
+    "node_rank": "Slot that this node should get, from 0; default the order in which the nodes come.",
+    "master_addr": "Host at which agents meet where --rdzv-endpoint is not given; default 127.0.0.1.",
+    "master_port": "Port at which agents meet where --rdzv-endpoint is not given; default 29500.",
+    "local_addr": "Address under which the other nodes reach this one; default its name.",
+    "shutdown_timeout": "The same as --workers-stop-timeout, and before it.",
+}
+"""What torchrun's other options mean here, where that is not what torchrun says of them."""
+_FT_GROUPS = {
+    "min_nodes": _NODES,
+    "max_node_faults": _NODES,
+    "node_heartbeat_timeout": _NODES,
+    "max_no_progress_cycles": _RESTARTS,
+    "shutdown_grace": _RESTARTS,
+}
+_SCRIPTS_OWN = frozenset(
+    [
+        "config",
+        "help",
+        "local-addr",
+        "log-dir",
+        "log-level",
+        "module",
+        "preload",
+        "quiet",
+        "role",
+        "run-dir",
+        "run-path",
+    ]
+)
+"""Names that scripts have for options of their own: behind the script they are taken for nothing else."""
+_WIDTH = 80
+_USAGE = """\
+usage: outlast run [OPTION]... SCRIPT [ARGUMENT]...
+
+Launch a training script on this node and keep it alive. SCRIPT gets all
+ARGUMENTs; options of outlast stand before it.
+
+examples:
+  outlast run --nproc-per-node=8 train.py --lr 3e-4
+  outlast run --nproc-per-node=8 --config=outlast.toml \\
+      --ft-rank-section-timeouts=setup:600,step:180,checkpointing:420 train.py
+  outlast run --nnodes=4:5 --nproc-per-node=8 --rdzv-endpoint=$HEAD:29400 \\
+      --rdzv-id=gpt --run-dir=/shared/runs/gpt train.py
+
+The third line is given on five nodes: four train, and one waits as a spare.
+Options may be abbreviated, other than --ft-*; torchrun's environment variables
+(PET_NNODES, ...) count.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command line of ``outlast run``, parsed; nothing of it is checked beyond the form of its values."""
+
+    args: argparse.Namespace
+    typed: Mapping[str, str]
+    """Attribute of ``args`` to the option as it was typed, or to the environment variable that it comes from."""
+    strays: tuple[str, ...]
+    """Options of ``outlast run`` among the script's arguments, as they stand there."""
+
+    def name(self, attribute: str) -> str:
+        """Return what an option is called: as it was typed, else as the help has it."""
+        return self.typed.get(attribute) or f"--{attribute.replace('_', '-')}"
+
+    @property
+    def fault_tolerance(self) -> dict[str, Any]:
+        """The ``--ft-*`` options that are given, by field.
+
+        Raises:
+            ConfigError: A value does not fit its field.
+        """
+        return ft_config_from(self.args, self.typed)
+
+    @property
+    def fault_tolerance_typed(self) -> dict[str, str]:
+        """The same as they were typed."""
+        return ft_typed(self.args, self.typed)
+
+    @property
+    def hint(self) -> str | None:
+        """What to say of options behind the script, which go to the script."""
+        return hint_at(self.strays, self.args.training_script, "outlast run")
+
+
+@dataclass(frozen=True, slots=True)
+class OptionGroup:
+    """A part of the help."""
+
+    title: str
+    text: str
+    options: tuple[argparse.Action, ...]
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Each option in one spelling, within 80 columns."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
+        super().__init__(prog, max_help_position=24, width=width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = [name for name in action.option_strings if not name.startswith("--")] + [option_name(action)]
+        return ", ".join(names) + (f" {_value_name(action)}" if takes_value(action) else "")
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+@dataclass(slots=True)
+class _Options:
+    """The parser in the making, with each option in its group."""
+
+    parser: argparse.ArgumentParser = field(default_factory=make_torchrun_parser)
+    groups: dict[str, list[argparse.Action]] = field(default_factory=lambda: {title: [] for title in _GROUPS})
+    torchruns: frozenset[argparse.Action] = frozenset()
+    abbreviated: Callable[[str], list[Any]] = field(init=False)
+    typed: Mapping[str, str] = field(default_factory=dict)
+    """The options of the command line that is being parsed."""
+    swallowed: str = ""
+    """Its last word, when an option before it has taken it as its value."""
+
+    def __post_init__(self) -> None:
+        parser = self.parser
+        self.torchruns = frozenset(parser._actions)
+        for action in parser._actions:
+            if action.dest in _BORROWED:
+                title, action.metavar, action.help = _BORROWED[action.dest]
+                self.groups[title].append(action)
+            action.help = _REWORDED.get(action.dest, action.help)
+            if action.dest == "max_restarts" and action.default == 0:
+                action.default = DEFAULT_MAX_RESTARTS
+            elif action.dest == "node_rank" and action.default == 0:
+                action.default = None  # so that a given 0 differs from none
+        self._add_ours()
+        self.groups[_RUN] += [action for action in parser._actions if action.dest == "help"]
+        for name, action in add_ft_arguments(parser).items():
+            self.groups[_SIMULATION if "simulate" in name else _FT_GROUPS.get(name, _FAULTS)].append(action)
+        self.abbreviated = parser._get_option_tuples
+        parser._get_option_tuples = self._complete  # type: ignore[assignment, method-assign]
+        parser.prog = "outlast run"
+        parser.error = self._refuse  # type: ignore[method-assign]
+        parser.format_help = self.format_help  # type: ignore[method-assign]
+
+    def _add_ours(self) -> None:
+        def add(group: str, name: str, *others: str, **kwargs: Any) -> None:
+            underscored = (f"--{name.replace('-', '_')}",) if "-" in name else ()
+            self.groups[group].append(self.parser.add_argument(f"--{name}", *underscored, *others, **kwargs))
+
+        add(
+            _RUN,
+            "run-dir",
+            default=None,
+            metavar="DIR",
+            help="Run directory (journal, stacks, ladder.json); default outlast-runs/ID.",
+        )
+        # One option: the second name is our own former one, the others are those of ft_launcher.
+        add(
+            _RUN,
+            "config",
+            *("--health-config", "--health_config", "--ft-cfg-path", "--ft-cfg_path", "--ft_cfg_path"),
+            default=None,
+            metavar="FILE",
+            help="The run's settings: [fault_tolerance] comes after the --ft-* options and before the script's own "
+            "config; tiers and [health] limits are looked at before this node joins; run_dir is that of --run-dir.",
+        )
+        add(
+            _RUN,
+            "resume-from-other-run",
+            action="store_true",
+            help="Go on from checkpoints that another run saved, in this launch; as checkpoint.resume_from_other_run.",
+        )
+        add(
+            _RUN,
+            "preload",
+            default="",
+            metavar="MODULE,...",
+            help="Modules that are imported before the workers are forked, beside torch.",
+        )
+        add(
+            _RUN,
+            "no-warm-start",
+            action="store_true",
+            help="Start workers as fresh interpreters instead of forking them from a process that has imported torch.",
+        )
+        add(
+            _NODES,
+            "node-name",
+            default=None,
+            metavar="NAME",
+            help="Name of this node, unique in the job; default Slurm's, without it the host's.",
+        )
+        add(
+            _RESTARTS,
+            "max-restarts-total",
+            type=int,
+            default=None,
+            metavar="N",
+            help="Restarts in the whole run, with or without progress; default no limit.",
+        )
+        add(
+            _RESTARTS,
+            "restart-grace",
+            type=float,
+            default=0.0,
+            metavar="SECONDS",
+            help="Seconds between SIGTERM and SIGKILL for the survivors of a failed cycle; default 0: SIGKILL at once.",
+        )
+        add(
+            _RESTARTS,
+            "workers-stop-timeout",
+            type=float,
+            default=15.0,
+            metavar="SECONDS",
+            help="Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15.",
+        )
+        add(
+            _HEALTH,
+            "no-health-check",
+            action="store_true",
+            help="Look neither at this node before it joins nor later.",
+        )
+
+        add(
+            _OUTPUT,
+            "log-level",
+            default=None,
+            metavar="LEVEL",
+            help="Least level of outlast's log lines, in all processes of this node: debug, info, warning or error; "
+            "default OUTLAST_LOG_LEVEL, else info.",
+        )
+        add(
+            _OUTPUT,
+            "quiet",
+            action="store_true",
+            help="Log warnings, errors and the last line only: --log-level=warning.",
+        )
+
+    def _complete(self, text: str) -> list[Any]:
+        """Return the option that an abbreviation stands for, in a list that is empty where that is not certain.
+
+        What torchrun takes for one of its own options means that option here, too, whatever we have added. argparse
+        asks this of the script's arguments as well, which must not be refused; so no error is raised here.
+        """
+        if text.startswith("--ft"):
+            return []
+        found = {match[0]: match for match in self.abbreviated(text)}
+        matches = [match for action, match in found.items() if action in self.torchruns] or list(found.values())
+        return matches if len(matches) == 1 else []
+
+    def parse(self, argv: Sequence[str]) -> Command:
+        """Parse a command line; see :func:`parse_command`."""
+        self.typed, position = words_before_script(self.parser, argv)
+        self.swallowed = argv[-1] if position == len(argv) and argv and not argv[-1].startswith("-") else ""
+        args, unknown = self.parser.parse_known_args(list(argv))
+        if unknown:
+            self._refuse_unknown(unknown[0])
+        given = env.environ()
+        from_environment = {
+            action.dest: variable
+            for action in self.torchruns
+            if action.dest not in self.typed and (variable := f"PET_{action.dest.upper()}") in given
+        }
+        self.typed = {**from_environment, **self.typed}
+        return Command(args=args, typed=self.typed, strays=self._find_strays(argv[position + 1 :]))
+
+    def _find_strays(self, words: Iterable[str]) -> tuple[str, ...]:
+        strays = []
+        for word in words:
+            if word == "--":
+                break
+            name = word.partition("=")[0]
+            if (
+                name.startswith("--")
+                and name in self.parser._option_string_actions
+                and name[2:].replace("_", "-") not in _SCRIPTS_OWN
+            ):
+                strays.append(name)
+        return tuple(dict.fromkeys(strays))
+
+    def _refuse(self, message: str) -> NoReturn:
+        """Say in the words of whoever typed it what argparse has against the line."""
+        if message.startswith("the following arguments are required"):
+            self._refuse_scriptless()
+        found = re.match(r"argument (?P<name>[^\s/]+)\S*: (?P<fault>.*)", message, re.DOTALL)
+        action = self.parser._option_string_actions.get(found["name"]) if found else None
+        if found is None or action is None:
+            raise ConfigError(f"{message}; see outlast run --help")
+        fault, variable = found["fault"], f"PET_{action.dest.upper()}"
+        name = self.typed.get(action.dest) or (variable if variable in env.environ() else option_name(action))
+        if (value := re.match(r"invalid (int|float) value: (.*)", fault)) is not None:
+            kind = "whole number" if value[1] == "int" else "number"
+            raise ConfigError(f"{name}={value[2]} is not a {kind}; write for example {name}=3")
+        if (value := re.match(r"invalid choice: ('.*?'|\S+)", fault)) is not None:
+            raise ConfigError(f"{name}={value[1]} is none of {', '.join(action.choices or ())}; write one of these")
+        if fault.startswith("expected one argument"):
+            raise ConfigError(f"{name} lacks its value; write {name}={_value_name(action)}")
+        if (value := re.match(r"ignored explicit argument (.*)", fault)) is not None:
+            given = value[1].strip("'")
+            if name.startswith("--ft"):
+                raise ConfigError(unknown_flag_message(f"{name}={given}"))
+            raise ConfigError(f"{name} takes no value; leave out ={given}")
+        raise ConfigError(f"{name}: {fault}; see outlast run --help")
+
+    def _refuse_scriptless(self) -> NoReturn:
+        example = "outlast run --nproc-per-node=2 train.py"
+        if self.swallowed and self.typed:
+            name = list(self.typed.values())[-1]
+            raise ConfigError(
+                f"there is no script to run: {self.swallowed!r} is taken for the value of {name}; name the script "
+                f"after it, for example: {example}"
+            )
+        raise ConfigError(f"there is no script to run; name one after the options, for example: {example}")
+
+    def _refuse_unknown(self, flag: str) -> NoReturn:
+        if flag.startswith("--ft"):
+            raise ConfigError(unknown_flag_message(flag))
+        short = flag.partition("=")[0]
+        candidates = {match[0] for match in self.abbreviated(short)} if short.startswith("--") else set()
+        if len(candidates) > 1:
+            raise ConfigError(f"{short} may be {' or '.join(sorted(map(option_name, candidates)))}; write it in full")
+        known = {
+            name.lstrip("-").replace("_", "-") for name in self.parser._option_string_actions if name.startswith("--")
+        }
+        close = difflib.get_close_matches(short.lstrip("-").replace("_", "-"), sorted(known), n=1, cutoff=0.7)
+        hint = f"did you mean --{close[0].partition('=')[0]}?" if close else "see outlast run --help"
+        raise ConfigError(f"unknown option {short}; {hint}")
+
+    def describe(self) -> tuple[OptionGroup, ...]:
+        """Return all options that the help shows, ours first."""
+        shown = [OptionGroup(title, text, tuple(self.groups[title])) for title, text in _GROUPS.items()]
+        ours = {action for group in shown for action in group.options}
+        others = [
+            action
+            for action in self.parser._actions
+            if action.option_strings and action not in ours and action.help != argparse.SUPPRESS
+        ]
+        rest = OptionGroup("torchrun's other options", "as the installed torch describes them", tuple(others))
+        return tuple(group for group in (*shown, rest) if group.options)
+
+    def format_help(self) -> str:
+        """Return the help: examples, our options, torchrun's."""
+        formatter = _Formatter("outlast run")
+        formatter.add_text(_USAGE)
+        for group in self.describe():
+            formatter.start_section(group.title)
+            formatter.add_text(group.text or None)
+            formatter.add_arguments(group.options)
+            formatter.end_section()
+        return formatter.format_help()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``outlast run``; its ``error`` raises :class:`ConfigError`."""
+    return _Options().parser
+
+
+def describe_options() -> tuple[OptionGroup, ...]:
+    """Return the options as the help groups them; torchrun's other ones come last."""
+    return _Options().describe()
+
+
+def parse_command(argv: Sequence[str]) -> Command:
+    """Parse what follows ``outlast run``.
+
+    Raises:
+        ConfigError: An option is unknown, a value does not fit its option, or there is no script; one line.
+    """
+    command = _Options().parse(argv)
+    _ = command.fault_tolerance
+    return command
+
+
+def given_options(argv: Sequence[str]) -> dict[str, str]:
+    """Return which options a command line gives: attribute to the option as typed; the script's own do not count.
+
+    Raises:
+        ConfigError: As :func:`parse_command`.
+    """
+    return {name: typed for name, typed in parse_command(argv).typed.items() if typed.startswith("-")}
+
+
+def words_before_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, str], int]:
+    """Return the options that stand before the script, and where the script stands.
+
+    Returns:
+        Attribute to the option as it was typed, in that order; and the script's position, that of the end without one.
+    """
+    typed: dict[str, str] = {}
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        if word == "--":
+            return typed, position + 1
+        if not word.startswith("-") or word == "-":
+            return typed, position
+        position += 1
+        action, name, has_value = _find_option(parser, word)
+        if action is not None:
+            typed.pop(action.dest, None)
+            typed[action.dest] = name
+            if takes_value(action) and not has_value:
+                position += 1
+    return typed, min(position, len(argv))
+
+
+def _find_option(parser: argparse.ArgumentParser, word: str) -> tuple[argparse.Action | None, str, bool]:
+    """Return the option that a word names, its name as it stands there, and whether its value stands in the word."""
+    known = parser._option_string_actions
+    name, equals, _ = word.partition("=")
+    for whole in (word, name):
+        if whole in known:
+            return known[whole], name, bool(equals)
+    if word.startswith("--"):
+        matches = parser._get_option_tuples(name)
+        return (matches[0][0] if len(matches) == 1 else None), name, bool(equals)
+    return known.get(word[:2]), word[:2], len(word) > 2
+
+
+def hint_at(strays: Sequence[str], script: str, command: str) -> str | None:
+    """Return what to say of options behind the script; ``None`` = there are none.
+
+    Args:
+        strays: The options, as they stand there.
+        script: The training script.
+        command: What they would be options of.
+    """
+    if not strays:
+        return None
+    names = " and ".join(filter(None, (", ".join(strays[:-1]), strays[-1])))
+    stands, it, is_meant = ("stands", "it", "it is") if len(strays) == 1 else ("stand", "them", "they are")
+    return (
+        f"{names} {stands} after the script, so the script gets {it}; put {it} before {script} if {is_meant} meant for "
+        f"{command}"
+    )
+
+
+def takes_value(action: argparse.Action) -> bool:
+    """Return whether a value follows an option."""
+    return action.nargs != 0
+
+
+def _value_name(action: argparse.Action) -> str:
+    return str(action.metavar or "|".join(map(str, action.choices or ())) or action.dest.upper())
+
+
+def option_name(action: argparse.Action) -> str:
+    """Return how the help writes an option."""
+    return next((name for name in action.option_strings if name.startswith("--")), action.dest)

@@ -1,0 +1,212 @@
+"""The log: one format for all processes of a run, on standard error.
+
+    12:34:56.789 INFO [agent a] cycle 0: ranks 0 to 1 of 2 run here
+
+A process configures the ``outlast`` logger once, where it starts, and never the root logger: an application that has
+configured logging, whenever it did, gets these lines through its own handlers. Level and format come from the
+environment, so that all processes of a node agree. Nothing is configured at import.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+from outlast import env
+from outlast.errors import ConfigError
+
+__all__ = ["LEVELS", "OUTCOME", "LogSettings", "configure", "configure_worker", "read_settings"]
+
+LEVELS = ("debug", "info", "warning", "error")
+"""What ``--log-level`` and ``OUTLAST_LOG_LEVEL`` take."""
+_FORMATS = ("text", "json")
+
+OUTCOME = "outlast.outcome"
+"""Name of the logger for a run's last line, which is written at every level."""
+_PACKAGE = "outlast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """What is logged, and in which form."""
+
+    level: int = logging.INFO
+    as_json: bool = False
+    is_level_given: bool = False
+    """Somebody asked for this level; otherwise that of an application which configured logging counts."""
+
+
+def read_settings(variables: Mapping[str, str] | None = None) -> LogSettings:
+    """Return what the environment says.
+
+    Args:
+        variables: What to read instead of the environment of this process.
+
+    Raises:
+        ConfigError: A value is none of the known ones.
+    """
+    values = env.environ() if variables is None else variables
+    level = _choose(env.LOG_LEVEL, values.get(env.LOG_LEVEL, ""), LEVELS)
+    form = _choose(env.LOG, values.get(env.LOG, ""), _FORMATS)
+    return LogSettings(
+        level=logging.getLevelNamesMapping()[level.upper()] if level else logging.INFO,
+        as_json=form == "json",
+        is_level_given=bool(level),
+    )
+
+
+def _choose(name: str, text: str, known: tuple[str, ...]) -> str:
+    value = text.strip().lower()
+    if value and value not in known:
+        raise ConfigError(f"environment variable {name}={text!r} is not one of {', '.join(known)}; correct or unset it")
+    return value
+
+
+def configure(
+    where: str,
+    *,
+    node: str = "",
+    rank: int | None = None,
+    threads: Mapping[str, str] | None = None,
+    path: str = "",
+    least: int = logging.DEBUG,
+    is_shared: bool = False,
+) -> None:
+    """Write the package's log lines of this process to standard error, in the one format.
+
+    Called again, it replaces what it configured before. Where an application configured logging, its handlers stay and
+    nothing is added. A wrong value in the environment is a warning here; :func:`read_settings` refuses it.
+
+    Args:
+        where: What stands in brackets: which process of the run this is.
+        node: Name of the node, for JSON.
+        rank: Global rank, for JSON.
+        threads: Names of threads that are something else, and what.
+        path: File to append to instead.
+        least: Level below which nothing is written, unless the environment asks for ``debug``.
+        is_shared: The process belongs to an application, whose handlers get the lines as soon as it has some.
+
+    Thread: any; one at a time.
+    """
+    problem = None
+    try:
+        settings = read_settings()
+    except ConfigError as error:
+        settings, problem = LogSettings(), error
+    logger = logging.getLogger(_PACKAGE)
+    own = [handler for handler in logger.handlers if isinstance(handler, _Handler)]
+    for handler in own:
+        logger.removeHandler(handler)
+        handler.close()
+        if logger.level == handler.level_set:
+            logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+    level = settings.level if settings.level <= logging.DEBUG else max(settings.level, least)
+    if logging.getLogger().handlers or logger.handlers:
+        if settings.is_level_given:
+            logger.setLevel(level)
+        return
+    handler = _Handler(path, level_set=level, is_shared=is_shared)
+    kind = _JsonFormatter if settings.as_json else _LineFormatter
+    handler.setFormatter(kind(where, threads or {}, node=node, rank=rank))
+    logger.addHandler(handler)
+    logger.propagate = is_shared
+    # Without a level of its own the logger has that of the application, which is WARNING until it says otherwise.
+    if settings.is_level_given or (logger.level == logging.NOTSET and not (is_shared and level == logging.WARNING)):
+        logger.setLevel(level)
+    logging.getLogger(OUTCOME).setLevel(logging.INFO)
+    if problem is not None:
+        logger.warning("%s", problem)
+
+
+def configure_worker(rank: int, node: str, *, least: int = logging.INFO) -> None:
+    """Configure the log of a training process: what all ranks would say alike is said by rank 0.
+
+    The others write warnings and errors only, unless the level is ``debug``.
+
+    Args:
+        rank: Global rank.
+        node: Name of the node.
+        least: As for :func:`configure`.
+
+    Thread: any; one at a time.
+    """
+    least = least if rank == 0 else logging.WARNING
+    configure(f"rank {rank}", node=node, rank=rank, least=least, is_shared=True)
+
+
+class _Handler(logging.Handler):
+    """Write each record with one call, so that the lines of processes that share a terminal stay whole.
+
+    Standard error is looked up each time: a forked worker, or a script, may have replaced it.
+    """
+
+    def __init__(self, path: str, *, level_set: int, is_shared: bool) -> None:
+        super().__init__()
+        self.level_set = level_set
+        """The level that was set on the logger together with this handler."""
+        self._is_shared = is_shared
+        self._file: TextIO | None = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115  closed below
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._is_shared and logging.getLogger().handlers:
+            return  # the application has configured logging since, and gets the record there
+        stream = self._file if self._file is not None else sys.stderr
+        if stream is None:  # closed before the process was started
+            return
+        try:
+            stream.write(self.format(record) + "\n")
+            stream.flush()
+        except (OSError, ValueError, TypeError):
+            self.handleError(record)
+
+    def close(self) -> None:
+        super().close()
+        if self._file is not None:
+            self._file.close()
+
+
+class _LineFormatter(logging.Formatter):
+    """``12:34:56.789 INFO [agent a] text``."""
+
+    def __init__(self, where: str, threads: Mapping[str, str], *, node: str, rank: int | None) -> None:
+        super().__init__()
+        self._where, self._threads, self._node, self._rank = where, dict(threads), node, rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%H:%M:%S", time.localtime(record.created))
+        record.message = record.getMessage()
+        line = f"{at}.{int(record.msecs):03d} {record.levelname} [{self._place(record)}] {record.message}"
+        if record.exc_info:
+            line = f"{line}\n{self.formatException(record.exc_info)}"
+        return line
+
+    def _place(self, record: logging.LogRecord) -> str:
+        return self._threads.get(record.threadName or "", self._where)
+
+
+class _JsonFormatter(_LineFormatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, tz=datetime.UTC)
+        fields: dict[str, object] = {
+            "time": f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03d}Z",
+            "level": record.levelname,
+            "where": self._place(record),
+            "logger": record.name,
+            "text": record.getMessage(),
+        }
+        if self._node:
+            fields["node"] = self._node
+        if self._rank is not None:
+            fields["rank"] = self._rank
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)

@@ -1,0 +1,451 @@
+"""A lease on a directory: one owner at a time, which renews it from a thread of its own. Nothing here imports torch.
+
+The records lie in the folder ``owner`` of the directory, one numbered file for each owner; the highest number is the
+owner's, and its file stays when it ends, so that no number is used twice. Making a file under a new name
+is the one thing that file systems and object stores do for one process alone; nothing else here depends on that.
+
+Everything is decided in :mod:`outlast.policy.lease`. Training never waits for a renewal: where a file system does not
+answer, the thread waits, and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from outlast import clock
+from outlast.decoding import from_json
+from outlast.errors import OutlastError
+from outlast.policy.lease import Owner, Process, Silence, Standing, Step, find_life, judge_owner
+from outlast.runtime.files import create_atomically
+from outlast.runtime.processes import is_alive
+
+__all__ = ["FOLDER", "RENEW_S", "FolderRecords", "InUse", "Lease", "Records", "decode_owner", "encode_owner"]
+
+log = logging.getLogger(__name__)
+FOLDER = "owner"
+RENEW_S = 2.0
+"""Between two renewals on a file system."""
+MAX_POLL_S = 2.0
+"""Between two looks of somebody who waits."""
+SAY_S = 10.0
+"""Between two lines of somebody who waits."""
+RELEASE_S = 2.0
+RECORD_BYTES = 1024
+"""A record is filled up to a multiple of it, so that a renewal never changes the file's length."""
+MAX_TRIES = 100
+MAX_LOOKS = 10_000
+MAX_TORN = 3
+UNREADABLE = Owner(token="", process=Process(host="an unknown machine", machine="", pid=0, started=0), run="unknown")
+"""In place of a record that is torn: whether somebody renews it shows in its bytes."""
+_RECORD = re.compile(r"(\d+)\.json")
+
+_held: set[str] = set()
+"""Tokens of what this process holds: of its own records, only these are of a living owner."""
+
+
+class InUse(OutlastError):
+    """Another owner has the directory.
+
+    Args:
+        owner: Who.
+        was_lost: It was ours, and was taken over.
+    """
+
+    def __init__(self, url: str, owner: Owner, *, was_lost: bool = False) -> None:
+        what = "was taken over by" if was_lost else "is in use by"
+        super().__init__(f"{url} {what} {owner.describe()}")
+        self.owner, self.was_lost = owner, was_lost
+
+
+class Records(Protocol):
+    """The numbered records of a directory's owners."""
+
+    renew_s: float
+
+    @property
+    def url(self) -> str: ...
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the records that are there."""
+
+    def read(self, number: int) -> bytes:
+        """Return a record. Raises: FileNotFoundError."""
+
+    def create(self, number: int, data: bytes) -> bool:
+        """Make a record, unless its number is taken; return whether this call did."""
+
+    def renew(self, number: int, data: bytes) -> None:
+        """Replace a record of one's own. Raises: FileNotFoundError, where it can be told."""
+
+    def remove(self, number: int) -> None:
+        """Delete a record, if it is there."""
+
+    def forget(self) -> None:
+        """Remove what held the records, if there are none."""
+
+
+class FolderRecords:
+    """Records in a folder of a file system.
+
+    Args:
+        directory: The directory that they are about.
+    """
+
+    renew_s = RENEW_S
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(directory)
+        self._folder = Path(directory) / FOLDER
+
+    def numbers(self) -> list[int]:
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return []
+        return [int(match[1]) for name in names if (match := _RECORD.fullmatch(name))]
+
+    def read(self, number: int) -> bytes:
+        return self._path(number).read_bytes()
+
+    def create(self, number: int, data: bytes) -> bool:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return create_atomically(self._path(number), data)
+
+    def renew(self, number: int, data: bytes) -> None:
+        # In place, and as long as before: nothing is made that would have to be made durable, and what is not there
+        # any more is not made again. Closing a file is what hands it to the other clients of a network file system.
+        with open(self._path(number), "r+b", buffering=0) as file:
+            file.write(data)
+
+    def remove(self, number: int) -> None:
+        self._path(number).unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Remove the folder, if it is empty."""
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number}.json"
+
+
+def encode_owner(owner: Owner) -> bytes:
+    """Return a record's bytes."""
+    data = msgspec.json.encode(owner)
+    return data + b" " * (-(len(data) + 1) % RECORD_BYTES) + b"\n"
+
+
+def decode_owner(data: bytes) -> Owner | None:
+    """Return who a record names; ``None``: it cannot be read."""
+    try:
+        return from_json(data, Owner)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    """The newest record."""
+
+    number: int = 0
+    data: bytes = b""
+    owner: Owner | None = None
+
+
+class Lease:
+    """Hold a directory for a job, or for this process.
+
+    Args:
+        records: Of the directory's owners.
+        own: What this owner says of itself; token, interval and count are set here.
+        follow: Called with the last owner before the directory is taken over from it, whether it ended in order or
+            not; returns what this owner says of itself then, or raises what is to be raised instead.
+        on_lost: Called once, in the lease's thread, when another owner has taken the directory over.
+
+    Thread: any.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        own: Owner,
+        *,
+        follow: Callable[[Owner], Owner] | None = None,
+        on_lost: Callable[[InUse], None] = lambda lost: None,
+    ) -> None:
+        self._records, self._follow, self._on_lost = records, follow, on_lost
+        self._own = msgspec.structs.replace(own, renew_s=records.renew_s)
+        self._number = 0
+        self._lost: InUse | None = None
+        self._is_over = self._is_released = self._is_withdrawn = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the directory was this owner's when it was last looked at."""
+        return self._thread is not None and self._lost is None
+
+    def acquire(self, *, leads: bool = False) -> None:
+        """Take the directory, unless it is held already, or enter it beside the owner's other processes.
+
+        Args:
+            leads: This process acts for its job from now on.
+
+        Raises:
+            InUse: Another owner has it.
+            OSError, OutlastError: The records cannot be read or written.
+
+        Blocks: where only time can tell whether the owner lives, until it has missed some renewals.
+        """
+        with self._lock:
+            if self._lost is not None and leads and self._is_of_this_job(self._lost.owner):
+                self._lost = self._thread = None  # another node led it meanwhile
+            if self._lost is not None:
+                raise self._lost
+            if self._thread is None:
+                self._acquire(leads)
+
+    def check(self) -> None:
+        """Compare the newest record with one's own; a record that somebody deleted is made again.
+
+        Raises:
+            InUse: The directory was taken over.
+            OSError, OutlastError: The records cannot be read or written.
+        """
+        if self._lost is not None:
+            raise self._lost
+        newest = _newest_of(self._records, self._number)
+        if newest.owner is None:  # somebody deleted the records: they are made again, by one
+            self._make(self._number)
+            newest = _newest_of(self._records, self._number)
+        owner = newest.owner or UNREADABLE
+        if newest.number != self._number or owner.token not in (self._own.token, UNREADABLE.token):
+            _held.discard(self._own.token)
+            self._lost = InUse(self._records.url, owner, was_lost=True)
+            raise self._lost
+
+    def hold(self) -> None:
+        """Acquire, or check. Raises: as these do."""
+        if self._thread is None:
+            self.acquire()
+        else:
+            self.check()
+
+    def release(self, *, is_idle: bool = True) -> None:
+        """Let go of the directory. Idempotent.
+
+        Args:
+            is_idle: This owner writes nothing more for certain; otherwise its record tells nobody that it has ended.
+
+        Blocks: up to 2 s where the file system does not answer.
+        """
+        self._is_over, self._is_released = True, is_idle
+        self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        _held.discard(self._own.token)
+        if thread is not threading.current_thread():
+            thread.join(RELEASE_S)
+
+    def withdraw(self) -> None:
+        """Let go of the directory as if it had not been taken: nothing was written there. Blocks: as a release."""
+        self._is_withdrawn = self._number == 1  # else an older record would be gone without a trace
+        self.release()
+
+    # -- taking it ---------------------------------------------------------------------------------------------
+
+    def _acquire(self, leads: bool) -> None:
+        silence, watched, said_s = Silence(), 0, None
+        newest = _Newest()
+        for _ in range(MAX_LOOKS):
+            if self._is_over:
+                raise OutlastError(f"{self._records.url} is not taken: this process is leaving")
+            newest = _newest_of(self._records)
+            if newest.number != watched:
+                silence, watched = Silence(), newest.number
+            standing = self._judge_life(newest, silence)
+            step = judge_owner(newest.owner, self._own, standing, leads=leads)
+            if step is Step.ENTER:
+                return
+            if step is Step.REFUSE:
+                assert newest.owner is not None
+                raise InUse(self._records.url, newest.owner)
+            if step is Step.TAKE:
+                if newest.owner is not None and self._follow is not None:
+                    own = self._follow(newest.owner)
+                    self._own = msgspec.structs.replace(own, renew_s=self._records.renew_s)
+                if self._take(newest, silence):
+                    return
+                continue
+            assert newest.owner is not None
+            is_due = silence.silent_s >= 2 * newest.owner.renew_s if said_s is None else clock.now_s() - said_s >= SAY_S
+            if is_due:
+                said_s = clock.now_s()
+                log.warning(
+                    "%s was last used by %s, which cannot be asked from here; waiting until it has shown no sign of "
+                    "life for %.0f s (%.0f s so far)",
+                    *(self._records.url, newest.owner.describe(), newest.owner.expires_s, silence.silent_s),
+                )
+            self._stop.wait(min(MAX_POLL_S, self._records.renew_s / 4))
+        assert newest.owner is not None
+        raise InUse(self._records.url, newest.owner)
+
+    def _judge_life(self, newest: _Newest, silence: Silence) -> Standing:
+        owner = newest.owner
+        if owner is None:
+            return Standing()
+        process = owner.token in _held if owner.process == self._own.process else is_alive(owner.process)
+        job: bool | None = None
+        mark: tuple[bytes, ...] = (newest.data,)
+        if self._own.job is not None and owner.job == self._own.job:
+            job = False  # that is us, and we are asking
+        elif owner.outlives and owner.run_dir is not None and owner.run_dir != self._records.url:
+            launcher = self._look_at_launcher(owner.run_dir)
+            mark += (launcher.data,)
+            if launcher.owner is not None:
+                of_run = launcher.owner.run == owner.run and not launcher.owner.released
+                job = of_run and find_life(launcher.owner, process=is_alive(launcher.owner.process), job=None)
+        silence.look(mark, clock.now_s())
+        return Standing(
+            is_alive=find_life(owner, process=process, job=job),
+            has_changed=silence.has_changed,
+            silent_s=silence.silent_s,
+        )
+
+    def _look_at_launcher(self, run_dir: str) -> _Newest:
+        """Return the record of a run directory's owner, which lives as long as its job, if it can be seen from here."""
+        try:
+            return _newest_of(FolderRecords(run_dir))
+        except OSError as error:
+            log.debug("run directory %s cannot be looked into: %s", run_dir, error)
+            return _Newest()
+
+    def _take(self, newest: _Newest, silence: Silence) -> bool:
+        """Make the next record; return whether this process was the first to."""
+        number, before = newest.number + 1, newest.owner
+        self._own = msgspec.structs.replace(self._own, token=secrets.token_hex(8))
+        _held.add(self._own.token)
+        try:
+            is_made = self._make(number)
+            numbers = self._records.numbers() if is_made else []
+            if is_made and max(numbers, default=number) > number:  # in place of one that had come and gone
+                self._records.remove(number)
+                is_made = False
+        except BaseException:  # nothing is held, whatever failed
+            _held.discard(self._own.token)
+            raise
+        if not is_made:
+            _held.discard(self._own.token)
+            return False
+        self._number = number
+        is_job = before is not None and before.job is not None and before.job == self._own.job
+        if before is not None and not before.released and not is_job:
+            why = "has shown no sign of life" if silence.silent_s >= before.expires_s else "has ended"
+            log.info("%s is taken over from %s, which %s", self._records.url, before.describe(), why)
+        # Who wakes up finds its record gone; that of who has ended in order says who had the directory before.
+        kept = newest.number if before is not None and before.released else number
+        for old in numbers:
+            if old < kept:
+                self._remove(old)
+        self._thread = threading.Thread(target=self._keep, name="outlast-lease", daemon=True)
+        self._thread.start()
+        return True
+
+    def _make(self, number: int) -> bool:
+        """Make this owner's record; return whether it is there."""
+        if self._records.create(number, encode_owner(self._own)):
+            return True
+        try:  # an object store may ask twice, and find what it made itself
+            return self._is_ours(decode_owner(self._records.read(number)))
+        except FileNotFoundError:
+            return False
+
+    # -- keeping it --------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Renew the record until it is released or lost."""
+        is_failing, own = False, self._own
+        while not self._stop.wait(self._records.renew_s):
+            try:
+                self.check()
+                own = msgspec.structs.replace(own, renewals=own.renewals + 1)
+                self._records.renew(self._number, encode_owner(own))
+                is_failing = False
+            except InUse as lost:
+                self._remove(self._number)
+                if not self._is_of_this_job(lost.owner):
+                    self._on_lost(lost)
+                return
+            except FileNotFoundError:
+                continue  # the next look finds who deleted it
+            except (OSError, OutlastError) as error:
+                if not is_failing:
+                    log.warning(
+                        "the record of this run in %s cannot be renewed (%s); if that lasts, another run on another "
+                        "machine may take the directory over",
+                        *(self._records.url, error),
+                    )
+                is_failing = True
+        if self._is_withdrawn and self._lost is None:
+            self._remove(self._number)
+            self._records.forget()
+        elif self._is_released and self._lost is None:
+            try:
+                self._records.renew(self._number, encode_owner(msgspec.structs.replace(own, released=True)))
+            except (OSError, OutlastError) as error:
+                log.debug("%s could not be released: %s", self._records.url, error)
+
+    def _remove(self, number: int) -> None:
+        try:
+            self._records.remove(number)
+        except (OSError, OutlastError) as error:
+            log.debug("record %d of %s stays: %s", number, self._records.url, error)
+
+    def _is_ours(self, owner: Owner | None) -> bool:
+        return owner is not None and owner.token == self._own.token
+
+    def _is_of_this_job(self, owner: Owner) -> bool:
+        """Return whether an owner writes beside this one."""
+        return self._own.shares and owner.job == self._own.job
+
+
+def _newest_of(records: Records, own_number: int = 0) -> _Newest:
+    """Return the newest record.
+
+    Args:
+        records: The directory's.
+        own_number: A record to read although a listing does not have it: on a network file system listings are
+            remembered for a while, but not what becomes of a file that is opened.
+    """
+    torn = 0
+    for _ in range(MAX_TRIES):
+        listed = max(records.numbers(), default=0)
+        number = max(listed, own_number)
+        if number == 0:
+            return _Newest()
+        try:
+            data = records.read(number)
+        except FileNotFoundError:
+            if listed < number:
+                return _Newest()
+            continue  # its successor has removed it
+        owner = decode_owner(data)
+        if owner is None and torn < MAX_TORN:
+            torn += 1  # it was being renewed
+            continue
+        return _Newest(number, data, owner or msgspec.structs.replace(UNREADABLE, renew_s=records.renew_s))
+    raise OutlastError(f"{records.url}: the records of its owners change all the time; look into {FOLDER}/ there")

@@ -1,0 +1,305 @@
+"""The post-mortem of a worker: its last exception, a fatal signal's stack, and the last of its output.
+
+Each worker of an agent has a memory file that the agent made: it outlives the worker however that ends, costs no disk
+(which may be what is full), and goes with the agent. The worker writes, the agent reads once the worker has ended or
+is about to. Nothing here imports torch.
+
+The file: a header, the exception as JSON, a ring of the last output, and at the end what ``faulthandler`` writes when a
+signal ends the process; that part grows as needed.
+
+Rejected: a pipe for each worker's output, which the agent copies to its own (a worker that prints would wait for a slow
+agent, and would no longer write to the terminal that a script may look for).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import re
+import struct
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import msgspec
+
+from outlast import clock, env
+from outlast.decoding import json_decoder
+from outlast.errors import OutlastError
+from outlast.incidents import Cause
+
+__all__ = ["Postmortem", "Recorder", "Remains", "begin", "begin_with_hook", "describe_exception", "recorder"]
+
+_HEAD = struct.Struct("<QQ")
+"""Bytes of output written in all; length of the exception's JSON."""
+_RECORD_AT, _RECORD_BYTES = 64, 24 * 1024 - 64
+_RING_AT, _RING_BYTES = 24 * 1024, 24 * 1024
+_FAULT_AT = _RING_AT + _RING_BYTES
+_MAX_TEXT = 600
+_MAX_TRACE = 12_000
+_OUTLAST = str(Path(__file__).resolve().parent.parent) + os.sep
+_LIBRARIES = tuple({_OUTLAST, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib"))})
+_FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
+
+
+class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker writes of its exception."""
+
+    cause: Cause
+    trace: str = ""
+
+
+_decoder = json_decoder(_Record)
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What a worker left."""
+
+    cause: Cause | None
+    """Its exception, or its fatal signal; ``None`` = it left neither."""
+    trace: str
+    """The exception's traceback; empty without one."""
+    fault: str
+    """What ``faulthandler`` wrote; empty without a fatal signal."""
+    output: tuple[str, ...]
+    """The last lines that it printed, oldest first."""
+
+
+class Postmortem:
+    """The agent's side: the memory files of one cycle's workers, by local rank.
+
+    Args:
+        num_ranks: Workers of this node.
+
+    Raises:
+        OSError: They cannot be made.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._fds: list[int] = []
+        try:
+            for _ in range(num_ranks):
+                fd = os.memfd_create("outlast-postmortem", os.MFD_CLOEXEC)
+                self._fds.append(fd)
+                os.ftruncate(fd, _FAULT_AT)
+        except OSError:
+            self.close()
+            raise
+
+    def path(self, local_rank: int) -> str:
+        """Return where a worker opens its file."""
+        return f"/proc/{os.getpid()}/fd/{self._fds[local_rank]}"
+
+    def read(self, local_rank: int) -> Remains:
+        """Return what a worker has left so far; nothing once this is closed."""
+        if not self._fds:
+            return Remains(None, "", "", ())
+        fd = self._fds[local_rank]
+        written, length = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
+        record = None
+        if 0 < length <= _RECORD_BYTES:
+            try:
+                record = _decoder.decode(os.pread(fd, length, _RECORD_AT))
+            except msgspec.MsgspecError:  # it ended while it wrote
+                record = None
+        fault = os.pread(fd, 1 << 16, _FAULT_AT).decode(errors="replace")
+        ring = os.pread(fd, _RING_BYTES, _RING_AT)
+        start = written % _RING_BYTES
+        text = ring[:written] if written <= _RING_BYTES else (ring[start:] + ring[:start]).partition(b"\n")[2]
+        cause = record.cause if record is not None else None
+        return Remains(
+            cause=_cause_of_fault(fault) or cause,
+            trace=record.trace if record is not None else "",
+            fault=fault,
+            output=tuple(text.decode(errors="replace").splitlines()),
+        )
+
+    def close(self) -> None:
+        """Let go of the files; idempotent."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+
+class Recorder:
+    """The worker's side.
+
+    Args:
+        path: As :meth:`Postmortem.path` says.
+
+    Raises:
+        OSError: The file cannot be opened.
+
+    Thread: any. Output of several threads, and of forked processes that print too, may mix.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._map = mmap.mmap(self._fd, _FAULT_AT)
+        self._pid, self._kept = os.getpid(), 0
+
+    def catch_fatal_signals(self) -> None:
+        """Have ``faulthandler`` write here, unless it is on already and writes elsewhere."""
+        if not faulthandler.is_enabled():
+            os.lseek(self._fd, _FAULT_AT, os.SEEK_SET)
+            faulthandler.enable(file=self._fd, all_threads=False)
+
+    def output(self, data: bytes | memoryview) -> None:
+        """Keep the last of what was printed."""
+        data = bytes(data[-_RING_BYTES:])
+        written = _HEAD.unpack_from(self._map, 0)[0]
+        at = written % _RING_BYTES
+        first = min(len(data), _RING_BYTES - at)
+        self._map[_RING_AT + at : _RING_AT + at + first] = data[:first]
+        self._map[_RING_AT : _RING_AT + len(data) - first] = data[first:]
+        struct.pack_into("<Q", self._map, 0, written + len(data))
+
+    def exception(self, error: BaseException) -> None:
+        """Keep an exception that is about to end this process; of one that is told again, when it was told first.
+
+        A forked child's own exceptions are not kept.
+        """
+        if os.getpid() != self._pid or id(error) == self._kept:
+            return
+        self._kept = id(error)  # no reference: what its frames hold may be needed elsewhere
+        trace = "".join(traceback.format_exception(error))
+        if len(trace) > _MAX_TRACE:
+            trace = f"{trace[: _MAX_TRACE // 3]}\n...\n{trace[-_MAX_TRACE * 2 // 3 :]}"
+        cause = describe_exception(error)
+        struct.pack_into("<Q", self._map, 8, 0)
+        data = _encoder.encode(_Record(cause, trace))
+        if len(data) > _RECORD_BYTES:  # control characters take six bytes each
+            data = _encoder.encode(_Record(cause))
+        self._map[_RECORD_AT : _RECORD_AT + len(data)] = data
+        struct.pack_into("<Q", self._map, 8, len(data))  # last: a reader sees the whole or nothing
+
+    def forget(self) -> None:
+        """Forget an exception that did not end this process after all."""
+        struct.pack_into("<Q", self._map, 8, 0)
+
+
+_recorder: Recorder | None = None
+
+
+def recorder() -> Recorder | None:
+    """Return what keeps this process's post-mortem; ``None`` without an agent of ours."""
+    return _recorder
+
+
+def begin() -> Recorder | None:
+    """Keep a post-mortem of this process from now on, if an agent of ours asks for one; idempotent.
+
+    An interpreter that the agent did not fork learns of its exceptions by ``sys.excepthook``.
+    """
+    global _recorder
+    path = env.postmortem_path()
+    if _recorder is not None or path is None:
+        return _recorder
+    try:
+        _recorder = Recorder(path)
+    except OSError:  # the agent is gone: so is whoever would read it
+        return None
+    _recorder.catch_fatal_signals()
+    return _recorder
+
+
+def begin_with_hook() -> None:
+    """Keep a post-mortem of an interpreter that the agent may not have forked; what was kept before is forgotten."""
+    if _recorder is not None:
+        _recorder.forget()
+    elif (kept := begin()) is not None:
+        sys.excepthook = _recording(kept, sys.excepthook)
+
+
+def _recording(kept: Recorder, before: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        kept.exception(error)
+        return before(kind, error, trace)
+
+    return hook
+
+
+def describe_exception(error: BaseException) -> Cause:
+    """Return what is kept of an exception: its type, its text, and the innermost line of the user's code."""
+    frame, text, is_usage_error = _users_frame(error.__traceback__), _text_of(error), False
+    if isinstance(error, SyntaxError) and error.filename:
+        frame, text = f"{_short(error.filename)}:{error.lineno}", error.msg
+    elif isinstance(error, SystemExit):
+        is_usage_error = error.code == 2 and _comes_from_a_parser(error.__traceback__)
+        if isinstance(error.code, int):
+            text = ""
+        if isinstance(error.__cause__, OutlastError):  # a session leaves for it
+            text, error = _text_of(error.__cause__), error.__cause__
+    module, name = type(error).__module__, type(error).__qualname__
+    return Cause(
+        type=name if module in ("builtins", "__main__") or module.startswith("outlast.") else f"{module}.{name}",
+        bases=tuple(base.__name__ for base in type(error).__mro__[1:-1]),
+        text=text,
+        frame=frame,
+        mono_ns=clock.now_ns(),
+        is_usage_error=is_usage_error,
+    )
+
+
+def _comes_from_a_parser(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if os.path.basename(trace.tb_frame.f_code.co_filename) in ("argparse.py", "optparse.py"):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as worse:  # noqa: BLE001  an exception of the script's own may raise anything in __str__
+        text = f"its text cannot be made ({type(worse).__name__})"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = " ".join(lines[:1] if sum(map(len, lines)) > _MAX_TEXT else lines)
+    return line if len(line) <= _MAX_TEXT else f"{line[:_MAX_TEXT]}..."
+
+
+def _users_frame(trace: TracebackType | None) -> str:
+    found = ""
+    while trace is not None:
+        if not _is_library(trace.tb_frame):
+            code = trace.tb_frame.f_code
+            found = f"{_short(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return found.removesuffix(" in <module>")
+
+
+def _is_library(frame: FrameType) -> bool:
+    return _is_library_file(frame.f_code.co_filename)
+
+
+def _is_library_file(name: str) -> bool:
+    return name.startswith(("<", *_LIBRARIES)) or "/site-packages/" in name or "/dist-packages/" in name
+
+
+def _short(path: str) -> str:
+    """Return a path as the user would write it: relative where it lies below the working directory."""
+    try:
+        relative = os.path.relpath(path)
+    except (OSError, ValueError):
+        return path
+    return os.path.basename(path) if relative.startswith("..") else relative
+
+
+def _cause_of_fault(text: str) -> Cause | None:
+    """Return the cause that ``faulthandler`` wrote, such as ``Fatal Python error: Segmentation fault``."""
+    if not text.strip():
+        return None
+    head = text.strip().splitlines()[0].removeprefix("Fatal Python error: ")
+    frames = list(_FAULT_FRAME.finditer(text))
+    users = next((one for one in frames if not _is_library_file(one["file"])), None)
+    frame = f"{_short(users['file'])}:{users['line']} in {users['name']}".removesuffix(" in <module>") if users else ""
+    return Cause(type="fatal signal", text=head, frame=frame)

@@ -1,0 +1,180 @@
+"""The log: one format for all processes, the level that was asked for, and an application's own handlers respected."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from outlast import logs
+from outlast.errors import ConfigError
+from outlast.wording import count, name_ranks
+
+LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d\d\d (DEBUG|INFO|WARNING|ERROR) \[([^\]]+)\] (.*)$")
+
+
+def written(code: str, **variables: str) -> list[str]:
+    """Return what a process that runs ``code`` writes to standard error, line by line."""
+    start = "import logging\nfrom outlast import logs\nlog = logging.getLogger('outlast.some.module')\n"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("OUTLAST_LOG")}
+    done = subprocess.run(
+        [sys.executable, "-c", start + textwrap.dedent(code)],
+        env={**inherited, **variables},
+        timeout=60,
+        check=True,
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    return done.stderr.splitlines()
+
+
+def test_a_line_says_when_how_grave_where_and_what() -> None:
+    """Time to the millisecond, level, the process in brackets, the text; a thread that is something else says so."""
+    lines = written(
+        """
+        import threading
+        logs.configure("agent a", node="a", threads={"outlast-coordinator": "coordinator"})
+        log.info("%d nodes are here", 2)
+        thread = threading.Thread(target=log.warning, args=("one is lost",), name="outlast-coordinator")
+        thread.start()
+        thread.join()
+        """
+    )
+    found = [LINE.match(line) for line in lines]
+    assert [match and match.groups() for match in found] == [
+        ("INFO", "agent a", "2 nodes are here"),
+        ("WARNING", "coordinator", "one is lost"),
+    ]
+
+
+def test_as_json_each_line_is_an_object() -> None:
+    """``OUTLAST_LOG=json``: time in UTC, level, where, logger, text, node, rank; a traceback is a field."""
+    first, second = (
+        json.loads(line)
+        for line in written(
+            """
+            logs.configure_worker(0, "a")
+            log.info("two\\nlines")
+            try:
+                1 / 0
+            except ZeroDivisionError:
+                log.exception("it failed")
+            """,
+            OUTLAST_LOG="json",
+        )
+    )
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    where = {"where": "rank 0", "logger": "outlast.some.module", "node": "a", "rank": 0}
+    assert first == {"level": "INFO", "text": "two\nlines", **where}
+    assert second["traceback"].endswith("ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize(
+    ("level", "seen"),
+    [
+        ("", ["0 info", "0 warning", "end"]),
+        ("debug", ["0 debug", "0 info", "0 warning", "1 debug", "1 info", "1 warning", "end"]),
+        ("WARNING", ["0 warning", "end"]),
+        ("error", ["end"]),
+    ],
+)
+def test_the_level_holds_and_the_last_line_is_always_written(level: str, seen: list[str]) -> None:
+    """Rank 0 says what all ranks would say alike, the others warn; with ``debug`` all say everything. A run's last line
+    is written whatever the level."""
+    lines = written(
+        """
+        for rank in (0, 1):
+            logs.configure_worker(rank, "a")
+            log.debug("%d debug", rank)
+            log.info("%d info", rank)
+            if rank == 0 or logging.getLogger("outlast").level == logging.DEBUG:
+                log.warning("%d warning", rank)
+        logs.configure("agent a")
+        logging.getLogger(logs.OUTCOME).info("end")
+        """,
+        OUTLAST_LOG_LEVEL=level,
+    )
+    assert [line.partition("] ")[2] for line in lines] == seen
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_application_that_configures_logging_keeps_its_handlers(when: str, rank: int) -> None:
+    """Whether it does so before or after, its own handler gets the lines that it wants, each once, on any rank, and
+    nothing is added to it."""
+    lines = written(
+        f"""
+        def configure_application():
+            logging.basicConfig(format="app: %(message)s", level=logging.INFO)
+        if {when!r} == "before":
+            configure_application()
+        logs.configure_worker({rank}, "a")
+        if {when!r} == "after":
+            configure_application()
+        log.info("hello")
+        print(len(logging.getLogger().handlers), "handlers", file=__import__("sys").stderr)
+        """
+    )
+    assert lines == ["app: hello", "1 handlers"]
+
+
+def test_the_level_of_an_application_counts_unless_another_is_asked_for() -> None:
+    """Where an application wants warnings only, it gets them only; ``OUTLAST_LOG_LEVEL`` is asked for on purpose."""
+    code = """
+    logging.basicConfig(format="app: %(message)s")
+    logs.configure_worker(0, "a")
+    log.info("hello")
+    """
+    assert written(code) == []
+    assert written(code, OUTLAST_LOG_LEVEL="info") == ["app: hello"]
+
+
+def test_a_file_is_appended_to(tmp_path: Path) -> None:
+    """With a path, as ``monitor_process_logdir`` gives one, lines go to that file and nowhere else."""
+    path = tmp_path / "log"
+    path.write_text("earlier\n")
+    assert written(f"logs.configure('monitor rank 3', rank=3, path={str(path)!r})\nlog.info('hello')") == []
+    earlier, line = path.read_text().splitlines()
+    assert earlier == "earlier"
+    assert line.endswith(" INFO [monitor rank 3] hello")
+
+
+def test_a_wrong_value_names_what_is_known() -> None:
+    """Who starts a run is refused; a process of a run that is under way warns, and writes as if nothing were set."""
+    with pytest.raises(ConfigError, match=r"OUTLAST_LOG_LEVEL='loud' is not one of debug, info, warning, error"):
+        logs.read_settings({"OUTLAST_LOG_LEVEL": "loud"})
+    with pytest.raises(ConfigError, match=r"OUTLAST_LOG='xml' is not one of text, json"):
+        logs.read_settings({"OUTLAST_LOG": "xml"})
+    first, second = written("logs.configure('agent a')\nlog.info('hello')", OUTLAST_LOG="xml")
+    assert "WARNING [agent a] environment variable OUTLAST_LOG='xml'" in first
+    assert second.endswith("INFO [agent a] hello")
+
+
+def test_nothing_is_configured_at_import() -> None:
+    """Importing the package leaves logging as it was."""
+    code = """
+    import outlast
+    from outlast.launch import options
+    print(logging.getLogger().handlers, logging.getLogger("outlast").handlers, file=__import__("sys").stderr)
+    """
+    assert written(code) == ["[] []"]
+
+
+@pytest.mark.parametrize(
+    ("first", "num", "world_size", "text"),
+    [(0, 1, 1, "rank 0 of 1"), (0, 4, 8, "ranks 0 to 3 of 8"), (6, 2, 8, "ranks 6 to 7 of 8")],
+)
+def test_ranks_are_named_in_words(first: int, num: int, world_size: int, text: str) -> None:
+    """One rank is ``rank 0 of 1``, not a range from itself to itself."""
+    assert name_ranks(first, num, world_size) == text
+
+
+def test_one_is_singular() -> None:
+    """1 iteration, and 0 or 2 iterations."""
+    assert [count(number, "iteration") for number in (0, 1, 2)] == ["0 iterations", "1 iteration", "2 iterations"]

@@ -1,0 +1,217 @@
+"""A run directory has one live job: a second one is refused before anything is begun, a dead one's is taken over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind
+from outlast.launch.options import parse_options
+from outlast.launch.run_owner import RunOwner
+from outlast.policy.lease import Owner
+from outlast.runtime.lease import FolderRecords, decode_owner, encode_owner
+from outlast.runtime.processes import this_process
+from outlast.testing import Cluster
+
+pytestmark = [pytest.mark.process]
+PATIENCE_S = 150.0
+COMMAND = [sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "run"]
+
+SCRIPT = """
+import os, sys, time
+import torch
+import outlast
+
+folder, total, wait_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+checkpoint = outlast.CheckpointConfig(directory=folder + "/ckpt", save_interval=2, async_save=False)
+run = outlast.init(outlast.Config(checkpoint=checkpoint, seed=7))
+state = {"weight": torch.zeros(10)}
+for iteration in run.steps(state, total=total):
+    state["weight"] += torch.rand(10)
+    if iteration == wait_at:
+        print("waits", flush=True)
+        while not os.path.exists(folder + "/go"):
+            time.sleep(0.01)
+print("finished with", state["weight"].tolist(), flush=True)
+"""
+
+
+def _script(folder: Path) -> Path:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    return script
+
+
+def _cluster(folder: Path, *args: str, run: str = "run") -> Cluster:
+    return Cluster(_script(folder), str(folder), *args, run_dir=folder / run, num_nodes=1, nproc_per_node=1)
+
+
+def _run(*options: str) -> tuple[int, str]:
+    """Start `outlast run` and wait for its end."""
+    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.parent.name != "owner"
+    }
+
+
+@pytest.mark.slow
+def test_the_same_run_twice_at_once(tmp_path: Path) -> None:
+    """The second launch ends with 2 and one line, and changes nothing; one with a run directory of its own but the
+    same checkpoint directory ends with 93. The first does not notice: its result is bit by bit that of an undisturbed
+    run."""
+    with _cluster(tmp_path, "10", "5") as first:
+        first.wait_for("waits", PATIENCE_S)
+        before = _content(tmp_path / "run"), _content(tmp_path / "ckpt")
+        script = str(_script(tmp_path))
+        code, output = _run(f"--run-dir={tmp_path}/run", script, str(tmp_path), "10", "-1")
+        assert code == ExitReason.BAD_INPUT, output
+        (line,) = output.splitlines()
+        assert line.startswith(f"outlast: run directory {tmp_path}/run is in use by run {first.run_id} (pid ")
+        assert line.endswith("wait until that job has ended, or name another directory (--run-dir)")
+        code, output = _run(f"--run-dir={tmp_path}/other", script, str(tmp_path), "10", "-1")
+        assert code == ExitReason.NO_PROGRESS, output
+        line = output.splitlines()[-1]
+        assert "exit code 93: rank 0 failed: Refused: " in line
+        assert f"{tmp_path}/ckpt is in use by run run-" in line
+        assert f"run directory {tmp_path}/run)" in line
+        assert (_content(tmp_path / "run"), _content(tmp_path / "ckpt")) == before
+        (tmp_path / "go").touch()
+        assert first.wait(PATIENCE_S) == [0], first.tails()
+        (said,) = [line for line in first.agent(0).output().splitlines() if "finished with" in line]
+    torch.manual_seed(7)
+    weight = torch.zeros(10)
+    for _ in range(10):
+        weight += torch.rand(10)
+    assert json.loads(said.partition("finished with ")[2]) == weight.tolist()
+
+
+@pytest.mark.slow
+def test_a_killed_job_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts the run again, with the directory that it had, is told in one line each that the dead one's two
+    directories are taken over, and goes on from what was saved. A run of another name has to ask for that."""
+    with _cluster(tmp_path, "6", "5") as first:
+        first.wait_for("waits", PATIENCE_S)
+        first.agent(0).kill()
+        first.assert_no_orphans(PATIENCE_S)
+    (tmp_path / "go").touch()
+    code, output = _run(f"--run-dir={tmp_path}/run", str(_script(tmp_path)), str(tmp_path), "6", "-1")
+    assert code == 0, output
+    for folder in ("run", "ckpt"):
+        (line,) = [line for line in output.splitlines() if f"{tmp_path}/{folder} is taken over from run" in line]
+        assert line.endswith("which has ended")
+    assert "loaded iteration 4" in output
+    assert "finished with" in output
+    monkeypatch.chdir(tmp_path)
+    again = (str(_script(tmp_path)), str(tmp_path), "6", "-1")
+    code, output = _run("--rdzv-id=other", *again)
+    assert code == ExitReason.NO_PROGRESS, output
+    assert (
+        f"{tmp_path}/ckpt holds what the run with directory {tmp_path}/run saved; this is the run with id other; "
+        in (output)
+    )
+    assert "set checkpoint.resume_from_other_run = true (--resume-from-other-run), else" in output
+    code, output = _run("--rdzv-id=other", "--resume-from-other-run", *again)
+    assert code == 0, output
+    assert "training goes on from there, since resume_from_other_run is on" in output
+
+
+@pytest.mark.slow
+def test_a_job_whose_run_directory_was_taken_over_ends(tmp_path: Path) -> None:
+    """As one that was stopped finds when it wakes up: its workers end, it writes nothing more of what its next job
+    would read, and its last line names the other job. No queue starts it again."""
+    script = tmp_path / "train.py"
+    script.write_text("import time\nprint('trains now', flush=True)\ntime.sleep(1000)\n")
+    with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as job:
+        job.wait_for("trains now", PATIENCE_S)
+        ladder = tmp_path / "run" / "ladder.json"
+        before = ladder.read_bytes() if ladder.exists() else None
+        other = Owner(token="other", process=this_process(), run="another")
+        assert FolderRecords(tmp_path / "run").create(2, encode_owner(other))
+        assert job.wait(PATIENCE_S) == [ExitReason.NO_PROGRESS], job.tails()
+        job.assert_no_orphans(PATIENCE_S)
+        last = job.agent(0).output().splitlines()[-1]
+    assert "exit code 93: run directory " in last
+    assert f"was taken over by run another (pid {os.getpid()} on " in last
+    assert (ladder.read_bytes() if ladder.exists() else None) == before
+    assert FolderRecords(tmp_path / "run").numbers() == [2]
+
+
+@contextmanager
+def _owner(*options: str) -> Iterator[RunOwner]:
+    owner = RunOwner(parse_options(options))
+    try:
+        yield owner
+    finally:
+        owner.release()
+
+
+def test_a_job_that_is_refused_before_it_began_leaves_no_trace(tmp_path: Path) -> None:
+    """Its run directory is empty again, and the next job takes it without a word."""
+    owner = RunOwner(parse_options([f"--run-dir={tmp_path}/run", str(_script(tmp_path))]))
+    assert FolderRecords(tmp_path / "run").numbers() == [1]
+    owner.withdraw()
+    owner.release()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_agents_of_one_job_share_its_run_directory(tmp_path: Path) -> None:
+    """They meet at the same endpoint under the same id; another id is another job. The one that comes to host the
+    coordinator speaks for the job from then on, also after the first, and who has handed over goes on."""
+    script, run_dir = str(_script(tmp_path)), f"--run-dir={tmp_path}/run"
+    common = ("--nnodes=2", "--rdzv-endpoint=10.0.0.1:29400", run_dir)
+    with (
+        _owner(*common, "--rdzv-id=a", "--node-name=x", script) as first,
+        _owner(*common, "--rdzv-id=a", "--node-name=y", script) as second,
+    ):
+        with pytest.raises(ValueError, match=r"run directory .* is in use by run a"), _owner(*common, script):
+            pass
+        second.lead()
+        assert FolderRecords(tmp_path / "run").numbers() == [2]
+        assert second.may_write()
+        assert not first.may_write()
+        first.lead()
+        assert first.may_write()
+    with _owner(*common, "--rdzv-id=b", script):
+        assert max(FolderRecords(tmp_path / "run").numbers()) == 4
+
+
+@pytest.mark.slow
+def test_the_lease_stays_with_the_job_when_its_coordinator_is_lost(tmp_path: Path) -> None:
+    """The agent that hosts the control store is killed; the one that takes over as host leads the run directory, too,
+    and a stranger is refused all the while."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, time\nprint('trains now', flush=True)\n"
+        "while not os.path.exists(sys.argv[1]):\n    time.sleep(0.01)\n"
+    )
+    with Cluster(script, str(tmp_path / "go"), run_dir=tmp_path / "run", num_nodes=1, num_spares=1) as job:
+        for text in ("trains now", "hosts the control store"):
+            job.wait_for(text, PATIENCE_S)
+        host = next(agent for agent in job.agents if "hosts the control store" in agent.output())
+        other = next(agent for agent in job.agents if agent is not host)
+        records = FolderRecords(tmp_path / "run")
+        os.kill(host.pid, signal.SIGKILL)
+        job.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.node == other.name, PATIENCE_S)
+        owner = decode_owner(records.read(max(records.numbers())))
+        assert owner is not None
+        assert owner.process.pid == other.pid
+        code, output = _run(f"--run-dir={tmp_path}/run", str(script), str(tmp_path / "go"))
+        assert code == ExitReason.BAD_INPUT, output
+        (tmp_path / "go").touch()
+        assert other.wait(PATIENCE_S) == 0, job.tails()

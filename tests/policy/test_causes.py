@@ -1,0 +1,107 @@
+"""Which worker failed by itself, and whether a restart can help."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.incidents import Cause
+from outlast.policy.causes import Ended, find_first, is_consequence, is_permanent, permanent_cause, wait_s
+
+OWN = Cause(type="ValueError", bases=("Exception",), text="token 50257 out of range", frame="train.py:29", mono_ns=50)
+LOST = Cause(type="PeerLost", bases=("OutlastError", "Exception"), text="a peer left", mono_ns=40)
+GLOO = Cause(
+    type="RuntimeError",
+    bases=("Exception",),
+    text="[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242",
+)
+MISSING = Cause(type="ModuleNotFoundError", bases=("ImportError", "Exception"), text="no module", frame="train.py:1")
+
+causes = st.one_of(
+    st.none(),
+    st.builds(
+        Cause,
+        type=st.sampled_from(["ValueError", "PeerLost", "RuntimeError", "ImportError", "SystemExit"]),
+        text=st.sampled_from(["", "Connection closed by peer", "out of range"]),
+        frame=st.sampled_from(["a.py:1", "b.py:2"]),
+        mono_ns=st.integers(0, 100),
+        is_usage_error=st.booleans(),
+    ),
+)
+endings = st.lists(
+    st.builds(Ended, rank=st.integers(0, 7), cause=causes, ended_ns=st.integers(1, 100)), min_size=1, max_size=8
+)
+
+
+@pytest.mark.parametrize("cause", [LOST, GLOO], ids=["ours", "gloo's"])
+def test_a_lost_peer_is_a_consequence(cause: Cause) -> None:
+    """An exception that says that a peer is gone is not what began, though its rank ended first."""
+    assert is_consequence(cause)
+    first = find_first([Ended(rank=0, cause=cause, ended_ns=60), Ended(rank=1, cause=OWN, ended_ns=90)])
+    assert first.rank == 1
+
+
+def test_an_own_exception_that_speaks_of_a_connection_is_none() -> None:
+    """A data loader that lost its server raises an error of its own: the rank is the cause."""
+    own = Cause(type="app.StorageError", bases=("ValueError", "Exception"), text="connection reset by the bucket")
+    assert not is_consequence(own)
+
+
+def test_who_recorded_first_is_the_cause_though_another_ended_first() -> None:
+    """A rank that raised and still cleans up is the cause, not the peer that ended meanwhile."""
+    slow = Ended(rank=3, cause=OWN)
+    assert find_first([Ended(rank=0, ended_ns=60), slow]) == slow
+    killed = Ended(rank=0, ended_ns=45)
+    assert find_first([killed, slow]) == killed
+
+
+@given(endings)
+def test_the_first_is_one_of_them_and_no_consequence_unless_all_are(ended: list[Ended]) -> None:
+    """Whatever ended in whatever order, who is named did end, and lost a peer only if everybody did."""
+    first = find_first(ended)
+    assert first in ended
+    assert not is_consequence(first.cause) or all(is_consequence(one.cause) for one in ended)
+
+
+@pytest.mark.parametrize(
+    ("cause", "plain", "session"),
+    [
+        (MISSING, True, True),
+        (Cause(type="SyntaxError", frame="train.py:1"), True, True),
+        (Cause(type="SystemExit", is_usage_error=True), True, True),
+        (Cause(type="ConfigError", bases=("OutlastError", "ValueError")), True, True),
+        (OWN, False, True),
+        (Cause(type="KeyError", bases=("LookupError", "Exception")), False, True),
+        (Cause(type="json.decoder.JSONDecodeError", bases=("ValueError",)), False, False),
+        (Cause(type="RuntimeError", bases=("Exception",)), False, False),
+        (Cause(type="SystemExit"), False, False),
+        (Cause(type="torch.OutOfMemoryError", bases=("RuntimeError",)), False, False),
+        (LOST, False, False),
+        (None, False, False),
+    ],
+)
+def test_what_a_restart_cannot_mend(cause: Cause | None, plain: bool, session: bool) -> None:
+    """What is wrong with the script itself is permanent; what may pass, or lies in its data or memory, is not."""
+    assert is_permanent(cause, has_session=False) is plain
+    assert is_permanent(cause, has_session=True) is session
+
+
+def test_all_must_fail_alike() -> None:
+    """One rank that failed in another line, or recorded nothing, and a restart is tried."""
+    assert permanent_cause([MISSING, MISSING], has_session=False) == MISSING
+    other = Cause(type="ModuleNotFoundError", bases=("ImportError",), frame="train.py:2")
+    assert permanent_cause([MISSING, other], has_session=False) is None
+    assert permanent_cause([MISSING, None], has_session=False) is None
+    assert permanent_cause([], has_session=True) is None
+
+
+@given(endings, st.integers(0, 8), st.booleans(), st.booleans(), st.booleans())
+def test_waiting_is_short_and_never_for_nobody(
+    ended: list[Ended], num_running: int, early: bool, session: bool, alone: bool
+) -> None:
+    """A failure is reported within seconds, and at once when nobody is left or another node's rank may be the cause."""
+    seconds = wait_s(ended, num_running=num_running, is_before_first_step=early, has_session=session, is_alone=alone)
+    assert 0 <= seconds <= 3
+    if not num_running or (not early and not alone):
+        assert seconds == 0

@@ -1,0 +1,96 @@
+"""The line on what a run is protected against."""
+
+from __future__ import annotations
+
+import pytest
+
+from outlast.config import FaultToleranceConfig
+from outlast.policy.deadlines import Timeouts
+from outlast.policy.protection import Protection, describe_hangs, describe_nodes, describe_saves
+
+ORIGINS = dict.fromkeys(
+    (
+        "rank_section_timeouts",
+        "rank_out_of_section_timeout",
+        "initial_rank_heartbeat_timeout",
+        "rank_heartbeat_timeout",
+    ),
+    "outlast.toml",
+)
+STEP = Timeouts.from_config(FaultToleranceConfig(rank_section_timeouts={"step": 180.0}))
+
+
+def test_the_whole_line() -> None:
+    """Death, hangs, lost nodes, checkpoints and preemption, each with yes or no and what it rests on."""
+    protection = Protection(
+        max_restarts=3,
+        hangs=describe_hangs(STEP, "default", has_session=True, origins=ORIGINS),
+        nodes=describe_nodes(num_slots=1, max_nodes=1, min_nodes=None),
+        of_session=describe_saves(tiers=("memory", "/ckpt"), interval=200, near_interval=0, is_told=True),
+    )
+    assert protection.describe() == (
+        "protected: death yes (3 restarts); hang yes (step 180 s from outlast.toml); node loss no (no spare node); "
+        "checkpoints every 200 iterations to memory + /ckpt; preemption yes"
+    )
+    assert not protection.has_gap
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "hangs", "session"),
+    [
+        (0, "yes (heartbeat 1800 s from default)", "checkpoints every 2 iterations to memory; preemption yes"),
+        (3, "no (enable_ft_package is false, option)", "checkpoints every 2 iterations to memory; preemption yes"),
+        (3, "yes (heartbeat 1800 s from default)", "checkpoints no (set checkpoint.directory); preemption yes"),
+    ],
+)
+def test_what_is_off_is_a_gap(max_restarts: int, hangs: str, session: str) -> None:
+    """No restarts, no hang detection, or nothing saved: the line becomes a warning."""
+    assert Protection(max_restarts=max_restarts, hangs=hangs, nodes="no", of_session=session).has_gap
+
+
+def test_a_script_without_a_session_is_said_to_have_none() -> None:
+    """Nothing is claimed of what nobody told: neither hang detection nor checkpoints."""
+    hangs = describe_hangs(STEP, "default", has_session=False, origins=ORIGINS)
+    line = Protection(max_restarts=1, hangs=hangs, nodes="no (no spare node)").describe()
+    assert "death yes (1 restart); hang no (the script has called neither outlast.init()" in line
+    assert "checkpoints and preemption unknown" in line
+
+
+@pytest.mark.parametrize(
+    ("slots", "most", "least", "text"),
+    [
+        (4, 5, None, "yes (1 spare)"),
+        (4, 6, 3, "yes (2 spares, goes on with 3 of 4 nodes)"),
+        (4, 4, 4, "no (no spare node)"),
+    ],
+)
+def test_nodes(slots: int, most: int, least: int | None, text: str) -> None:
+    """Spares and a smaller world are what a lost node leads to."""
+    assert describe_nodes(num_slots=slots, max_nodes=most, min_nodes=least) == text
+
+
+@pytest.mark.parametrize(
+    ("tiers", "interval", "near", "told", "text"),
+    [
+        ((), 5, 0, True, "checkpoints no (set checkpoint.directory); preemption no (nothing is saved)"),
+        (
+            ("/c",),
+            0,
+            0,
+            True,
+            "checkpoints no (none before the end: set checkpoint.save_interval; to /c); preemption yes",
+        ),
+        (("/c",), "auto", 0, True, "checkpoints at automatic intervals to /c; preemption yes"),
+        (
+            ("memory", "/c"),
+            100,
+            10,
+            False,
+            "checkpoints every 100 iterations and every 10 iterations to the near tiers to memory + /c; "
+            "preemption no (outlast.init() was not called in the main thread)",
+        ),
+    ],
+)
+def test_saves(tiers: tuple[str, ...], interval: int | str, near: int | str, told: bool, text: str) -> None:
+    """What is saved how often to where, and whether a notice leads to a save."""
+    assert describe_saves(tiers=tiers, interval=interval, near_interval=near, is_told=told) == text
