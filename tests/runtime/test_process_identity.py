@@ -6,31 +6,31 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
-from outlast.runtime.processes import describe_self, is_running
+from outlast.runtime.processes import is_alive, this_process
 
 
-def test_process_that_described_itself_runs() -> None:
-    """This process is found by what it says of itself, another of the same id is not it."""
-    itself = describe_self()
-    assert is_running(itself["pid"], itself["pid_started"], itself["machine"]) is True
-    assert is_running(itself["pid"], itself["pid_started"] - 1, itself["machine"]) is False
+def test_process_that_named_itself_is_found() -> None:
+    """This process is found by what it says of itself; another one of the same id is not it."""
+    itself = this_process()
+    assert is_alive(itself) is True
+    assert is_alive(msgspec.structs.replace(itself, started=itself.started - 1)) is False
 
 
-def test_other_machines_processes_are_not_judged() -> None:
+def test_processes_of_other_machines_are_not_judged() -> None:
     """An id is valid in one boot of one machine, and in one namespace; nothing is said of others."""
-    itself = describe_self()
     for machine in ("", "another-boot/pid:[1]"):
-        assert is_running(itself["pid"], itself["pid_started"], machine) is None
+        assert is_alive(msgspec.structs.replace(this_process(), machine=machine)) is None
 
 
 @pytest.mark.process
-def test_process_that_has_ended_does_not_run() -> None:
+def test_process_that_has_ended_is_not_alive() -> None:
     """Also where nobody has reaped it yet."""
-    machine = describe_self()["machine"]
     with subprocess.Popen([sys.executable, "-c", "pass"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert is_running(child.pid, 0, machine) is False
+        child_process = msgspec.structs.replace(this_process(), pid=child.pid, started=0)
+        assert is_alive(child_process) is False
         assert child.wait(timeout=60) == 0
-    assert is_running(child.pid, 0, machine) is False
+    assert is_alive(child_process) is False
