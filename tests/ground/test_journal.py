@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast import clock
 from outlast.incidents import EventKind
 from outlast.runtime.journal import Journal, read_journal
 
@@ -40,6 +41,20 @@ def test_events_of_all_processes_are_lined_up(tmp_path: Path) -> None:
     second.close()
     assert [event.iteration for event in read_journal(tmp_path)] == list(range(10))
     assert len(list((tmp_path / "journal").iterdir())) == 2
+
+
+def test_times_are_readable(tmp_path: Path) -> None:
+    """Each line has its time for people beside the nanoseconds; lines of earlier versions have none and are read."""
+    assert clock.as_iso(1_700_000_000_012_345_678) == "2023-11-14T22:13:20.012Z"
+    journal = open_journal(tmp_path)
+    written = journal.write(EventKind.PROGRESS, iteration=1)
+    journal.close()
+    assert written.time == clock.as_iso(written.wall_ns)
+    assert journal.path is not None
+    line = journal.path.read_text()
+    assert f'"time":"{written.time}"' in line
+    journal.path.write_text(line + line.replace(f'"time":"{written.time}",', ""))
+    assert [event.time for event in read_journal(tmp_path)] == [written.time, ""]
 
 
 def test_torn_line_costs_only_itself(tmp_path: Path) -> None:

@@ -77,6 +77,9 @@ def test_job_of_which_one_agent_lives_goes_on() -> None:
 def test_job_on_other_machines_is_alive_while_its_journal_is_young_and_unknown_later() -> None:
     """Processes that cannot be seen from here: fresh lines say that they live, old ones say nothing."""
     assert running().judge(alive=None, after_s=5).state == State.RUNNING
+    story = running()
+    renewed_ns = round((story.now_s + 890) * 1e9)
+    assert story.judge(alive=None, after_s=900, renewed_ns=renewed_ns).state == State.RUNNING, "its owner says so"
     report = running().judge(alive=None, after_s=900, unreachable="nobody answers at a:29400 (no route)")
     assert report.state == State.UNKNOWN
     assert "host-a, host-b" in report.summary

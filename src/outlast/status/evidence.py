@@ -24,6 +24,7 @@ from outlast.policy.ladder import LadderState
 from outlast.policy.lease import Process as SystemProcess
 from outlast.runtime.endpoints import Endpoint, parse_endpoints
 from outlast.runtime.journal import decode_events
+from outlast.runtime.lease import FOLDER
 from outlast.runtime.processes import is_alive, machine_id
 from outlast.runtime.store_reader import read_key
 
@@ -70,6 +71,8 @@ class Evidence:
     living: Mapping[Process, bool | None] = field(default_factory=dict)
     """Whether a process runs; ``None``: that cannot be told from here."""
     live: LiveStatus | None = None
+    renewed_ns: int = 0
+    """When the owner of the run directory renewed its record last, by the file system's clock; 0 = not known."""
     unreachable: str | None = None
     """Why the coordinator did not tell; ``None``: it did, or was not asked."""
     problems: tuple[str, ...] = ()
@@ -114,6 +117,7 @@ def gather(run_dir: Path, *, live: LiveStatus | None = None) -> Evidence:
         ladder=ladder,
         living=living,
         live=live,
+        renewed_ns=_read_renewal(run_dir),
         unreachable=unreachable,
         problems=tuple(dict.fromkeys(problems)),
     )
@@ -286,6 +290,15 @@ def _whole_lines(data: bytes, *, from_begin: bool) -> bytes:
     """Return the bytes without a line that is cut off at either end; one may just be written."""
     begin = 0 if from_begin else data.find(b"\n") + 1
     return data[begin : data.rfind(b"\n") + 1]
+
+
+def _read_renewal(run_dir: Path) -> int:
+    """Return when the owner's record was written last; an owner that lives does so every few seconds."""
+    try:
+        with os.scandir(run_dir / FOLDER) as entries:
+            return max((stat.st_mtime_ns for entry in entries if (stat := _stat(entry)) is not None), default=0)
+    except OSError:
+        return 0  # a run of an earlier version, or without agents
 
 
 def _read_ladder(run_dir: Path, problems: list[str]) -> LadderState | None:

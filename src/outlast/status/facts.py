@@ -31,7 +31,8 @@ from outlast.status.troubles import list_troubles
 __all__ = ["judge"]
 
 RECENT_S = 30.0
-"""Processes on machines that cannot be seen from here are taken for alive while the journal is younger than this."""
+"""Processes on machines that cannot be seen from here are taken for alive while the newest line of the journal, or
+renewal of the run directory's owner, is younger than this."""
 _TIERS = ("memory", "local", "replica", "global")
 
 
@@ -59,6 +60,9 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
     track = job.track
     ages_s = [_age(newest.wall_ns, now_ns)] if newest is not None else []
     ages_s += [_age(_from_iso(live.time), now_ns)] if live is not None else []
+    if evidence.renewed_ns and newest is not None:
+        seen.append(as_iso(evidence.renewed_ns))
+        ages_s.append(_age(evidence.renewed_ns, now_ns))
     first = next(iter(job.agents.values()), None) or next(iter(job.sessions.values()), None)
     troubles, num_troubles = list_troubles(evidence.events, now_ns)
     report = StatusReport(
@@ -119,7 +123,8 @@ def _state(evidence: Evidence, job: JobEvents, ladder: LadderState | None, now_n
             return State.OVER
         if open_ and None not in open_.values():
             return State.NO_PROCESS
-        if not evidence.events or _age(evidence.events[-1].wall_ns, now_ns) > RECENT_S:
+        signs_ns = [event.wall_ns for event in evidence.events[-1:]] + [evidence.renewed_ns]
+        if _age(max(signs_ns), now_ns) > RECENT_S:
             return State.UNKNOWN
     if not job.agents or (job.cycles and not job.is_cycle_over):
         return State.RUNNING

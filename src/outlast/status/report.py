@@ -191,7 +191,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     started: str | None
     """When the job began."""
     last_seen: str | None
-    """The newest line of the journal, or of the coordinator."""
+    """The newest line of the journal, word of the coordinator, or renewal by the run directory's owner."""
     last_seen_s: float | None
     """Its age."""
     waiting: Waiting | None

@@ -14,7 +14,6 @@ __all__ = ["render", "terminal_width"]
 MAX_NODES = 16
 MAX_TROUBLES = 5
 _LABEL = 11
-_LIVELY = (State.RUNNING, State.FORMING, State.WAITING)
 
 
 def render(report: StatusReport, *, width: int | None = None) -> Iterator[str]:
@@ -50,8 +49,8 @@ def _entries(report: StatusReport) -> Iterator[tuple[str, str]]:
     if report.run_dir is not None:
         yield "directory", report.run_dir
     yield "state", str(report.state) if report.state == State.RUNNING else report.summary
-    if report.state in _LIVELY and (report.last_seen_s or 0) > 60:
-        yield "", f"nothing was written for {_duration(report.last_seen_s or 0)}"
+    if report.state == State.RUNNING and (report.iteration_age_s or 0) > 60:
+        yield "", f"no iteration was reported for {_duration(report.iteration_age_s or 0)}"
     if report.iteration is not None:
         rate = "" if report.rate is None else f", {report.rate:.3g} iterations/s"
         yield "iteration", f"{report.iteration}{rate}, {_duration(report.iteration_age_s or 0)} ago"

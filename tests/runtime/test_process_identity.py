@@ -1,0 +1,36 @@
+"""Whether a process that a file names still runs: its id alone does not say, since ids are given again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from outlast.runtime.processes import is_alive, this_process
+
+
+def test_process_that_named_itself_is_found() -> None:
+    """This process is found by what it says of itself; another one of the same id is not it."""
+    itself = this_process()
+    assert is_alive(itself) is True
+    assert is_alive(msgspec.structs.replace(itself, started=itself.started - 1)) is False
+
+
+def test_processes_of_other_machines_are_not_judged() -> None:
+    """An id is valid in one boot of one machine, and in one namespace; nothing is said of others."""
+    for machine in ("", "another-boot/pid:[1]"):
+        assert is_alive(msgspec.structs.replace(this_process(), machine=machine)) is None
+
+
+@pytest.mark.process
+def test_process_that_has_ended_is_not_alive() -> None:
+    """Also where nobody has reaped it yet."""
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        child_process = msgspec.structs.replace(this_process(), pid=child.pid, started=0)
+        assert is_alive(child_process) is False
+        assert child.wait(timeout=60) == 0
+    assert is_alive(child_process) is False
