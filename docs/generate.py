@@ -29,6 +29,7 @@ from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, IncidentKind, Rung
 from outlast.launch.run_parser import describe_options, option_name, takes_value
+from outlast.status import report
 
 DOCS = Path(__file__).parent
 PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -64,6 +65,32 @@ def words_table(cls: type[enum.Enum], head: str, *, value: str) -> str:
         rows = [[row[0], row[2]] for row in rows]
         return _table([head, "meaning"], rows)
     return _table([value, head, "meaning"], rows)
+
+
+def fields_table(cls: type) -> str:
+    """Return the fields of a struct with their types and the text under each."""
+    body = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    rows = []
+    for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign):
+            explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            text = str(following.value.value) if explained else ""
+            rows.append(
+                [f"`{ast.unparse(statement.target)}`", _json_type(ast.unparse(statement.annotation)), _text(text)]
+            )
+    return _table(["field", "type", "meaning"], rows)
+
+
+def _json_type(name: str) -> str:
+    """Return a Python type as the reader of JSON knows it."""
+    optional = name.endswith(" | None")
+    name = name.removesuffix(" | None")
+    plain = {"str": "text", "int": "number", "float": "number", "bool": "true or false", "State": "text"}
+    plain |= {"NodeState": "text"}
+    inner = name.removeprefix("list[").removesuffix("]")
+    found = plain.get(inner, f"object `{inner}`")
+    return ("list of " if inner != name else "") + found + (" or null" if optional else "")
 
 
 def _members(cls: type[enum.Enum]) -> list[tuple[enum.Enum, str]]:
@@ -114,6 +141,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "fault": lambda: settings_table(Fault),
     "fault-kinds": lambda: words_table(FaultKind, "kind", value="word"),
     "fault-targets": lambda: words_table(FaultTarget, "target", value="word"),
+    "status": lambda: fields_table(report.StatusReport),
+    "status-states": lambda: words_table(report.State, "state", value="word"),
+    "status-node": lambda: fields_table(report.NodeReport),
+    "status-node-states": lambda: words_table(report.NodeState, "state", value="word"),
+    "status-waiting": lambda: fields_table(report.Waiting),
+    "status-budgets": lambda: fields_table(report.Budgets),
+    "status-budget": lambda: fields_table(report.Budget),
+    "status-generation": lambda: fields_table(report.Generation),
+    "status-trouble": lambda: fields_table(report.Trouble),
     "rungs": lambda: words_table(Rung, "name", value="rung"),
 }
 

@@ -6,10 +6,11 @@ processes of a node, so its readings may be compared between a worker and its ag
 
 from __future__ import annotations
 
+import datetime
 import time
 from typing import Protocol
 
-__all__ = ["MONOTONIC", "Clock", "now_ns", "now_s", "seconds_until", "wall_ns"]
+__all__ = ["MONOTONIC", "Clock", "as_iso", "now_ns", "now_s", "seconds_until", "wall_ns"]
 
 now_ns = time.monotonic_ns
 
@@ -22,6 +23,13 @@ def now_s() -> float:
 def wall_ns() -> int:
     """Return nanoseconds since the epoch, for the journal only; no decision may depend on it."""
     return time.time_ns()
+
+
+def as_iso(epoch_ns: int) -> str:
+    """Return nanoseconds since the epoch as ISO 8601 in UTC, to the millisecond: ``2026-11-23T04:12:05.250Z``."""
+    whole_s, rest_ns = divmod(epoch_ns, 1_000_000_000)
+    moment = datetime.datetime.fromtimestamp(whole_s, datetime.UTC)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{rest_ns // 1_000_000:03d}Z"
 
 
 def seconds_until(epoch_s: float) -> float:

@@ -194,7 +194,10 @@ class EventKind(StrEnum):
     """Names of the journal's events; the comment says who writes it and what ``data`` holds."""
 
     JOB_STARTED = "job_started"
-    """Agent: ``command``, ``num_nodes``, ``nproc_per_node``."""
+    """Agent: ``command``, ``num_nodes``, ``max_nodes``, ``min_nodes``, ``nproc_per_node``, ``endpoints`` (where the
+    control store may be), ``limits`` (``max_restarts``, ``max_restarts_total``, ``max_no_progress_cycles``),
+    ``join_timeout_s``, ``version``; the agent's own process: ``pid``, ``pid_started`` (its start in clock ticks since
+    the machine's boot), ``host``, ``machine`` (names the boot and the process namespace in which the pid is valid)."""
     NODE_JOINED = "node_joined"
     """Coordinator: ``name``, ``spare``."""
     CYCLE_STARTED = "cycle_started"
@@ -212,7 +215,9 @@ class EventKind(StrEnum):
     JOB_ENDED = "job_ended"
     """Agent: ``exit_code``, ``reason``."""
     SESSION_STARTED = "session_started"
-    """Worker: ``world_size``, ``launcher``."""
+    """Worker: ``world_size``, ``launcher``, ``directory`` and ``local_directory`` (of the checkpoints, where set),
+    ``max_no_progress_cycles`` (in force after the script's config), ``version``; its process as in ``job_started``:
+    ``pid``, ``pid_started``, ``host``, ``machine``."""
     RESTORED = "restored"
     """Worker: ``generation``, ``tier``, ``rejected`` (list of texts), ``load_s``; the envelope has
     ``iteration``."""
@@ -246,6 +251,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of the journal."""
 
     kind: EventKind
+    time: str = ""
+    """``wall_ns`` for people: ISO 8601 in UTC; empty in journals of earlier versions."""
     wall_ns: int
     """Nanoseconds since the epoch, to line nodes up for a reader."""
     mono_ns: int

@@ -177,7 +177,7 @@ REFUSED = {
     "a ladder that cannot be read": (["run", "--run-dir=torn", "train.py"], ["ladder.json cannot be used", "move it"]),
     "a level that is none": (["run", "--log-level=loud", "train.py"], ["--log-level=loud", "debug, info"]),
     "an unknown command": (["rnu", "train.py"], ["'rnu'", "run"]),
-    "a checkpoint folder that is not there": (["ckpt", "list", "nowhere"], ["nowhere"]),
+    "a checkpoint folder that is not there": (["ckpt", "ls", "nowhere"], ["nowhere"]),
     "a bench that is not there": (["bench", "sav"], ["sav"]),
     "a batch script of nothing": (["slurm", "script", "--nodes=2", "nowhere.py"], ["nowhere.py"]),
     "a status of nothing": (["status", "nowhere"], ["nowhere"]),
@@ -235,6 +235,7 @@ def test_another_program_at_the_endpoint_is_named(shell: Shell, answer: bytes) -
     assert "name a free port" in line
 
 
+@pytest.mark.slow
 def test_a_missing_node_is_waited_for_aloud_and_not_for_ever(shell: Shell) -> None:
     """A node that waits says for how many, whom it has, and when it gives up; then it does, and says so."""
     options = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=join_timeout=6", "--node-name=a"]
@@ -401,7 +402,10 @@ def test_a_reader_that_leaves_does_not_end_a_training(shell: Shell) -> None:
 @pytest.mark.parametrize(
     "environment",
     [
-        {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""},
+        pytest.param(
+            {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""},
+            marks=pytest.mark.slow,  # processes with these variables cannot be forked
+        ),
         {"TERM": "dumb", "NO_COLOR": "1"},
         {"HOME": "/nonexistent", "XDG_CACHE_HOME": "/nonexistent"},
         {"TMPDIR": "/nonexistent"},

@@ -45,6 +45,7 @@ LAYERS = {
     "demo": 6,
     "bench": 6,
     "report": 6,
+    "status": 6,
     "top": 6,
     "simulate": 6,
     "testing": 6,

@@ -78,7 +78,12 @@ def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
     for config in (FaultToleranceConfig(), FaultToleranceConfig(rank_termination_signal="SIGTERM")):
         board = Board.create_anonymous()
         task = side_process.Task(
-            pid=os.getpid(), board_fd=os.dup(board.fd), node="n", config=config.to_json(), stacks_dir=str(scene.folder)
+            pid=os.getpid(),
+            board_fd=os.dup(board.fd),
+            node="n",
+            rank=0,
+            config=config.to_json(),
+            stacks_dir=str(scene.folder),
         )
         side_process._Guard(task, worker=-1)._on_hang(HangReport(expired=[late], states=[]))
         board.close()

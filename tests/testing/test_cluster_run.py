@@ -96,7 +96,7 @@ def test_plain_script_that_always_crashes_has_torchruns_budget(tmp_path: Path) -
     options = ["--max-restarts=3"]
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
         assert cluster.wait(timeout_s=120) == [ExitReason.FAILED]
-        assert cluster.agent(0).output().count("one more start") == 4
+        assert cluster.agent(0).output().splitlines().count("one more start") == 4
         assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {
             0,
             1,

@@ -27,6 +27,7 @@ _COMMANDS = {
         "Watch a real training survive a killed rank, a hung rank and a lost node.",
     ),
     "ckpt": ("outlast.cli.ckpt:ckpt", "List, verify and prune checkpoints, local and remote."),
+    "status": ("outlast.cli.status:status", "Say how a run is: who runs where, how far, what it waits for."),
     "doctor": ("outlast.cli.doctor:doctor", "Say whether this node is fit to train."),
     "slurm": ("outlast.cli.slurm:slurm", "Make and submit Slurm jobs, give them back to the queue."),
     "bench": ("outlast.cli.bench:bench", "Measure outlast beside its peers."),

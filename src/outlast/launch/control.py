@@ -3,7 +3,8 @@
 The store is soft state: it holds messages under way and beats, nothing that could not be sent again.
 
 Keys: ``job`` (names the job), ``host`` (names the node that hosts the store), ``lifelines`` (their port), ``inbox``
-(queue: agents -> coordinator), ``to/<node>/<epoch>`` (queue: coordinator -> agent), ``beat/<node>/<epoch>`` (counter).
+(queue: agents -> coordinator), ``to/<node>/<epoch>`` (queue: coordinator -> agent), ``beat/<node>/<epoch>`` (counter),
+``status`` (JSON for whoever asks how the job is: :class:`outlast.launch.live.LiveStatus`, at most a beat old).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from torch.distributed import DistError
 
 from outlast import clock
@@ -22,10 +24,11 @@ from outlast.config.precedence import LayeredSettings
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind
 from outlast.launch import messages as m
-from outlast.launch.coordinator import Coordinator
+from outlast.launch.coordinator import Coordinator, Phase
 from outlast.launch.job import JobSettings
 from outlast.launch.ladder_file import load_ladder, save_ladder
 from outlast.launch.lifeline import LifelineServer
+from outlast.launch.live import STATUS_KEY, describe_live
 from outlast.monitor.learned import LearnedTimeouts
 from outlast.policy.deadlines import Expired
 from outlast.policy.ladder import LadderState
@@ -80,16 +83,20 @@ class ControlServer:
         self._store = store
         self._settings = settings
         self._run_dir = run_dir
+        self._run_id, self._node = run_id, node
         self._layers, self._config = layers, layers.config
         self._on_error, self._may_write = on_error, may_write
         self._journal = Journal(run_dir, run_id=run_id, job=settings.job, node=node, proc="coordinator")
+        state = load_ladder(run_dir, is_new_job=settings.former_host is None, is_named=settings.is_named)
         self._coordinator = Coordinator(
             settings,
-            load_ladder(run_dir, is_new_job=settings.former_host is None, is_named=settings.is_named),
+            msgspec.structs.replace(state, job=settings.job),
             record=self._record,
             remember=self._remember,
             learn=self._learn,
+            tell_time=self._journal.tell_time,
         )
+        self._published_phase: Phase | None = None
         self._inbox = store.clone()
         self._inbox.set_timeout(_FOREVER)
         self._judged_at_s = clock.now_s()
@@ -122,6 +129,7 @@ class ControlServer:
 
     def _run(self) -> None:
         try:
+            self._publish()
             while self._serve_one():
                 pass
         except BaseException as error:
@@ -145,9 +153,24 @@ class ControlServer:
             outbox += self._judge_beats(now_s)
         for node, epoch, reply in outbox:
             self._store.queue_push(channel_key(node, epoch), m.encode(reply))
+        if isinstance(message, m.Tick) or self._coordinator.phase != self._published_phase:
+            self._publish()
         if self._coordinator.may_close or self._coordinator.should_give_up_on_goodbyes(now_s):
             self.closed.set()
         return not isinstance(message, m.Quit)
+
+    def _publish(self) -> None:
+        """Say in the store how the job is; once a beat, since it costs O(nodes), and when the phase changes."""
+        self._published_phase = self._coordinator.phase
+        status = describe_live(
+            self._coordinator,
+            clock.now_s(),
+            time=self._journal.tell_time(),
+            run_id=self._run_id,
+            run_dir=self._run_dir,
+            host=self._node,
+        )
+        self._store.set(STATUS_KEY, status.encode())
 
     def _judge_beats(self, now_s: float) -> list[tuple[str, str, m.ToNode]]:
         nodes = list(self._coordinator.nodes)

@@ -33,7 +33,7 @@ from outlast.incidents import EventKind, Rung, Verdict
 from outlast.launch import messages as m
 from outlast.launch.adoption import Adoption
 from outlast.launch.ending import Ending, departure, highest_durable, observations
-from outlast.launch.forming import Forming, why_it_waits
+from outlast.launch.forming import Forming, Lack, why_it_waits
 from outlast.launch.job import JobSettings
 from outlast.launch.nodes import Node, Nodes, Outbox
 from outlast.launch.rulings import Record, Rulings
@@ -67,6 +67,7 @@ class Coordinator:
         remember: Called with the ladder's new state whenever it changed, before anyone hears of the verdict.
         learn: Called with a cycle's number, what its nodes observed, and the timeouts exceeded in it (``None``: it
             finished).
+        tell_time: Returns the time for people, for what the ladder remembers.
 
     Thread: one.
     """
@@ -79,9 +80,10 @@ class Coordinator:
         record: Record,
         remember: Callable[[LadderState], None],
         learn: Callable[[int, list[Observation], list[Expired] | None], None],
+        tell_time: Callable[[], str] = str,
     ) -> None:
         self.settings = settings
-        self._rulings = Rulings(state, settings.limits, record=record, remember=remember)
+        self._rulings = Rulings(state, settings.limits, record=record, remember=remember, tell_time=tell_time)
         self.cycle = 0
         """The cycle that forms or runs."""
         self.phase = Phase.ADOPTING if settings.former_host is not None else Phase.FORMING
@@ -106,6 +108,10 @@ class Coordinator:
     def state(self) -> LadderState:
         """What the ladder remembers of the run."""
         return self._rulings.state
+
+    def lack(self, now_s: float) -> Lack | None:
+        """Return how many nodes are waited for, and for how long; ``None``: none are."""
+        return self._forming.lack(now_s) if self.phase == Phase.FORMING and self._ending is None else None
 
     def resettle(self, settings: JobSettings) -> None:
         """Go on with other settings of the same job."""

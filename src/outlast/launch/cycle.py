@@ -333,6 +333,7 @@ class Cycle:
         evidence = self._keep_postmortem(worker)
         iteration = state.iteration if state.attached else None
         if diagnosis is not None:
+            evidence.pop("cause", None)  # an exit on purpose, of which the diagnosis says all
             evidence |= {"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)}
             iteration = diagnosis.iteration
         return Incident(

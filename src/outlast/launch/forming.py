@@ -13,7 +13,7 @@ from outlast.policy.ladder import LadderState
 from outlast.policy.slots import Slot, fill_slots, shrink
 from outlast.wording import count
 
-__all__ = ["Forming", "why_it_waits"]
+__all__ = ["Forming", "Lack", "why_it_waits"]
 
 log = logging.getLogger(__name__)
 SAY_S = 10.0
@@ -29,6 +29,16 @@ def why_it_waits(node: Node, state: LadderState) -> str:
     if node.name in state.held_back:
         return "an invalid result of this node is replayed on another one"
     return "every slot is held: the node is a spare"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lack:
+    """Nodes that are waited for."""
+
+    num_missing: int
+    num_needed: int
+    waited_s: float
+    gives_up_in_s: float
 
 
 @dataclass(slots=True)
@@ -161,6 +171,18 @@ class Forming:
         return (
             f"{self._missing} of {len(self.nodes.slots)} slots stayed empty for {timeout_s:.0f} s "
             "(--rdzv-conf join_timeout=...): no spare is left"
+        )
+
+    def lack(self, now_s: float) -> Lack | None:
+        """Return what is waited for; ``None``: nothing was missing at the last look."""
+        if self._since_s is None:
+            return None
+        waited_s = max(0.0, now_s - self._since_s)
+        return Lack(
+            num_missing=self._missing,
+            num_needed=len(self.nodes.slots),
+            waited_s=waited_s,
+            gives_up_in_s=max(0.0, self.settings.join_timeout_s - waited_s),
         )
 
     def _can_fill(self, barred: Collection[str]) -> bool:

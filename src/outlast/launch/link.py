@@ -118,6 +118,11 @@ class Link:
         self._sender = threading.Thread(target=self._run, name="outlast-link-send", daemon=True)
         self._broken = threading.Event()
 
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Where the control store may be."""
+        return tuple(self._endpoints)
+
     def start(self) -> None:
         """Start connecting."""
         self._sender.start()

@@ -211,7 +211,8 @@ class NodeAgent:
         if not news.is_first:
             log.warning("the control store is reachable again at %s", member.link.endpoint)
         else:
-            self._journal.open(news.job, self._crew.command[1], self._crew.num_workers)
+            endpoints = [str(endpoint) for endpoint in member.link.endpoints]
+            self._journal.open(news.job, self._crew.command[1], self._crew.num_workers, endpoints)
             if news.is_host:
                 level = logging.INFO if self.options.max_nodes > 1 else logging.DEBUG
                 log.log(level, "node %s hosts the control store at %s", member.node, member.link.endpoint)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+from outlast import __version__
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch.cycle import Cycle
 from outlast.launch.options import RunOptions
 from outlast.launch.worker_process import WorkerProcess
 from outlast.runtime.journal import Journal
+from outlast.runtime.processes import describe_self
 from outlast.runtime.zygote import Exited
 from outlast.wording import name_ranks
 
@@ -34,12 +37,27 @@ class NodeJournal:
         self.job = ""
         """Name of the job, once it is known; nothing is written before."""
 
-    def open(self, job: str, command: tuple[str, ...], nproc: int) -> None:
+    def open(self, job: str, command: tuple[str, ...], nproc: int, endpoints: Sequence[str]) -> None:
         """Begin with a job."""
-        self.job, run_id = job, self._options.run_id
-        self._journal = Journal(self._options.run_dir, run_id=run_id, job=job, node=self._node, proc="agent")
+        options = self._options
+        self.job = job
+        self._journal = Journal(options.run_dir, run_id=options.run_id, job=job, node=self._node, proc="agent")
         self._journal.write(
-            EventKind.JOB_STARTED, command=list(command), num_nodes=self._options.num_slots, nproc_per_node=nproc
+            EventKind.JOB_STARTED,
+            command=list(command),
+            num_nodes=options.num_slots,
+            max_nodes=options.max_nodes,
+            min_nodes=options.fault_tolerance.min_nodes,
+            nproc_per_node=nproc,
+            endpoints=list(endpoints),
+            limits={
+                "max_restarts": options.torchrun.max_restarts,
+                "max_restarts_total": options.max_restarts_total,
+                "max_no_progress_cycles": options.fault_tolerance.max_no_progress_cycles,
+            },
+            join_timeout_s=options.join_timeout_s,
+            version=__version__,
+            **describe_self(),
         )
 
     def begin_cycle(self, number: int) -> None:

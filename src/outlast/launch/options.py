@@ -113,6 +113,7 @@ def check_values(argv: Sequence[str]) -> Checked:
             attribute not in command.typed or getattr(args, attribute) != "",
             f"{name(attribute)} is empty; give it a value, or leave it out (is a shell variable unset?)",
         )
+    _log_level(args)
     num_slots, max_nodes = _parse_nnodes(args.nnodes, name("nnodes"))
     config = _read_config(args.config)
     layers = LayeredSettings(

@@ -29,20 +29,28 @@ class Rulings:
         limits: What is allowed.
         record: Called with every event for the journal.
         remember: Called with the new state whenever it changed.
+        tell_time: Returns the time for people, as the journal writes it; no decision reads it.
 
     Thread: the coordinator's.
     """
 
     def __init__(
-        self, state: LadderState, limits: Limits, *, record: Record, remember: Callable[[LadderState], None]
+        self,
+        state: LadderState,
+        limits: Limits,
+        *,
+        record: Record,
+        remember: Callable[[LadderState], None],
+        tell_time: Callable[[], str] = str,
     ) -> None:
         self.state, self.limits = state, limits
-        self._record, self._remember = record, remember
+        self._record, self._remember, self._tell_time = record, remember, tell_time
 
     def rule(self, end: CycleEnd) -> Verdict:
         """Return the verdict on a cycle's end, or on what its workers went on after."""
         before = self.state.distrusted
         state, verdict = ladder.decide(self.state, end, self.limits)
+        state = self._with_time(state)
         self._keep(state)
         for one in state.distrusted:
             if one not in before and not one.settled:
@@ -82,6 +90,13 @@ class Rulings:
         known = {(one.attempt, one.tier) for one in self.state.distrusted}
         if new := tuple(one for one in told if (one.attempt, one.tier) not in known):
             self._keep(msgspec.structs.replace(self.state, distrusted=self.state.distrusted + new))
+
+    def _with_time(self, state: LadderState) -> LadderState:
+        """Return the state with the time at its newest step, if that is new."""
+        if not state.history or state.history[-1].time or state.history == self.state.history:
+            return state
+        newest = msgspec.structs.replace(state.history[-1], time=self._tell_time())
+        return msgspec.structs.replace(state, history=(*state.history[:-1], newest))
 
     def _keep(self, state: LadderState) -> None:
         self.state = state

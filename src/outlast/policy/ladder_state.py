@@ -115,11 +115,15 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rung: Rung
     reason: str
     durable_iteration: int | None = None
+    time: str = ""
+    """When it was decided, ISO 8601 in UTC; whoever writes the file fills it in, and no decision reads it."""
 
 
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """What the ladder remembers from cycle to cycle and from job to job."""
 
+    job: str = ""
+    """The job that wrote this; its budgets begin afresh in the next one, as :func:`begin_job` says."""
     restarts_without_progress: int = 0
     restarts_total: int = 0
     cycles_without_progress: int = 0

@@ -22,7 +22,7 @@ from outlast.decoding import json_decoder
 from outlast.env import clean_name
 from outlast.incidents import Event, EventKind
 
-__all__ = ["Journal", "read_journal"]
+__all__ = ["Journal", "decode_events", "read_journal"]
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
@@ -69,9 +69,11 @@ class Journal:
         **data: Any,
     ) -> Event:
         """Append one event and return it."""
+        wall_ns = clock.wall_ns()
         event = Event(
             kind=kind,
-            wall_ns=clock.wall_ns(),
+            time=clock.as_iso(wall_ns),
+            wall_ns=wall_ns,
             mono_ns=clock.now_ns(),
             run_id=self.run_id,
             job=self.job,
@@ -87,6 +89,10 @@ class Journal:
             if self._fd >= 0:
                 self._append(line)
         return event
+
+    def tell_time(self) -> str:
+        """Return the time as the journal writes it, for what is kept beside it."""
+        return clock.as_iso(clock.wall_ns())
 
     def _append(self, line: bytes) -> None:
         data = b"\n" + line if self._torn else line  # a torn line must not swallow the next one
@@ -119,10 +125,23 @@ def read_journal(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
     """Yield all events of a run, by wall time; a torn last line of a killed process is passed over."""
     events: list[Event] = []
     for path in sorted((Path(run_dir) / "journal").glob("*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            try:
-                events.append(_decoder.decode(line))
-            except (msgspec.DecodeError, msgspec.ValidationError):
-                log.debug("unreadable line in %s passed over", path)
+        found, num_bad = decode_events(path.read_bytes())
+        events += found
+        if num_bad:
+            log.debug("%d unreadable lines in %s passed over", num_bad, path)
     events.sort(key=lambda event: event.wall_ns)
     yield from events
+
+
+def decode_events(data: bytes) -> tuple[list[Event], int]:
+    """Return the events in some lines of a journal file, and the number of lines that are no event."""
+    events: list[Event] = []
+    num_bad = 0
+    for line in data.split(b"\n"):
+        if not line:
+            continue
+        try:
+            events.append(_decoder.decode(line))
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            num_bad += 1
+    return events, num_bad

@@ -7,12 +7,24 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from outlast.env import hostname
 from outlast.policy.lease import Process
 
-__all__ = ["describe_exit", "die_with_parent", "is_alive", "kill_group", "show_command", "this_process", "this_program"]
+__all__ = [
+    "describe_exit",
+    "describe_self",
+    "die_with_parent",
+    "is_alive",
+    "kill_group",
+    "machine_id",
+    "show_command",
+    "this_process",
+    "this_program",
+]
 
 _PR_SET_PDEATHSIG = 1
 _ENDED = (b"Z", b"X", b"x")
@@ -49,8 +61,14 @@ def show_command(argv: Sequence[str]) -> None:
 
 
 def this_process() -> Process:
-    """Return what others find this process by."""
-    return Process(host=hostname(), machine=_machine(), pid=os.getpid(), started=_started(_stat("self")))
+    """Return what others find this process by: its number alone may be given again."""
+    return Process(host=hostname(), machine=machine_id(), pid=os.getpid(), started=_started(_stat("self")))
+
+
+def describe_self() -> dict[str, Any]:
+    """Return :func:`this_process` as the journal's fields."""
+    own = this_process()
+    return {"pid": own.pid, "pid_started": own.started, "host": own.host, "machine": own.machine}
 
 
 def this_program() -> str | None:
@@ -60,23 +78,30 @@ def this_program() -> str | None:
 
 
 def is_alive(process: Process) -> bool | None:
-    """Return whether a process still runs, stopped or not; ``None``: it is not one of this machine."""
-    if process.machine != _machine():
+    """Return whether a process still runs, stopped or not; ``None``: that cannot be told from this machine."""
+    if not process.machine or process.machine != machine_id() or process.pid <= 0:
         return None
     try:
         fields = _stat(str(process.pid))
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return _started(fields) == process.started and fields[0] not in _ENDED
+        try:
+            os.kill(process.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # another user's, where /proc shows one's own alone
+            return True
+        return True
+    return fields[0] not in _ENDED and process.started in (0, _started(fields))
 
 
-def _machine() -> str:
+@cache
+def machine_id() -> str:
     """Name this start of the machine, and the space of process numbers that this process is in."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         boot = hostname()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def _stat(pid: str) -> list[bytes]:

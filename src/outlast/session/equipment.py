@@ -6,10 +6,12 @@ import atexit
 import dataclasses
 import logging
 import os
+import re
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from outlast import __version__
 from outlast.chaos.simulated import arm_configured
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
@@ -19,6 +21,7 @@ from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.group import Group, connect_world, settle
 from outlast.runtime.journal import Journal
+from outlast.runtime.processes import describe_self
 from outlast.session.attempts import Attempts
 from outlast.session.departure import Departure
 from outlast.session.enclosure import Enclosure
@@ -179,8 +182,17 @@ class Equipment:
 
     def _say_hello(self, config: Config) -> None:
         place = self.place
+        saves = config.checkpoint
         self.journal.write(
-            EventKind.SESSION_STARTED, rank=place.global_rank, world_size=place.world_size, launcher=place.launcher
+            EventKind.SESSION_STARTED,
+            rank=place.global_rank,
+            world_size=place.world_size,
+            launcher=place.launcher,
+            directory=None if saves is None or saves.directory is None else _without_user(str(saves.directory)),
+            local_directory=None if saves is None or saves.local_directory is None else str(saves.local_directory),
+            max_no_progress_cycles=self.monitor.config.max_no_progress_cycles,
+            version=__version__,
+            **describe_self(),
         )
         watches_signals = self.departure.watches_signals
         self.monitor.tell_protection(describe_protection(config, place, watches_signals=watches_signals))
@@ -232,6 +244,11 @@ class Equipment:
             self.departure.close()
         self.monitor.close()
         self.journal.close()
+
+
+def _without_user(url: str) -> str:
+    """Return a URL without the name and password that it may hold: others read the journal."""
+    return re.sub(r"://[^/@]*@", "://", url)
 
 
 def _as_configured(place: WorkerEnv, config: Config) -> WorkerEnv:

@@ -1,0 +1,132 @@
+"""``outlast status``: how a run is, from its run directory or its coordinator. Looks alone; nothing is written."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outlast import clock
+from outlast.errors import ConfigError, ExitReason, RendezvousError
+
+if TYPE_CHECKING:
+    from outlast.status.report import StatusReport
+
+__all__ = ["status"]
+
+_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
+
+
+class _Command(click.Command):
+    """Lets ``--watch`` stand before the run directory without its number."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for place, word in enumerate(args):
+            if word == "--watch" and not (place + 1 < len(args) and _is_number(args[place + 1])):
+                args[place] = f"--watch={_WATCH_S:g}"
+        return super().parse_args(ctx, args)
+
+
+_WATCH_S = 2.0
+
+
+@click.command(
+    "status",
+    cls=_Command,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Examples:
+  outlast status runs/my-run
+  outlast status runs/my-run --watch
+  outlast status node-0:29400             where no file system is shared
+  outlast status runs/my-run --json | jq '.state, .iteration, .waiting'
+""",
+)
+@click.argument("target", metavar="RUN_DIR|HOST:PORT")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else (--watch: one a line).")
+@click.option(
+    "--watch",
+    "watch_s",
+    metavar="[SECONDS]",
+    type=click.FloatRange(min=0.1),
+    help=f"Look again every so many seconds, {_WATCH_S:g} without a number, until Ctrl-C.",
+)
+def status(target: str, as_json: bool, watch_s: float | None) -> int:
+    """Say how a run is: who runs where, how far it is, what went wrong, what it waits for, what may still be tried.
+
+    RUN_DIR is a run directory; what lies there is enough during a run, after it, and after a power cut. HOST:PORT is
+    the --rdzv-endpoint of a run that is under way: its coordinator is asked. Nothing is ever written.
+
+    Exit code 0: it could be told, whatever the state; 2: there is no such run directory, or no coordinator answers.
+    """
+    try:
+        while True:
+            _show(_look(target), as_json=as_json, watches=watch_s is not None)
+            if watch_s is None:
+                return int(ExitReason.FINISHED)
+            time.sleep(watch_s)
+    except RendezvousError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _look(target: str) -> StatusReport:
+    """Look once.
+
+    Raises:
+        ConfigError: It is no run directory, or cannot be read.
+        RendezvousError: No coordinator answers.
+    """
+    from outlast.runtime.endpoints import parse_endpoints
+    from outlast.status.evidence import Evidence, ask_coordinator, gather
+    from outlast.status.facts import judge
+
+    path = Path(target)
+    if not _ENDPOINT.fullmatch(target) or path.exists():
+        return judge(gather(path), clock.wall_ns())
+    (endpoint,) = parse_endpoints(target)
+    live = ask_coordinator(endpoint)
+    evidence = Evidence(job=live.job, live=live)
+    if live.run_dir is not None:
+        try:
+            found = gather(Path(live.run_dir), live=live)
+        except ConfigError:
+            pass  # not shared with this machine: the coordinator's word is all there is
+        else:
+            evidence = found if found.job == live.job else evidence
+    return judge(evidence, clock.wall_ns())
+
+
+def _show(report: StatusReport, *, as_json: bool, watches: bool) -> None:
+    import msgspec
+
+    from outlast.status.view import render, terminal_width
+
+    if as_json:
+        data = msgspec.json.encode(report)
+        click.echo((data if watches else msgspec.json.format(data, indent=2)).decode())
+        return
+    redraws = watches and _can_redraw()
+    lines = list(render(report, width=terminal_width() if sys.stdout.isatty() else None))
+    if redraws:
+        click.clear()
+    elif watches:
+        lines = [f"--- {report.time} ---", *lines]
+    click.echo("\n".join(lines))
+
+
+def _can_redraw() -> bool:
+    from outlast.env import environ
+
+    return sys.stdout.isatty() and environ().get("TERM", "dumb") != "dumb"
+
+
+def _is_number(text: Any) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

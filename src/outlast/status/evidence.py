@@ -1,0 +1,352 @@
+"""What there is to judge a run by: the end of its journal, ``ladder.json``, its processes, and its coordinator.
+
+Nothing is ever written. A journal of months on hundreds of nodes is not read whole: of each file of the newest job the
+end, as much as a fixed budget allows. What decides about a job is in the agents' and the coordinator's files, which are
+short; of the ranks' files the end tells how far they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from outlast.decoding import from_json
+from outlast.env import clean_name
+from outlast.errors import ConfigError, RendezvousError
+from outlast.incidents import Event, EventKind
+from outlast.launch.live import STATUS_KEY, LiveStatus, decode_live
+from outlast.policy.ladder import LadderState
+from outlast.policy.lease import Process as SystemProcess
+from outlast.runtime.endpoints import Endpoint, parse_endpoints
+from outlast.runtime.journal import decode_events
+from outlast.runtime.processes import is_alive, machine_id
+from outlast.runtime.store_reader import read_key
+
+__all__ = ["Evidence", "Process", "ask_coordinator", "gather", "processes_in"]
+
+MAX_FILES = 20_000
+"""Newest files of the journal that are looked at."""
+HEAD_BYTES = 64 * 2**10
+MAIN_BYTES = 4 * 2**20
+"""Of an agent's or coordinator's file: its end."""
+RANKS_BYTES = 64 * 2**20
+"""Of all ranks' files together."""
+RANK_MIN_BYTES, RANK_MAX_BYTES = 32 * 2**10, 4 * 2**20
+NUM_EARLIER = 8
+"""Files of rank 0 in earlier jobs, for what these saved."""
+NUM_READERS = 16
+ASK_TIMEOUT_S = 2.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process of the job that the journal names."""
+
+    node: str
+    rank: int | None
+    """``None``: the node's agent."""
+    pid: int
+    started: int
+    machine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What :func:`outlast.status.facts.judge` judges by."""
+
+    run_dir: str | None = None
+    job: str = ""
+    events: Sequence[Event] = ()
+    """Of the newest job, by wall time."""
+    earlier: Sequence[Event] = ()
+    """What earlier jobs saved."""
+    ladder: LadderState | None = None
+    living: Mapping[Process, bool | None] = field(default_factory=dict)
+    """Whether a process runs; ``None``: that cannot be told from here."""
+    live: LiveStatus | None = None
+    unreachable: str | None = None
+    """Why the coordinator did not tell; ``None``: it did, or was not asked."""
+    problems: tuple[str, ...] = ()
+    """What could not be read."""
+
+
+def gather(run_dir: Path, *, live: LiveStatus | None = None) -> Evidence:
+    """Read what there is about the newest job in a run directory.
+
+    Args:
+        run_dir: The run directory.
+        live: What its coordinator says, where that was asked already.
+
+    Raises:
+        ConfigError: It is no run directory, or cannot be read.
+
+    Blocks: while files are read, and up to 4 s for each address of the coordinator where it is asked.
+    """
+    files = _list_journal(run_dir)
+    problems: list[str] = []
+    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="outlast-status") as pool:
+        job, events, earlier, ladder = _read(run_dir, files, pool, problems)
+    if not events:
+        why = f": {problems[0]}" if problems else ""
+        raise ConfigError(
+            f"the journal in {run_dir} holds no event{why}; the job has not begun yet, or its files are damaged"
+        )
+    living = {
+        one: is_alive(SystemProcess(host=one.node, machine=one.machine, pid=one.pid, started=one.started))
+        for one in processes_in(events)
+    }
+    unreachable = None
+    if live is not None and live.job != job:
+        live = None
+    elif live is None and _is_worth_asking(events, living):
+        live, unreachable = _ask_for(job, events)
+    return Evidence(
+        run_dir=str(run_dir),
+        job=job,
+        events=events,
+        earlier=earlier,
+        ladder=ladder,
+        living=living,
+        live=live,
+        unreachable=unreachable,
+        problems=tuple(dict.fromkeys(problems)),
+    )
+
+
+def ask_coordinator(endpoint: Endpoint) -> LiveStatus:
+    """Return how the job is that is coordinated at an endpoint.
+
+    Raises:
+        RendezvousError: The host is not known, nobody answers there, or who does is no coordinator of ours.
+
+    Blocks: up to 4 s.
+    """
+    data = read_key(endpoint, STATUS_KEY, timeout_s=ASK_TIMEOUT_S)
+    if data is None:
+        raise RendezvousError(
+            f"a store of torch answers at {endpoint}, but no coordinator of outlast; give the --rdzv-endpoint of the "
+            "run, or its run directory"
+        )
+    return decode_live(data)
+
+
+def processes_in(events: Iterable[Event]) -> list[Process]:
+    """Return the processes that a job's life hangs on: its agents or, where there are none, its ranks."""
+    agents: dict[str, Process] = {}
+    ranks: dict[int, Process] = {}
+    for event in events:
+        data = event.data
+        if event.kind not in (EventKind.JOB_STARTED, EventKind.SESSION_STARTED):
+            continue
+        pid, started, machine = data.get("pid"), data.get("pid_started"), data.get("machine")
+        if not isinstance(pid, int) or not isinstance(started, int) or not isinstance(machine, str):
+            pid, started, machine = 0, 0, ""  # written by an earlier version
+        rank = event.rank if event.kind == EventKind.SESSION_STARTED else None
+        process = Process(node=event.node, rank=rank, pid=pid, started=started, machine=machine)
+        if rank is None:
+            agents[event.node] = process
+        else:
+            ranks[rank] = process
+    return list((agents or ranks).values())
+
+
+# -- the journal -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: str
+    name: str
+    size: int
+    modified_ns: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.name.endswith(("-agent.jsonl", "-coordinator.jsonl"))
+
+
+def _list_journal(run_dir: Path) -> list[_File]:
+    """Return the journal's files, newest first."""
+    folder = run_dir / "journal"
+    try:
+        with os.scandir(folder) as entries:
+            files = [
+                _File(entry.path, entry.name, stat.st_size, stat.st_mtime_ns)
+                for entry in entries
+                if entry.name.endswith(".jsonl") and (stat := _stat(entry)) is not None
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(_no_run_directory(run_dir)) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be read ({error.strerror}); ask as the user who runs the job, or have the folder opened "
+            "for reading"
+        ) from None
+    if not files:
+        raise ConfigError(f"{folder} is empty: no job has begun in this run directory yet; ask again in a moment")
+    return sorted(files, key=lambda file: -file.modified_ns)[:MAX_FILES]
+
+
+def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        return entry.stat()
+    except OSError:
+        return None  # it was removed meanwhile
+
+
+def _no_run_directory(run_dir: Path) -> str:
+    remedy = "give the --run-dir of outlast run (without it: outlast-runs/<run id>)"
+    if not run_dir.exists():
+        return f"there is no {run_dir}; {remedy}, or HOST:PORT of its --rdzv-endpoint"
+    if not run_dir.is_dir():
+        return f"{run_dir} is a file, not a run directory; {remedy}"
+    try:
+        runs = [path for path in run_dir.iterdir() if (path / "journal").is_dir()]
+        runs.sort(key=lambda path: -(path / "journal").stat().st_mtime_ns)
+    except OSError:
+        runs = []
+    if runs:
+        number = "1 run directory" if len(runs) == 1 else f"{len(runs)} run directories"
+        return f"{run_dir} holds {number}; name one, such as {runs[0]}"
+    return f"{run_dir} is not a run directory, since it has no journal; {remedy}"
+
+
+def _read(
+    run_dir: Path, files: list[_File], pool: ThreadPoolExecutor, problems: list[str]
+) -> tuple[str, list[Event], list[Event], LadderState | None]:
+    """Return the newest job's name, its events, what earlier jobs saved, and the ladder's state."""
+    heads = [file for file in files if file.is_main]
+    heads = heads or [file for file in files if file.name.endswith("-rank-0.jsonl")] or files
+    began: dict[str, int] = {}
+    for events, problem in pool.map(_read_head, heads):
+        problems += [problem] if problem else []
+        for event in events[:1]:
+            began[event.job] = min(began.get(event.job, event.wall_ns), event.wall_ns)
+    job = max(began, key=lambda name: began[name], default="")
+    prefix = f"{clean_name(job)}-"
+    of_job = [file for file in files if file.name.startswith(prefix)]
+    num_ranks = sum(not file.is_main for file in of_job)
+    share = min(RANK_MAX_BYTES, max(RANK_MIN_BYTES, RANKS_BYTES // max(1, num_ranks)))
+    events, num_torn = [], 0
+    for found, num_bad, problem in pool.map(lambda file: _read_end(file, share), of_job):
+        events += [event for event in found if event.job == job]
+        num_torn += num_bad
+        problems += [problem] if problem else []
+    if num_torn:
+        lines = "1 line of the journal is" if num_torn == 1 else f"{num_torn} lines of the journal are"
+        problems.append(f"{lines} torn or unreadable")
+    others = [file for file in files if file.name.endswith("-rank-0.jsonl") and not file.name.startswith(prefix)]
+    earlier = [
+        event
+        for found, _, _ in pool.map(lambda file: _read_end(file, RANK_MIN_BYTES * 8), others[:NUM_EARLIER])
+        for event in found
+        if event.kind == EventKind.SAVE_COMMITTED and event.job != job
+    ]
+    events.sort(key=lambda event: event.wall_ns)
+    earlier.sort(key=lambda event: event.wall_ns)
+    return job, events, earlier, _read_ladder(run_dir, problems)
+
+
+def _read_head(file: _File) -> tuple[list[Event], str | None]:
+    try:
+        with open(file.path, "rb") as opened:
+            data = opened.read(HEAD_BYTES)
+    except OSError as error:
+        return [], f"{file.path} cannot be read: {error.strerror}"
+    return decode_events(_whole_lines(data, from_begin=True))[0], None
+
+
+def _read_end(file: _File, rank_bytes: int) -> tuple[list[Event], int, str | None]:
+    """Return the last events of a file, of an agent's the first ones too; the number of bad lines; and a problem."""
+    most = MAIN_BYTES if file.is_main else rank_bytes
+    try:
+        with open(file.path, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size <= most + HEAD_BYTES:
+                data, head = opened.read(), b""
+            else:
+                head = opened.read(HEAD_BYTES) if file.is_main else b""
+                opened.seek(size - most)
+                data = opened.read(most + HEAD_BYTES)
+    except OSError as error:
+        return [], 0, f"{file.path} cannot be read: {error.strerror}"
+    is_whole = size <= most + HEAD_BYTES
+    first, num_bad_first = decode_events(_whole_lines(head, from_begin=True))
+    last, num_bad = decode_events(_whole_lines(data, from_begin=is_whole))
+    return first + last, num_bad_first + num_bad, None
+
+
+def _whole_lines(data: bytes, *, from_begin: bool) -> bytes:
+    """Return the bytes without a line that is cut off at either end; one may just be written."""
+    begin = 0 if from_begin else data.find(b"\n") + 1
+    return data[begin : data.rfind(b"\n") + 1]
+
+
+def _read_ladder(run_dir: Path, problems: list[str]) -> LadderState | None:
+    try:
+        return from_json((run_dir / "ladder.json").read_bytes(), LadderState)
+    except FileNotFoundError:
+        return LadderState()  # nothing was decided yet
+    except OSError as error:
+        problems.append(f"ladder.json cannot be read: {error.strerror}")
+    except msgspec.DecodeError as error:
+        problems.append(f"ladder.json cannot be used: {error}")
+    return None
+
+
+# -- the coordinator -------------------------------------------------------------------------------------------
+
+
+def _is_worth_asking(events: Sequence[Event], living: Mapping[Process, bool | None]) -> bool:
+    """Return whether the coordinator may know what the journal and this machine's processes do not."""
+    ended: dict[str, bool] = {}
+    runs = False
+    for event in events:
+        if event.kind in (EventKind.JOB_STARTED, EventKind.JOB_ENDED):
+            ended[event.node] = event.kind == EventKind.JOB_ENDED
+        elif event.kind in (EventKind.CYCLE_STARTED, EventKind.CYCLE_ENDED):
+            runs = event.kind == EventKind.CYCLE_STARTED
+    lives = {process.node: alive for process, alive in living.items() if not ended.get(process.node, True)}
+    if not lives or not any(alive is not False for alive in lives.values()):
+        return False
+    return None in lives.values() or not runs
+
+
+def _ask_for(job: str, events: Sequence[Event]) -> tuple[LiveStatus | None, str | None]:
+    """Ask the coordinator of a job; return what it says, or why it does not."""
+    reason = None
+    for endpoint in _endpoints(events):
+        try:
+            live = ask_coordinator(endpoint)
+        except RendezvousError as error:
+            reason = reason or str(error)
+            continue
+        if live.job == job:
+            return live, None
+        reason = reason or f"the coordinator at {endpoint} is that of another job, {live.job}"
+    return None, reason
+
+
+def _endpoints(events: Sequence[Event]) -> list[Endpoint]:
+    """Return where the coordinator may be asked from this machine."""
+    found: dict[Endpoint, None] = {}
+    for event in reversed(events):
+        if event.kind == EventKind.JOB_STARTED:
+            for text in event.data.get("endpoints") or ():
+                try:
+                    (endpoint,) = parse_endpoints(text)
+                except ValueError:
+                    continue
+                if endpoint.host not in _LOOPBACK or _is_here(event):
+                    found[endpoint] = None
+    return list(found)[:4]
+
+
+def _is_here(event: Event) -> bool:
+    return bool(event.data.get("machine")) and event.data["machine"] == machine_id()

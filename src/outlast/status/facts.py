@@ -1,0 +1,438 @@
+"""From evidence to facts: how a run is. Pure: the same evidence and time give the same report."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from outlast.clock import as_iso
+from outlast.env import clean_name
+from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.launch.live import LiveBudgets, LiveStatus
+from outlast.policy.ladder import LadderState, begin_job, begin_run
+from outlast.status.evidence import Evidence
+from outlast.status.job_events import JobEvents
+from outlast.status.report import (
+    SCHEMA,
+    Budget,
+    Budgets,
+    Generation,
+    NodeReport,
+    NodeState,
+    State,
+    StatusReport,
+    Waiting,
+)
+from outlast.status.troubles import list_troubles
+
+__all__ = ["judge"]
+
+RECENT_S = 30.0
+"""Processes on machines that cannot be seen from here are taken for alive while the journal is younger than this."""
+_TIERS = ("memory", "local", "replica", "global")
+
+
+def judge(evidence: Evidence, now_ns: int) -> StatusReport:
+    """Return how a run is.
+
+    Args:
+        evidence: What there is to judge by: events, or what the coordinator says, or both.
+        now_ns: Nanoseconds since the epoch, for ages.
+    """
+    live = evidence.live
+    job = JobEvents()
+    for event in evidence.events:
+        job.take(event)
+    newest = evidence.events[-1] if evidence.events else None
+    seen = [_time(newest)] if newest is not None else []
+    seen += [live.time] if live is not None else []
+    run = newest.run_id if newest is not None else live.run_id if live is not None else ""
+    ladder = _ladder_of(evidence, job)
+    state = _state(evidence, job, ladder, now_ns)
+    over = _end(job, live) if state == State.OVER else (None, None)
+    waiting = _waiting(job, live, ladder, now_ns) if state == State.WAITING else None
+    nodes = _nodes(evidence, job, ladder, state)
+    cycle = max(job.cycles, default=live.cycle if live is not None and live.phase == "running" else None)
+    track = job.track
+    ages_s = [_age(newest.wall_ns, now_ns)] if newest is not None else []
+    ages_s += [_age(_from_iso(live.time), now_ns)] if live is not None else []
+    first = next(iter(job.agents.values()), None) or next(iter(job.sessions.values()), None)
+    troubles, num_troubles = list_troubles(evidence.events, now_ns)
+    report = StatusReport(
+        schema=SCHEMA,
+        time=as_iso(now_ns),
+        sources=[*(["journal"] if evidence.events else []), *(["coordinator"] if live is not None else [])],
+        run=run,
+        run_dir=evidence.run_dir or (live.run_dir if live is not None else None),
+        job=evidence.job or (live.job if live is not None else ""),
+        launcher=_launcher(job, live),
+        command=list(job.command),
+        state=state,
+        summary="",
+        exit_code=over[0],
+        reason=over[1],
+        started=None if first is None else _time(min((*job.agents.values(), *job.sessions.values()), key=_wall)),
+        last_seen=max(seen, default=None),
+        last_seen_s=min(ages_s, default=None),
+        waiting=waiting,
+        cycle=cycle,
+        num_cycles=len(job.cycles) if job.cycles else 0 if live is None else live.cycle + (live.phase == "running"),
+        world_size=job.world_size,
+        iteration=None if track is None else track.iteration,
+        iteration_time=None if track is None else as_iso(track.wall_ns),
+        iteration_age_s=None if track is None else _age(track.wall_ns, now_ns),
+        rate=None if track is None else track.rate(),
+        nodes=nodes,
+        spares=[node.name for node in nodes if node.state == NodeState.SPARE],
+        excluded=[node.name for node in nodes if node.state == NodeState.EXCLUDED],
+        budgets=_budgets(job, live, ladder),
+        generations=_generations(evidence, job, state, ladder, now_ns),
+        directory=job.directory,
+        local_directory=job.local_directory,
+        incidents=troubles,
+        num_incidents=num_troubles,
+        problems=list(evidence.problems),
+    )
+    return msgspec.structs.replace(report, summary=_summary(report, evidence.unreachable))
+
+
+# -- the state -------------------------------------------------------------------------------------------------
+
+
+def _state(evidence: Evidence, job: JobEvents, ladder: LadderState | None, now_ns: int) -> State:
+    live = evidence.live
+    if live is not None:
+        return _live_state(live)
+    if job.agents:
+        processes = {one.node: alive for one, alive in evidence.living.items() if one.rank is None}
+        open_ = {node: processes.get(node) for node in job.agents if node not in job.ended}
+        has_ended = job.coordinator_node in job.ended or (not job.coordinator_node and bool(job.ended))
+    else:
+        ranks = {one.rank: alive for one, alive in evidence.living.items() if one.rank is not None}
+        open_ = {str(rank): ranks.get(rank) for rank in job.sessions if rank not in job.session_ends}
+        has_ended = bool(job.sessions) and not open_
+    if True not in open_.values():
+        if has_ended or (not open_ and bool(job.agents)):
+            return State.OVER
+        if open_ and None not in open_.values():
+            return State.NO_PROCESS
+        if not evidence.events or _age(evidence.events[-1].wall_ns, now_ns) > RECENT_S:
+            return State.UNKNOWN
+    if not job.agents or (job.cycles and not job.is_cycle_over):
+        return State.RUNNING
+    return State.WAITING if _missing(job, ladder) > 0 else State.FORMING
+
+
+def _live_state(live: LiveStatus) -> State:
+    if live.phase == "over":
+        return State.OVER
+    if live.phase == "running":
+        return State.RUNNING
+    return State.WAITING if live.lack is not None and live.lack.num_missing else State.FORMING
+
+
+def _present(job: JobEvents, ladder: LadderState | None) -> set[str]:
+    """Return the nodes that may be given a slot, as far as the journal tells."""
+    names = set(job.joined) or set(job.agents) - set(job.ended) - job.lost
+    return names - job.unhealthy - set(ladder.barred if ladder is not None else ())
+
+
+def _missing(job: JobEvents, ladder: LadderState | None) -> int:
+    """Return how many nodes are missing, as far as the journal tells."""
+    present = len(_present(job, ladder))
+    least = job.setting("min_nodes")
+    if job.cycles and least and present >= int(least):
+        return 0  # the world shrinks
+    return max(0, int(job.setting("num_nodes") or 0) - present)
+
+
+def _waiting(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None, now_ns: int) -> Waiting:
+    if live is not None and live.lack is not None:
+        barred = {*live.quarantined, *live.held_back}
+        return Waiting(
+            num_missing=live.lack.num_missing,
+            num_needed=live.lack.num_needed,
+            have=sorted(node.name for node in live.nodes if node.ready and node.name not in barred),
+            gives_up_in_s=live.lack.gives_up_in_s,
+        )
+    timeout_s = job.setting("join_timeout_s")
+    left_s = None if timeout_s is None else max(0.0, float(timeout_s) - _age(job.waits_since_ns, now_ns))
+    return Waiting(
+        num_missing=_missing(job, ladder),
+        num_needed=int(job.setting("num_nodes") or 0),
+        have=sorted(_present(job, ladder)),
+        gives_up_in_s=None if left_s is None else round(left_s, 1),
+    )
+
+
+def _end(job: JobEvents, live: LiveStatus | None) -> tuple[int | None, str | None]:
+    """Return a job's exit code and the reason: what the node of the coordinator says, else who ended last."""
+    if live is not None and live.exit_code is not None:
+        return live.exit_code, live.reason
+    if job.ended:
+        event = job.ended.get(job.coordinator_node) or max(job.ended.values(), key=_wall)
+        return event.data.get("exit_code"), event.data.get("reason")
+    codes = [event.data.get("exit_code") or 0 for event in job.session_ends.values()]
+    return (max(codes, key=lambda code: code != 0), None) if codes else (None, None)
+
+
+def _launcher(job: JobEvents, live: LiveStatus | None) -> str | None:
+    if job.agents or live is not None:
+        return "outlast run"
+    return next((event.data.get("launcher") for event in job.sessions.values()), None)
+
+
+# -- who, what for, how much -----------------------------------------------------------------------------------
+
+
+def _nodes(evidence: Evidence, job: JobEvents, ladder: LadderState | None, state: State) -> list[NodeReport]:
+    live, newest = evidence.live, job.newest_cycle
+    newest_number = max(job.cycles, default=-1)
+    lost_ranks = job.lost_ranks.get(newest_number, set())
+    alive = {one.node: runs for one, runs in evidence.living.items() if one.rank is None}
+    there = {node.name: node for node in live.nodes} if live is not None else {}
+    barred = {*live.quarantined, *live.held_back} if live is not None else set(ladder.barred if ladder else ())
+    names = dict.fromkeys([*newest, *job.agents, *job.joined, *there, *sorted(barred), *sorted(job.unhealthy)])
+    if not job.agents:
+        return [*_nodes_of_sessions(evidence, job, state)] or [
+            _node(name, NodeState.TRAINING if not one.ready else NodeState.READY, live=one)
+            for name, one in there.items()
+        ]
+    reports = []
+    for name in names:
+        agent, start = job.agents.get(name), newest.get(name)
+        runs = state == State.RUNNING and start is not None and name not in job.cycle_ends.get(newest_number, {})
+        if (told := there.get(name)) is not None and state == State.RUNNING:
+            runs = told.slot is not None and not told.ready
+        if name in job.ended:
+            what = NodeState.ENDED
+        elif (alive.get(name) is False or name in job.lost) and name not in there:
+            what = NodeState.LOST
+        elif name in barred or name in job.unhealthy:
+            what = NodeState.EXCLUDED
+        elif state in (State.UNKNOWN, State.NO_PROCESS, State.OVER):
+            what = NodeState.UNKNOWN
+        elif runs:
+            what = NodeState.TRAINING
+        elif name not in job.joined and name not in there and start is None:
+            what = NodeState.JOINING
+        else:
+            what = NodeState.SPARE if state == State.RUNNING and start is None else NodeState.READY
+        facts = agent.data if agent is not None else {}
+        ranks = [] if start is None else [int(rank) for rank in start.data.get("ranks") or ()]
+        pids = [] if start is None or what != NodeState.TRAINING else [int(p) for p in start.data.get("pids") or ()]
+        reports.append(
+            NodeReport(
+                name=name,
+                state=what,
+                host=facts.get("host"),
+                agent_pid=facts.get("pid") if what not in (NodeState.ENDED, NodeState.LOST) else None,
+                node_rank=None if start is None else start.data.get("node_rank"),
+                ranks=ranks,
+                pids=pids,
+                lost_ranks=sorted(lost_ranks.intersection(ranks)),
+            )
+        )
+    return sorted(reports, key=lambda node: (node.node_rank is None, node.node_rank or 0, node.name))
+
+
+def _nodes_of_sessions(evidence: Evidence, job: JobEvents, state: State) -> Iterable[NodeReport]:
+    """Yield the nodes of workers that were started by another launcher."""
+    alive = {one.rank: runs for one, runs in evidence.living.items() if one.rank is not None}
+    for name in dict.fromkeys(event.node for _, event in sorted(job.sessions.items())):
+        sessions = {rank: event for rank, event in sorted(job.sessions.items()) if event.node == name}
+        open_ = {rank: event for rank, event in sessions.items() if rank not in job.session_ends}
+        if not open_:
+            what = NodeState.ENDED
+        elif state == State.NO_PROCESS or all(alive.get(rank) is False for rank in open_):
+            what = NodeState.LOST
+        else:
+            what = NodeState.TRAINING if state == State.RUNNING else NodeState.UNKNOWN
+        pids = [event.data.get("pid") for event in sessions.values()]
+        yield NodeReport(
+            name=name,
+            state=what,
+            host=next((event.data.get("host") for event in sessions.values()), None),
+            agent_pid=None,
+            node_rank=None,
+            ranks=list(sessions),
+            pids=[pid for pid in pids if pid] if what == NodeState.TRAINING else [],
+            lost_ranks=[],
+        )
+
+
+def _node(name: str, what: NodeState, *, live: Any) -> NodeReport:
+    first = live.first_rank if what == NodeState.TRAINING and live.first_rank is not None else None
+    return NodeReport(
+        name=name,
+        state=what,
+        host=None,
+        agent_pid=None,
+        node_rank=live.slot,
+        ranks=[] if first is None else list(range(first, first + live.nproc)),
+        pids=[],
+        lost_ranks=[],
+    )
+
+
+def _ladder_of(evidence: Evidence, job: JobEvents) -> LadderState | None:
+    """Return what the ladder remembers as the job goes by it; the file may still be an earlier job's."""
+    ladder = evidence.ladder
+    if ladder is None or ladder.job == evidence.job or (not ladder.job and ladder == LadderState()):
+        return ladder
+    if not ladder.job and job.verdict is not None:
+        return ladder  # written by an earlier version, which did not name the job
+    if ladder.finished:
+        return begin_run(ladder) if job.cycles else ladder
+    return begin_job(ladder)
+
+
+def _budgets(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None) -> Budgets | None:
+    if live is not None:
+        told = live.budgets
+    else:
+        limits = job.setting("limits")
+        if not isinstance(limits, dict) or ladder is None:
+            return None
+        cycles = [event.data.get("max_no_progress_cycles") for event in job.sessions.values()]
+        told = LiveBudgets(
+            restarts_without_progress=ladder.restarts_without_progress,
+            max_restarts=limits.get("max_restarts") or 0,
+            restarts_total=ladder.restarts_total,
+            max_restarts_total=limits.get("max_restarts_total"),
+            cycles_without_progress=ladder.cycles_without_progress,
+            max_no_progress_cycles=next(filter(None, cycles), None) or limits.get("max_no_progress_cycles") or 0,
+            progress_known=ladder.progress_known,
+        )
+    return Budgets(
+        restarts_in_a_row=_budget(told.restarts_without_progress, told.max_restarts),
+        restarts_total=_budget(told.restarts_total, told.max_restarts_total),
+        cycles_without_progress=_budget(told.cycles_without_progress, told.max_no_progress_cycles),
+        progress_known=told.progress_known,
+    )
+
+
+def _budget(used: int, limit: int | None) -> Budget:
+    return Budget(used=used, limit=limit, left=None if limit is None else max(0, limit - used))
+
+
+# -- what is saved ---------------------------------------------------------------------------------------------
+
+
+def _generations(
+    evidence: Evidence, job: JobEvents, state: State, ladder: LadderState | None, now_ns: int
+) -> list[Generation]:
+    """Return the newest generation in each tier that still holds one, as far as the journal tells.
+
+    What processes hold in memory ends with them: with the job, a node, or its checkpoint writer.
+    """
+    newest: dict[str, Event] = {}
+    for event in (*evidence.earlier, *evidence.events):
+        if event.kind == EventKind.WRITER_ENDED or _is_loss(event):
+            newest.pop("memory", None)
+        elif event.kind in (EventKind.SAVE_COMMITTED, EventKind.RESTORED) and event.iteration is not None:
+            tiers = [str(tier) for tier in event.data.get("tiers") or ()]
+            if event.kind == EventKind.RESTORED:  # ranks may load from different tiers, but for this one
+                tiers = ["global"] if event.data.get("tier") == "global" else []
+            is_over = event.job != evidence.job or state in (State.OVER, State.NO_PROCESS)
+            for tier in tiers:
+                lasts = tier in ("local", "global") or (tier == "replica" and "local" in tiers)
+                if (lasts or not is_over) and not _is_distrusted(event, tier, ladder):
+                    known = newest.get(tier)
+                    if known is None or (known.iteration or 0) <= event.iteration or known.job != event.job:
+                        newest[tier] = event
+    return [
+        Generation(
+            tier=tier,
+            iteration=newest[tier].iteration or 0,
+            time=_time(newest[tier]),
+            age_s=_age(newest[tier].wall_ns, now_ns),
+            job=newest[tier].job,
+        )
+        for tier in _TIERS
+        if tier in newest
+    ]
+
+
+def _is_loss(event: Event) -> bool:
+    incident = event.data.get("incident") or {}
+    return event.kind == EventKind.INCIDENT and incident.get("kind") == IncidentKind.NODE_LOST
+
+
+def _is_distrusted(event: Event, tier: str, ladder: LadderState | None) -> bool:
+    """Return whether a generation is one that is not loaded again: it led to invalid results, or descends from that."""
+    cycle = f"{clean_name(event.job)}-{event.cycle or 0}"
+    for one in ladder.distrusted if ladder is not None else ():
+        if cycle in one.tainted:
+            return True
+        if event.iteration == one.generation and (tier != "global" or one.tier == "global"):
+            return True
+    return False
+
+
+# -- in words --------------------------------------------------------------------------------------------------
+
+
+def _summary(report: StatusReport, unreachable: str | None) -> str:
+    """Return the state in one line."""
+    match report.state:
+        case State.OVER:
+            if report.exit_code is None:
+                return "over"
+            return f"over with exit code {report.exit_code}" + (f": {report.reason}" if report.reason else "")
+        case State.NO_PROCESS:
+            return f"no live process: last seen {_ago(report.last_seen_s)}; start it again to go on"
+        case State.UNKNOWN:
+            hosts = sorted({node.host or node.name for node in report.nodes if node.state == NodeState.UNKNOWN})
+            where = f"on {', '.join(hosts[:3])}{', ...' if len(hosts) > 3 else ''}"
+            asked = f" ({unreachable})" if unreachable else ""
+            return (
+                f"not known: last seen {_ago(report.last_seen_s)}; its processes are {where} and cannot be seen from "
+                f"here{asked}; ask there"
+            )
+        case State.WAITING if report.waiting is not None:
+            waiting = report.waiting
+            nodes = "1 node" if waiting.num_needed == 1 else f"{waiting.num_needed} nodes"
+            have = ", ".join(waiting.have[:8]) + (", ..." if len(waiting.have) > 8 else "")
+            ends = "" if waiting.gives_up_in_s is None else f"; gives up in {waiting.gives_up_in_s:.0f} s"
+            return f"waiting for {waiting.num_missing} of {nodes} (have: {have or 'none'}){ends}"
+        case State.RUNNING:
+            where = "" if report.cycle is None else f"cycle {report.cycle}"
+            told = "" if report.iteration is None else f"iteration {report.iteration}"
+            rate = "" if report.rate is None else f"{report.rate:.3g} iterations/s"
+            return "running" + "".join(f", {part}" for part in (where, told, rate) if part)
+        case _:
+            return "forming: the nodes come together for the next cycle"
+
+
+def _ago(age_s: float | None) -> str:
+    if age_s is None:
+        return "at an unknown time"
+    if age_s < 90:
+        return f"{age_s:.0f} s ago"
+    if age_s < 90 * 60:
+        return f"{age_s / 60:.0f} min ago"
+    return f"{age_s / 3600:.0f} h ago" if age_s < 48 * 3600 else f"{age_s / 86400:.0f} days ago"
+
+
+def _wall(event: Event) -> int:
+    return event.wall_ns
+
+
+def _time(event: Event) -> str:
+    return event.time or as_iso(event.wall_ns)
+
+
+def _from_iso(text: str) -> int:
+    """Return a time that :func:`as_iso` wrote, in nanoseconds since the epoch; 0: it is none."""
+    try:
+        return round(datetime.datetime.fromisoformat(text).timestamp() * 1e9)
+    except ValueError:
+        return 0
+
+
+def _age(wall_ns: int, now_ns: int) -> float:
+    return round(max(0, now_ns - wall_ns) / 1e9, 3)

@@ -1,0 +1,177 @@
+"""The events of a job as its processes would write them, told step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.policy.ladder import LadderState
+from outlast.status.evidence import Evidence, Process, processes_in
+from outlast.status.facts import judge
+from outlast.status.report import StatusReport
+
+__all__ = ["HERE", "Story", "died", "names_of"]
+
+HERE = "this-boot/pid:[1]"
+
+
+class Story:
+    """Collect events; each is a tenth of a second after the one before, unless :attr:`now_s` is moved.
+
+    Args:
+        job: The job's name.
+        num_nodes: Nodes that train.
+        agents: Whether ``outlast run`` starts the workers.
+    """
+
+    def __init__(self, job: str = "job-1", *, num_nodes: int = 1, agents: bool = True) -> None:
+        self.job, self.num_nodes, self.agents = job, num_nodes, agents
+        self.events: list[Event] = []
+        self.now_s = 1000.0
+        self._next_pid = 100
+
+    def add(
+        self,
+        kind: EventKind,
+        on: str = "a",
+        *,
+        proc: str = "agent",
+        cycle: int | None = None,
+        rank: int | None = None,
+        iteration: int | None = None,
+        **data: Any,
+    ) -> Story:
+        """Add an event."""
+        self.now_s += 0.1
+        ns = round(self.now_s * 1e9)
+        event = Event(
+            kind=kind,
+            wall_ns=ns,
+            mono_ns=ns,
+            run_id="r",
+            job=self.job,
+            node=on,
+            proc=proc,
+            cycle=cycle,
+            rank=rank,
+            iteration=iteration,
+            data=data,
+        )
+        self.events.append(event)
+        return self
+
+    def start_agents(self, *names: str, machine: str = HERE) -> Story:
+        """Start agents; the first one hosts the coordinator."""
+        for name in names:
+            self._next_pid += 1
+            self.add(
+                EventKind.JOB_STARTED,
+                name,
+                command=["train.py"],
+                num_nodes=self.num_nodes,
+                nproc_per_node=1,
+                limits={"max_restarts": 3, "max_restarts_total": None, "max_no_progress_cycles": 3},
+                join_timeout_s=600.0,
+                pid=self._next_pid,
+                pid_started=7,
+                host=f"host-{name}",
+                machine=machine,
+            )
+            self.add(EventKind.NODE_JOINED, names[0], proc="coordinator", cycle=0, name=name, spare=False)
+        return self
+
+    def start_cycle(self, number: int, *names: str) -> Story:
+        """Start a cycle with one rank a node."""
+        for node_rank, name in enumerate(names):
+            self._next_pid += 1
+            self.add(
+                EventKind.CYCLE_STARTED,
+                name,
+                cycle=number,
+                node_rank=node_rank,
+                ranks=[node_rank],
+                pids=[self._next_pid],
+                world_size=len(names),
+            )
+        return self
+
+    def start_sessions(self, number: int, *names: str, machine: str = HERE) -> Story:
+        """Start each node's session."""
+        for rank, name in enumerate(names):
+            self._next_pid += 1
+            self.add(
+                EventKind.SESSION_STARTED,
+                name,
+                proc=f"rank-{rank}",
+                cycle=number,
+                rank=rank,
+                world_size=len(names),
+                launcher="outlast" if self.agents else "torchrun",
+                directory="/shared/ckpt",
+                local_directory=None,
+                pid=self._next_pid,
+                pid_started=7,
+                host=f"host-{name}",
+                machine=machine,
+            )
+        return self
+
+    def tell(
+        self, kind: EventKind, iteration: int, *, cycle: int = 0, rank: int = 0, on: str = "a", **data: Any
+    ) -> Story:
+        """Add what a rank writes."""
+        return self.add(kind, on, proc=f"rank-{rank}", cycle=cycle, rank=rank, iteration=iteration, **data)
+
+    def see(self, incident: Incident, *, on: str = "a", proc: str = "agent") -> Story:
+        """Add an incident."""
+        return self.add(EventKind.INCIDENT, on, proc=proc, cycle=incident.cycle, incident=as_dict(incident))
+
+    def rule(self, incident: Incident, rung: Rung = Rung.RESTART_WORKERS, reason: str = "restarting") -> Story:
+        """Add a verdict on an incident."""
+        verdict = as_dict(Verdict(rung=rung, reason=f"{incident.describe()}; {reason}"))
+        found = as_dict(incident)
+        return self.add(EventKind.VERDICT, proc="coordinator", cycle=incident.cycle, verdict=verdict, incident=found)
+
+    def end_cycle(self, number: int, *names: str, reason: str = "rank 0 died", **iterations: int) -> Story:
+        """End a cycle on some nodes; ``iterations`` by rank as ``r0=57``."""
+        told = {name.removeprefix("r"): iteration for name, iteration in iterations.items()}
+        for name in names:
+            self.add(EventKind.CYCLE_ENDED, name, cycle=number, reason=reason, iterations=told)
+        return self
+
+    def end_agents(self, *names: str, code: int = 0, reason: str = "the run is finished") -> Story:
+        """End agents in order."""
+        for name in names:
+            self.add(EventKind.JOB_ENDED, name, exit_code=code, reason=reason)
+        return self
+
+    def evidence(self, *, alive: bool | None = True, **given: Any) -> Evidence:
+        """Return the events as evidence; ``alive``: whether the processes run, or whether those of a node do."""
+        living: dict[Process, bool | None] = dict.fromkeys(processes_in(self.events), alive)
+        living |= {one: given["nodes"][one.node] for one in living if one.node in given.get("nodes", {})}
+        given.pop("nodes", None)
+        given.setdefault("ladder", LadderState())
+        return Evidence(run_dir="/runs/r", job=self.job, events=self.events, living=living, **given)
+
+    def judge(self, *, after_s: float = 0.0, alive: bool | None = True, **given: Any) -> StatusReport:
+        """Return the report, so many seconds after the newest event."""
+        return judge(self.evidence(alive=alive, **given), round((self.now_s + after_s) * 1e9))
+
+
+def as_dict(value: Incident | Verdict) -> dict[str, Any]:
+    """Return what the journal holds of it."""
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
+    return found
+
+
+def died(rank: int = 0, *, cycle: int = 0, on: str = "a", kind: IncidentKind = IncidentKind.WORKER_DIED) -> Incident:
+    """Return an incident of a rank."""
+    return Incident(kind=kind, job="job-1", cycle=cycle, node=on, rank=rank, exit_code=-9, iteration=12)
+
+
+def names_of(report: StatusReport, state: str) -> Sequence[str]:
+    """Return the nodes of a report in a state."""
+    return [node.name for node in report.nodes if node.state == state]

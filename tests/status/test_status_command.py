@@ -1,0 +1,245 @@
+"""``outlast status`` on the command line: of a real run from its first second to its end, and of what is none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from outlast import clock
+from outlast.cli.main import main
+from outlast.incidents import EventKind
+from outlast.runtime import store as stores
+from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.journal import Journal
+from outlast.runtime.processes import describe_self
+from outlast.status.report import StatusReport
+from outlast.testing import Cluster
+from outlast.testing.reaping import free_port
+
+Command = Callable[..., tuple[int, str, str]]
+LONG_S = 100.0
+DOCS = Path(__file__).parents[2] / "docs"
+
+SCRIPT = """
+import os, pathlib, sys, time
+import torch, outlast
+run = outlast.init(outlast.Config(checkpoint=outlast.CheckpointConfig(local_directory=sys.argv[1], save_interval=2)))
+state = {"steps": torch.zeros(1)}
+for iteration in run.steps(state, total=8):
+    state["steps"] += 1
+    if iteration == 5:
+        print("waits", flush=True)
+        while not pathlib.Path(sys.argv[2]).exists():
+            time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def outlast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command in this process; return its exit code, output and error output."""
+
+    def command(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outlast", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return command
+
+
+def write_job(run_dir: Path) -> None:
+    """Write a job whose agent is this process."""
+    agent = Journal(run_dir, run_id="r", job="job-1", node="a", proc="agent")
+    agent.write(EventKind.JOB_STARTED, command=["train.py"], num_nodes=1, nproc_per_node=1, **describe_self())
+    agent.write(EventKind.CYCLE_STARTED, cycle=0, node_rank=0, ranks=[0], pids=[1], world_size=1)
+    agent.close()
+
+
+def look_until(outlast: Command, target: object, is_met: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Look again and again until a report is as it is to be."""
+    deadline_s = clock.now_s() + LONG_S
+    while True:
+        code, out, err = outlast("status", target, "--json")
+        told: dict[str, Any] = json.loads(out) if code == 0 else {"code": code, "error": err}
+        if code == 0 and is_met(told):
+            return told
+        assert clock.now_s() < deadline_s, told
+        time.sleep(0.05)
+
+
+def saved_in(told: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(one["tier"], one["iteration"]) for one in told["generations"]]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_run_is_told_from_its_first_second_to_its_violent_end(tmp_path: Path, outlast: Command) -> None:
+    """Waiting, running, after the loss of a rank, and after a SIGKILL of everything; its directory and its coordinator
+    say the same while it lives."""
+    script, run_dir, saves, go_on = tmp_path / "train.py", tmp_path / "run", tmp_path / "saves", tmp_path / "go"
+    script.write_text(SCRIPT)
+    cluster = Cluster(script, str(saves), str(go_on), run_dir=run_dir, num_started=1, nproc_per_node=1)
+    with cluster:
+        for target in (cluster.endpoint, run_dir):
+            told = look_until(outlast, target, lambda told: bool(told["waiting"] and told["waiting"]["have"]))
+            assert (told["state"], told["waiting"]["have"]) == ("waiting", ["node-0"])
+            assert re.fullmatch(r"waiting for 1 of 2 nodes \(have: node-0\); gives up in \d+ s", told["summary"])
+        cluster.add_node()
+        for target in (run_dir, cluster.endpoint):
+            told = look_until(outlast, target, lambda told: ("local", 4) in saved_in(told))
+            assert (told["state"], told["cycle"], told["run_dir"]) == ("running", 0, str(run_dir))
+            assert [(node["state"], node["ranks"]) for node in told["nodes"]] == [
+                ("training", [0]),
+                ("training", [1]),
+            ]
+            assert told["nodes"][1]["pids"] == [cluster.worker_pid(1)]
+            assert told["nodes"][0]["agent_pid"] == cluster.agent(0).pid
+            assert told["iteration"] == 4
+            assert told["budgets"]["restarts_in_a_row"] == {"used": 0, "limit": 3, "left": 3}
+            assert told["local_directory"] == str(saves)
+        psutil.Process(cluster.worker_pid(1)).kill()
+        told = look_until(outlast, run_dir, lambda told: told["cycle"] == 1 and told["iteration"] == 5)
+        (trouble,) = told["incidents"]
+        assert (trouble["kind"], trouble["rank"], trouble["remedy"]) == ("worker_died", 1, "restart_workers")
+        assert "was ended by SIGKILL" in trouble["text"]
+        assert told["budgets"]["restarts_in_a_row"]["left"] == 2
+        cluster.close()
+    told = look_until(outlast, run_dir, lambda _: True)
+    assert told["state"] == "no_process"
+    assert told["summary"].startswith("no live process: last seen")
+    assert ("local", 4) in saved_in(told)
+    assert ("memory", 4) not in saved_in(told)
+    code, out, err = outlast("status", cluster.endpoint)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"outlast: nobody answers at {cluster.endpoint} (connection refused)")
+
+
+@pytest.mark.process
+def test_finished_run_is_told_with_its_times(tmp_path: Path, outlast: Command) -> None:
+    """After the end: the exit code, the reason, and times that people can read in the journal and ladder.json."""
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
+    script.write_text("import os\nraise SystemExit(7 if os.environ['OUTLAST_CYCLE'] == '0' else 0)\n")
+    with Cluster(script, run_dir=run_dir, num_nodes=1, nproc_per_node=1) as cluster:
+        assert cluster.wait(timeout_s=LONG_S) == [0]
+    code, out, _ = outlast("status", run_dir)
+    assert code == 0
+    assert "over with exit code 0" in out
+    assert "failed with exit code 7" in out
+    iso = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
+    steps = json.loads((run_dir / "ladder.json").read_text())["history"]
+    assert steps
+    assert all(iso.fullmatch(step["time"]) for step in steps)
+    for path in (run_dir / "journal").iterdir():
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            assert event["time"] == clock.as_iso(event["wall_ns"])
+
+
+def test_what_cannot_be_told_is_one_line_and_two(tmp_path: Path, outlast: Command) -> None:
+    """No such directory, no run directory, nobody at the endpoint, no such host, a store without a coordinator."""
+    store = stores.host(Endpoint("localhost", 0), timeout_s=10)
+    for target, words in {
+        tmp_path / "missing": "there is no ",
+        tmp_path: "is not a run directory",
+        f"127.0.0.1:{free_port()}": "nobody answers at",
+        "no-such-host.invalid:29400": "the host no-such-host.invalid is not known here",
+        f"localhost:{store.port}": "but no coordinator of outlast; give the --rdzv-endpoint",
+        "localhost:99999": "is no port",
+    }.items():
+        code, out, err = outlast("status", target)
+        assert (code, out, err.count("\n")) == (2, "", 1), target
+        assert words in err
+
+
+def test_foreign_program_at_the_endpoint_is_named(outlast: Command) -> None:
+    """A web server at the port costs no wait and one line."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, _greeting(listener, b"HTTP/1.1 400 Bad Request\r\n\r\n"):
+        code, _, err = outlast("status", f"127.0.0.1:{listener.getsockname()[1]}")
+    assert code == 2
+    assert "is no control store of outlast" in err
+
+
+@contextlib.contextmanager
+def _greeting(listener: socket.socket, words: bytes) -> Iterator[None]:
+    import threading
+
+    def greet() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(words)
+
+    thread = threading.Thread(target=greet, daemon=True)
+    thread.start()
+    yield
+    thread.join(timeout=60)
+
+
+def test_json_has_the_documented_fields(tmp_path: Path, outlast: Command) -> None:
+    """Every field of the object, and of those within, stands in docs/status.md."""
+    write_job(tmp_path)
+    code, out, _ = outlast("status", "--json", tmp_path)
+    assert code == 0
+    told = json.loads(out)
+    fields = {field.name for field in msgspec.structs.fields(StatusReport)}
+    assert set(told) == fields
+    documented = set(re.findall(r"`(\w+)`", (DOCS / "status.md").read_text()))
+    assert fields <= documented
+
+
+def test_watch_takes_its_number_or_none(tmp_path: Path, outlast: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--watch may stand before the directory, with or without seconds; each look is printed below the last."""
+    write_job(tmp_path)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) % 2 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    for words in (["--watch", tmp_path], ["--watch", "0.5", tmp_path], [tmp_path, "--watch"], [tmp_path, "--watch=3"]):
+        code, out, err = outlast("status", *words)
+        assert code == 130
+        assert "Traceback" not in err
+        assert out.count("state      running") == 2
+        assert "\x1b" not in out
+    assert waits == [2.0, 2.0, 0.5, 0.5, 2.0, 2.0, 3.0, 3.0]
+    code, out, _ = outlast("status", tmp_path, "--json", "--watch")
+    assert [json.loads(line)["state"] for line in out.splitlines()] == ["running", "running"]
+
+
+@pytest.mark.process
+def test_watch_ends_by_ctrl_c_without_a_traceback(tmp_path: Path) -> None:
+    """Ctrl-C ends it with 130, while it waits as while it looks."""
+    write_job(tmp_path)
+    code = "from outlast.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "status", str(tmp_path), "--watch=0.1"]
+    environment = {**os.environ, "TERM": "dumb", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        for line in watching.stdout:
+            if line.startswith("incidents"):
+                break
+        watching.send_signal(signal.SIGINT)
+        out, err = watching.communicate(timeout=100)
+    assert watching.returncode == 130
+    assert "Traceback" not in out + err
