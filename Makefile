@@ -8,7 +8,7 @@ CODE := src tests examples docs
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml nvidia-ml-py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup slurm test test-faults test-gpu lint types unit docs demo demo-ray bench bench-peers format clean
+.PHONY: help setup slurm test test-faults test-gpu lint types unit docs demo demo-ray bench bench-peers bench-results format clean
 
 help:
 	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint | types | unit | docs    one part of make test"
 	@echo "make bench   measure against the stock launcher and other checkpoint libraries"
 	@echo "make bench-peers   install more libraries, and measure restarts in process and checkpoints beside them"
+	@echo "make bench-results   measure everything and write the figures of the docs (docs/results)"
 	@echo "make format  put the code into its form"
 	@echo "make clean   remove what was made here"
 
@@ -97,11 +98,22 @@ bench: setup
 # Alone, without what they ask for: that would replace torch by one with CUDA. What is needed of it is here already.
 bench-peers: setup
 	@for peer in $(PEERS); do \
-	  $(PIP) --no-deps $$peer || echo "bench-peers: $$peer cannot be had here; it is left out" >&2; done
+	  $(PIP) --no-deps $$peer || echo "bench-peers: $$peer is not available here; it is left out" >&2; done
 	$(BIN)/outlast bench inprocess
 	$(BIN)/outlast bench save
 	$(BIN)/outlast bench load
 	$(BIN)/outlast bench replica
+
+# The committed results that the docs' figures come from. Leave the machine alone meanwhile; install the peers first.
+BENCHES := heartbeat restart inprocess rendezvous save load replica numerics straggler ray
+bench-results: setup
+	@mkdir -p docs/results
+	@for bench in $(BENCHES); do \
+	  $(BIN)/outlast bench $$bench --json > docs/results/$$bench.new; \
+	  if [ -s docs/results/$$bench.new ]; then mv docs/results/$$bench.new docs/results/$$bench.json; \
+	  else rm docs/results/$$bench.new; echo "bench-results: $$bench gave no result; the earlier one stays" >&2; fi; \
+	done
+	$(BIN)/python docs/generate.py
 
 format: setup
 	$(BIN)/ruff check --fix $(CODE)

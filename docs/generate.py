@@ -1,7 +1,9 @@
-"""Write the tables of these pages from the code: settings, exit codes, incidents, events.
+"""Write the tables of these pages from the code, and measured figures from the committed results.
 
-A page marks a table's place by ``<!-- table: NAME -->`` and ``<!-- end -->``. Without an argument the tables
-are written; with ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
+A page marks a table's place by ``<!-- table: NAME -->`` and ``<!-- end -->``: settings, exit codes, incidents, events.
+Figures come from ``results/BENCH.json``, each what ``outlast bench BENCH --json`` printed: in tables, and in a text as
+``<!-- figure: BENCH.BAR -->`` and ``<!-- end -->``. Without an argument all is written; with ``--check`` nothing is
+written, and the exit code is 1 when a page is out of date.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import ast
 import enum
 import inspect
+import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from outlast.chaos import Fault, FaultKind, FaultTarget
 from outlast.config import (
@@ -32,17 +36,43 @@ from outlast.launch.run_parser import describe_options, option_name, takes_value
 from outlast.status import report
 
 DOCS = Path(__file__).parent
+PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+RESULTS = DOCS / "results"
 PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"(<!-- figure: (?P<bench>\w+)\.(?P<bar>\w+) -->).*?(<!-- end -->)")
+NOT_MEASURED = "not measured"
+
+COMPARED = {
+    "restart.restart_vs_torchrun_2": "one of 2 ranks is killed: until both have done an all-reduce again",
+    "restart.restart_vs_torchrun_4": "one of 4 ranks is killed: until all have done an all-reduce again",
+    "rendezvous.rendezvous_vs_c10d_64": "64 agents meet: until the last one has its rank",
+    "inprocess.exception_s": "restart in process, an exception on one of 4 ranks: until all are in the function again",
+    "inprocess.sigkill_s": "restart in process, one of 4 ranks is killed: until all have finished a step",
+    "inprocess.sigkill_rank0_s": "the same, rank 0",
+    "inprocess.hang_beyond_timeout_s": "restart in process, a rank hangs: from the end of the timeout until the same",
+    "save.stall_vs_dcp_async": "1 GiB: how long an asynchronous save blocks training",
+    "save.stall_overlapped_vs_dcp_staging": "the same, with the copy overlapped",
+    "save.durable_vs_dcp_save": "1 GiB: until a save is durable",
+    "load.load_verified_vs_torch_load": "1 GiB: load into live tensors (ours verifies every byte)",
+    "load.load_verified_vs_dcp_load": "the same",
+    "replica.replica_vs_gloo": "fetch a shard from another process over loopback (ours verifies every byte)",
+    "ray.ray_recover_vs_train": "Ray, a training actor is killed: until all have finished a step",
+    "heartbeat.heartbeat_us": "one heartbeat",
+}
+"""What the comparison shows: figures that were measured beside a peer's, in turns within one run."""
+
+HEADLINES = ("restart.restart_vs_torchrun_4", "save.stall_vs_dcp_async", "ray.ray_recover_vs_train")
+"""The same for the README: three."""
 
 
-def settings_table(cls: type, *, flag: str = "") -> str:
-    """Return a config's fields as a table; with ``flag`` also their command line options."""
-    head = ["setting", "type", "default", *(["option"] if flag else []), "meaning"]
+def settings_table(cls: type) -> str:
+    """Return a config's fields as a table."""
     rows = []
     for field in describe_fields(cls):
-        option = [f"`{flag}{field.name.replace('_', '-')}`"] if flag else []
-        rows.append([f"`{field.name}`", _type(field.type_name), _default(field.default), *option, _text(field.text)])
-    return _table(head, rows)
+        default = _default(field.default)
+        kind = _type(field.type_name).removesuffix(" or none") if default == "none" else _type(field.type_name)
+        rows.append([f"`{field.name}`", f"{kind}: {default}", _text(field.text)])
+    return _table(["setting", "type: default", "meaning"], rows)
 
 
 def options_table() -> str:
@@ -112,6 +142,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 def _type(name: str) -> str:
     if "Mapping" in name:
         return "name:seconds, ..."
+    name = re.sub(r"\b\w+Config\b", "section", name)
     return name.replace(" | None", " or none")
 
 
@@ -125,10 +156,107 @@ def _text(text: str) -> str:
     return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
 
 
+def load_results() -> dict[str, dict[str, Any]]:
+    """Return the committed results, by benchmark."""
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json")))
+    return {result["bench"]: result for result in found}
+
+
+def find_bar(name: str) -> dict[str, Any] | None:
+    """Return a measured figure by ``BENCH.BAR``; ``None``: no committed result has it."""
+    bench, _, wanted = name.partition(".")
+    bars = load_results().get(bench, {"bars": []})["bars"]
+    return next((bar for bar in bars if bar["name"] == wanted and bar["value"] is not None), None)
+
+
+def comparison_table(names: Iterable[str]) -> str:
+    """Return figures beside the peers', those that were measured; a ratio is shown as the two figures it comes from."""
+    rows = []
+    for name in names:
+        bar = find_bar(name)
+        if bar is None or bar["peer_value"] is None:
+            continue
+        peer, unit = bar["peer"], bar["unit"]
+        ours = bar["value"]
+        if unit == "x":
+            peer, _, unit = peer.rpartition(" (")
+            unit = unit.rstrip(")")
+            ours = bar["value"] * bar["peer_value"]
+        rows.append([COMPARED[name], show_figure(ours, unit), show_figure(bar["peer_value"], unit), peer])
+    if not rows:
+        return "No result is committed yet; `outlast bench` measures them on your machine.\n"
+    return _table(["what", "outlast", "beside it", "which is"], rows)
+
+
+def all_figures_table() -> str:
+    """Return every bar of every committed result."""
+    rows = []
+    for bench, result in load_results().items():
+        for number, bar in enumerate(result["bars"]):
+            unit = bar["unit"]
+            peer_unit = unit
+            peer = bar["peer"] or "-"
+            if unit == "x" and bar["peer"]:
+                peer, _, peer_unit = peer.rpartition(" (")
+                peer_unit = peer_unit.rstrip(")")
+            rows.append(
+                [
+                    "" if number else f"`{bench}`",
+                    f"`{bar['name']}`",
+                    show_figure(bar["value"], unit),
+                    f"{show_figure(bar['bar'], unit)}{'' if bar['ok'] else ' (missed)'}",
+                    "-" if bar["peer_value"] is None else f"{show_figure(bar['peer_value'], peer_unit)}, {peer}",
+                ]
+            )
+    if not rows:
+        return "No result is committed yet.\n"
+    return _table(["benchmark", "figure", "value", "bar", "beside it"], rows)
+
+
+def machines_text() -> str:
+    """Return on what machine, when and with which versions the committed results were measured, a line for each."""
+    lines: dict[str, list[str]] = {}
+    for bench, result in load_results().items():
+        machine = result["machine"]
+        peers = [f"{name} {machine[name]}" for name in sorted(machine) if name not in _OF_THE_MACHINE]
+        text = (
+            f"{machine.get('date', 'day not recorded')}, {machine['cores']} cores of {machine['processor']}, "
+            f"{machine['memory_gib']:g} GiB, Linux {machine['kernel']}, Python {machine['python']}, "
+            f"torch {machine['torch']}, outlast {machine.get('outlast', '')}".rstrip()
+        )
+        lines.setdefault("; beside it ".join([text, ", ".join(peers)] if peers else [text]), []).append(bench)
+    if len(lines) == 1:
+        return f"Measured {next(iter(lines))}; CPU and gloo, no GPU.\n"
+    rows = [f"* {', '.join(f'`{bench}`' for bench in some)}: {text}; CPU and gloo\n" for text, some in lines.items()]
+    return "".join(rows)
+
+
+_OF_THE_MACHINE = {"date", "processor", "cores", "memory_gib", "load_1min", "kernel", "python", "torch", "outlast"}
+
+
+def show_figure(value: float | None, unit: str) -> str:
+    """Return a measured value for people: three digits, seconds below one as milliseconds."""
+    if value is None:
+        return NOT_MEASURED
+    if unit == "s" and abs(value) < 1:
+        value, unit = value * 1e3, "ms"
+    return f"{value:.3g}\N{NO-BREAK SPACE}{unit}".rstrip()
+
+
+def figure_text(name: str) -> str:
+    """Return one measured figure for a sentence."""
+    bar = find_bar(name)
+    return NOT_MEASURED if bar is None else show_figure(bar["value"], bar["unit"])
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "comparison-figures": lambda: comparison_table(COMPARED),
+    "headline-figures": lambda: comparison_table(HEADLINES),
+    "all-figures": all_figures_table,
+    "machines": machines_text,
     "config": lambda: settings_table(Config),
     "checkpoint": lambda: settings_table(CheckpointConfig),
-    "fault-tolerance": lambda: settings_table(FaultToleranceConfig, flag="--ft-"),
+    "fault-tolerance": lambda: settings_table(FaultToleranceConfig),
     "run-options": options_table,
     "preemption": lambda: settings_table(PreemptionConfig),
     "in-process-restart": lambda: settings_table(InProcessRestartConfig),
@@ -155,13 +283,14 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def render(text: str) -> str:
-    """Return a page with its tables made anew."""
-    return PLACE.sub(lambda found: found[1] + TABLES[found["name"]]() + found[3], text)
+    """Return a page with its tables and figures made anew."""
+    text = PLACE.sub(lambda found: found[1] + TABLES[found["name"]]() + found[3], text)
+    return FIGURE.sub(lambda found: found[1] + figure_text(f"{found['bench']}.{found['bar']}") + found[4], text)
 
 
 def main() -> int:
     stale = []
-    for page in sorted(DOCS.glob("*.md")):
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if (fresh := render(text)) != text:
             stale.append(page.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 from rich.console import Console
 
@@ -20,7 +21,9 @@ def test_json_is_one_object_of_the_promised_form() -> None:
     text = BenchResult(bench="heartbeat", bars=(KEPT, UNKNOWN), notes=("a note",)).to_json()
     found = json.loads(text)
     assert "\n" not in text
-    assert set(found) == {"bench", "machine", "bars"}
+    assert set(found) == {"bench", "machine", "bars", "notes"}
+    assert found["notes"] == ["a note"]
+    assert set(json.loads(BenchResult(bench="heartbeat", bars=(KEPT,)).to_json())) == {"bench", "machine", "bars"}
     assert found["bars"][0] == {
         "name": "heartbeat_us",
         "value": 0.1865,
@@ -34,6 +37,8 @@ def test_json_is_one_object_of_the_promised_form() -> None:
     assert found["bars"][1]["peer_value"] is None
     assert found["machine"]["cores"] >= 1
     assert found["machine"]["torch"]
+    assert found["machine"]["outlast"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["machine"]["date"])
 
 
 def test_a_bar_is_kept_up_to_its_limit() -> None:

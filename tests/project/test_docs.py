@@ -1,9 +1,10 @@
-"""The documents keep to the code: tables are current, links lead somewhere, examples are well-formed."""
+"""The documents keep to the code: tables, figures and quoted log lines are current, links lead somewhere."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import runpy
 import tomllib
@@ -23,9 +24,10 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_tables_are_those_of_the_code(page: Path) -> None:
-    """Settings, exit codes and events in the docs are the code's own; docs/generate.py writes them."""
+    """Settings, exit codes and events in the docs are the code's own, measured figures the committed results';
+    docs/generate.py writes them."""
     text = page.read_text(encoding="utf-8")
     assert text == GENERATE["render"](text), "run: python docs/generate.py"
 
@@ -88,3 +90,103 @@ def test_ft_options_in_the_docs_exist(page: Path) -> None:
     known = {field.replace("_", "-") for field in fields} | {"cfg-path"}
     for option in re.findall(r"--ft[-_]([a-z][\w-]*)", page.read_text(encoding="utf-8")):
         assert option in known, f"{page.name} mentions --ft-{option}"
+
+
+def test_figures_come_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A figure in a page is what a committed result says, a ratio is shown as both sides, and what was not measured is
+    said to be so."""
+    bars = [
+        {"name": "death_noticed_ms", "value": 11.26, "unit": "ms", "peer": None, "peer_value": None},
+        {"name": "restart_vs_torchrun_2", "value": 0.04, "unit": "x", "peer": "torchrun, c10d (s)", "peer_value": 2.0},
+        {"name": "restart_vs_torchrun_4", "value": None, "unit": "x", "peer": "torchrun, c10d (s)", "peer_value": None},
+    ]
+    machine = dict.fromkeys(("processor", "kernel", "python", "torch"), "one") | {"cores": 2, "memory_gib": 8}
+    for bar in bars:
+        bar |= {"bar": 30.0, "ok": True}
+    (tmp_path / "restart.json").write_text(json.dumps({"bench": "restart", "machine": machine, "bars": bars}))
+    page = (
+        "after <!-- figure: restart.death_noticed_ms -->?<!-- end -->, "
+        "<!-- figure: restart.nothing -->?<!-- end -->\n<!-- table: comparison-figures -->\n<!-- end -->"
+    )
+    monkeypatch.setitem(GENERATE["render"].__globals__, "RESULTS", tmp_path)
+    text = GENERATE["render"](page)
+    assert "<!-- figure: restart.death_noticed_ms -->11.3\N{NO-BREAK SPACE}ms<!-- end -->" in text
+    assert "<!-- figure: restart.nothing -->not measured<!-- end -->" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| one of")]
+    cells = [cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in row.split("|")[2:5]]
+    assert cells == ["80 ms", "2 s", "torchrun, c10d"]
+
+
+def test_figures_are_of_benches_that_exist() -> None:
+    """Each figure that a page shows is one that a benchmark of its name measures; none begins a line, where its comment
+    would end a paragraph."""
+    for page in PAGES:
+        assert not re.search(r"^\s*<!-- figure", page.read_text("utf-8"), re.MULTILINE), page.name
+    named = re.findall(r"<!-- figure: (\w+)\.(\w+) -->", "".join(page.read_text("utf-8") for page in PAGES))
+    for bench, bar in [*named, *(name.split(".") for name in GENERATE["COMPARED"])]:
+        source = (ROOT / "src/outlast/bench" / f"{bench}.py").read_text("utf-8")
+        stem = re.sub(r"_\d+$", "_", bar)
+        assert f'"{bar}"' in source or f'"{stem}{{' in source, f"outlast bench {bench} has no figure {bar}"
+
+
+def templates() -> str:
+    """Return every text of the source, with ``…`` for what is filled in, one after another with zeros between."""
+    found = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(re.sub(r"%[-+# 0]*\d*(?:\.\d+)?[sdrgf]", "…", node.value))
+            elif isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.add("".join(str(part) for part in parts))
+    return "\0".join(found)
+
+
+def test_quoted_log_lines_are_logged() -> None:
+    """Each log line that the page on troubleshooting explains is a text of the source, where its gaps are filled in."""
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    tables = page.partition('<div class="log-lines" markdown>')[2].partition("</div>")[0]
+    quoted = re.findall(r"^\| `([^`]+)`", tables, re.MULTILINE)
+    assert len(quoted) > 40
+    texts = templates()
+    for line in quoted:
+        assert len(line.replace("…", "").strip()) >= 8, f"{line!r} fits too much"
+        assert re.search("[^\0]*".join(re.escape(part) for part in line.split("…")), texts), f"nothing logs {line!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_paths_in_the_docs_exist(page: Path) -> None:
+    """A test or example that a page names is there."""
+    for path in re.findall(r"`((?:tests|examples)/[\w./-]+)`", page.read_text(encoding="utf-8")):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of each ``outlast`` command in a page, up to the training script, a pipe or a comment."""
+    found = []
+    for block in blocks(page, "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("$ outlast "):
+                words = re.split(r"\s+(?:#|\||--\s|\S+\.py\b)", line.removeprefix("$ outlast "))[0]
+                found.append(words.split())
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_commands_in_the_docs_exist(page: Path) -> None:
+    """Each command that a page shows is one, with the options that it is shown with."""
+    import click
+    from click.testing import CliRunner
+
+    from outlast.cli.main import cli
+
+    for words in commands(page):
+        path: list[str] = []
+        command: click.Command | None = cli
+        while isinstance(command, click.Group) and words[len(path) :]:
+            path.append(words[len(path)])
+            command = command.get_command(click.Context(command), path[-1])
+            assert command is not None, f"{page.name}: there is no command {' '.join(path)!r}"
+        told = CliRunner().invoke(cli, [*path, "--help"], standalone_mode=False).output.replace("_", "-")
+        for option in re.findall(r"(?<!\S)--[\w-]+", " ".join(words)):
+            assert option.replace("_", "-") in told, f"{page.name}: outlast {' '.join(path)} has no {option}"

@@ -4,11 +4,12 @@ The JSON form is the same for all benchmarks::
 
     {"bench": ..., "machine": {...}, "bars": [{"name", "value", "unit", "peer", "peer_value", "bar", "ok"}]}
 
-Some add ``"details": {...}``, of what the figures are made.
+Where there are any, ``"notes": [...]`` has lines for people, and ``"details": {...}`` of what the figures are made.
 """
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import json
 import math
@@ -25,14 +26,19 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from outlast import __version__, clock
+
 __all__ = ["Bar", "BenchResult", "describe_machine"]
 
 _UNITS_OF_RATIOS = "x"
+_PEERS = ("nvidia-resiliency-ext", "torch-checkpointing", "ray")
+"""Packages that some benchmarks measure beside ours, where they are installed."""
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what the figures depend on: processor, memory, load, versions."""
+    """Return what the figures depend on: day, processor, memory, load, versions of ours and of the peers installed."""
     return {
+        "date": datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9, datetime.UTC).date().isoformat(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -40,7 +46,16 @@ def describe_machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
+        "outlast": __version__,
+        **{peer: version for peer in _PEERS if (version := _installed(peer))},
     }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:
@@ -99,7 +114,7 @@ class BenchResult:
     bench: str
     bars: tuple[Bar, ...]
     notes: tuple[str, ...] = ()
-    """Lines for people: breakdowns, runs that failed and were done again."""
+    """Lines for people: breakdowns, runs that failed and were repeated."""
     machine: Mapping[str, Any] = field(default_factory=describe_machine)
     details: Mapping[str, Any] = field(default_factory=dict)
     """For programs, what the figures are made of; empty = nothing."""
@@ -113,6 +128,8 @@ class BenchResult:
         """Return the JSON form, on one line."""
         bars = [bar.to_fields() for bar in self.bars]
         fields = {"bench": self.bench, "machine": dict(self.machine), "bars": bars}
+        if self.notes:
+            fields["notes"] = list(self.notes)
         if self.details:
             fields["details"] = dict(self.details)
         return json.dumps(fields, allow_nan=False)

@@ -45,7 +45,7 @@ class FaultKind(StrEnum):
 
     @property
     def is_numeric(self) -> bool:
-        """Whether it changes a number; else it befalls the process."""
+        """Whether it changes a number; else it applies to the process."""
         return self in _NUMERIC
 
 
@@ -93,14 +93,14 @@ class Fault:
     """Which bit is flipped, from 0, the least significant; none = drawn from the seed."""
 
     rank: int | None = None
-    """Global rank that it befalls, wherever it runs. Without rank, node and device one rank is drawn from the
+    """Global rank that it applies to, wherever it runs. Without rank, node and device one rank is drawn from the
     seed."""
 
     node: str | None = None
-    """Name of the node whose ranks it befalls, each of them."""
+    """Name of the node to whose ranks it applies, each of them."""
 
     device: str | None = None
-    """Name of the device whose ranks it befalls: a GPU's ``gpu-<uuid>``, else ``<node>/cpu-<local rank>``."""
+    """Name of the device to whose ranks it applies: a GPU's ``gpu-<uuid>``, else ``<node>/cpu-<local rank>``."""
 
     iteration: int | None = None
     """It strikes in the step before which this many optimizer steps were done, or right before that step."""
@@ -120,7 +120,7 @@ class Fault:
     any. In ``setup`` no step counts as done yet."""
 
     duration_s: float | None = None
-    """How long sleep, hold_gil and slow last, in seconds; none = for ever, or until the process ends."""
+    """How long sleep, hold_gil and slow last, in seconds; none = forever, or until the process ends."""
 
     factor: float | None = None
     """How many times as long things take under slow; above 1."""

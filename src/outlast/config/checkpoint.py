@@ -47,7 +47,7 @@ class CheckpointConfig:
     """Return from a save once the state is copied; off: once it is committed."""
 
     overlap_staging: bool = False
-    """Return from a save before parameters and optimizer states are copied; the copy goes on beside the next forward
+    """Return from a save before parameters and optimizer states are copied; the copy continues beside the next forward
     and backward, and the optimizer's ``step()`` waits for it. Only for training that changes them nowhere else."""
 
     replication: bool | None = None
@@ -76,7 +76,7 @@ class CheckpointConfig:
     """The same for the local tier."""
 
     save_retain_interval: int = 0
-    """Generations whose iteration is a multiple of it are kept for ever in the global tier; 0 = none."""
+    """Generations whose iteration is a multiple of it are kept forever in the global tier; 0 = none."""
 
     suspect_window: int = 20
     """Iterations after a load in which an invalid result casts doubt on what was loaded; one generation older than

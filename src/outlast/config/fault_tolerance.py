@@ -87,7 +87,7 @@ class FaultToleranceConfig(Partial):
     """rank_hung (SIGSTOP), rank_killed (SIGKILL), or random (one of the two)."""
 
     simulated_fault_rank: int | None = None
-    """Global rank that the fault befalls; none = drawn at random, the same everywhere."""
+    """Global rank that the fault applies to; none = drawn at random, the same everywhere."""
 
     simulated_fault_base_delay: float = 0.0
     """Seconds after the session's start before which the fault does not come."""

@@ -82,8 +82,8 @@ class InProcessRestartConfig(Partial):
     """Give the memory that the CUDA allocator caches back before the function is called again."""
 
     max_rank_faults: int | None = None
-    """Faults of its own that a rank may have; with one more it leaves for good, and the others go on. none = no
-    limit."""
+    """Faults of its own that a rank may have; with one more it is permanently removed, and the others continue. none =
+    no limit."""
 
     monitor_process_logdir: str | None = None
     """Folder for the logs of the monitor processes, a file each; none = they write to their rank's standard error."""
