@@ -232,7 +232,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         names=_names(env, launcher),
         resumes_other=env.get(RESUME_OTHER) == "1",
         allocation=env.get("SLURM_JOB_ID") or None,
-        requeues=number("SLURM_RESTART_COUNT", default=0),
+        requeues=int(text) if (text := env.get("SLURM_RESTART_COUNT", "")).isdecimal() else 0,
     )
 
 

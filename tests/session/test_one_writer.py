@@ -21,7 +21,7 @@ from outlast.runtime import lease, processes
 folder, told = sys.argv[1], json.loads(sys.argv[2])
 lease.FolderRecords.renew_s = 0.2
 if "machine" in told:
-    processes._machine = lambda: told["machine"]
+    processes.machine_id = lambda: told["machine"]
 checkpoint = outlast.CheckpointConfig(
     directory=folder + "/ckpt", save_interval=1, async_save=False, resume_from_other_run=told.get("resume", False)
 )
