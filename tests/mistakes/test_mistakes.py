@@ -420,6 +420,54 @@ def test_poor_surroundings_do_no_harm(shell: Shell, environment: dict[str, str])
     assert not any("\x1b" in line or "\r" in line for line in seen.lines), seen
 
 
+@pytest.mark.slow
+def test_a_user_without_rights_trains_and_is_told_what_cannot_be_written(shell: Shell) -> None:
+    """As nobody, without any privilege: a run trains, and a directory that may not be written to is named, with 2."""
+    nobody = ("unshare", "--user")
+    if subprocess.run([*nobody, "true"], check=False).returncode:
+        pytest.skip("no user namespace can be made here")
+    (shell.folder / "train.py").write_text(TRAIN)
+    closed = shell.folder / "closed"
+    closed.mkdir(mode=0o555)
+    for folder, code in (("saved", 0), ("closed/saved", 2)):
+        arguments = ["run", "--nproc-per-node=2", f"--run-dir=run-{code}", "train.py", folder, "4", "4"]
+        done = subprocess.run(
+            [*nobody, *MAIN, *arguments],
+            cwd=shell.folder,
+            env={**shell.environment, "HOME": "/nonexistent"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        seen = Seen(done.returncode, (done.stdout + done.stderr).splitlines())
+        assert seen.code == code, seen
+    assert "directory=closed/saved cannot be used" in seen.lines[-1], seen
+    assert "Permission denied" in seen.lines[-1], seen
+    assert len(seen.ours) <= 10, seen
+
+
+def test_the_same_run_twice_at_once_is_refused(shell: Shell) -> None:
+    """A second run in the run directory of a living one: one line, exit code 2; the first one trains to its end."""
+    (shell.folder / "train.py").write_text(
+        "import pathlib, time, sys\nprint('in the script', flush=True)\n"
+        "until = time.monotonic() + 200\n"
+        "while not pathlib.Path('go').exists() and time.monotonic() < until:\n    time.sleep(0.02)\n"
+    )
+    with shell.start("run", "--run-dir=run", "train.py") as first:
+        assert first.stdout is not None
+        assert any("in the script" in line for line in first.stdout)
+        seen = shell.run("run", "--run-dir=run", "train.py")
+        (shell.folder / "go").touch()
+        output = first.communicate(timeout=240)[0]
+    assert first.returncode == 0, output
+    assert seen.code == 2, seen
+    assert len(seen.lines) == 1, seen
+    assert "is in use by" in seen.lines[0]
+    assert f"pid {first.pid}" in seen.lines[0]
+
+
 def signal_when(process: subprocess.Popen[str], is_time: Callable[[str], bool]) -> list[str]:
     """Send SIGINT once a line is there for which it is time; return all lines."""
     assert process.stdout is not None

@@ -102,6 +102,6 @@ def test_waiting_is_short_and_never_for_nobody(
 ) -> None:
     """A failure is reported within seconds, and at once when nobody is left or another node's rank may be the cause."""
     seconds = wait_s(ended, num_running=num_running, is_before_first_step=early, has_session=session, is_alone=alone)
-    assert 0 <= seconds <= 3
+    assert 0 <= seconds <= 5
     if not num_running or (not early and not alone):
         assert seconds == 0

@@ -247,9 +247,12 @@ class Cycle:
     @property
     def wait_for_others_s(self) -> float:
         """Seconds to wait for other workers of this node before a failure is reported; 0 = what happened is clear."""
+        failing = self._failing()
+        done = (ExitReason.FINISHED, ExitReason.PREEMPTED)
+        num_ended = sum(worker.lost is not None or worker.exit_code in done for worker in self.workers.values())
         return wait_s(
-            self._failing(),
-            num_running=sum(worker.exit_code is None for worker in self.workers.values()),
+            failing,
+            num_running=len(self.workers) - len(failing) - num_ended,
             is_before_first_step=self._is_before_first_step,
             has_session=self.had_session,
             is_alone=self.start.num_nodes == 1,
@@ -301,8 +304,8 @@ class Cycle:
 
     @property
     def _permanent_cause(self) -> Cause | None:
-        """What all workers of this node failed with alike, if a restart cannot mend it."""
-        if not self.all_ended or not self._is_before_first_step:
+        """What all workers of this node failed with alike, if a restart cannot mend it; some may still be ending."""
+        if not self._is_before_first_step:
             return None
         causes = [self.postmortem.read(worker.local_rank).cause for worker in self.workers.values()]
         return permanent_cause(causes, has_session=self.had_session)

@@ -15,7 +15,7 @@ from outlast.incidents import Cause
 
 __all__ = ["Ended", "find_first", "is_consequence", "is_permanent", "permanent_cause", "wait_s"]
 
-SAME_FAULT_S = 3.0
+SAME_FAULT_S = 5.0
 """How long the workers of a node have to fail alike, once one failed in a way that a restart cannot mend."""
 FIRST_FAULT_S = 0.3
 """How long a node waits for the worker that failed by itself, where only one was seen that lost a peer."""
@@ -109,7 +109,7 @@ def wait_s(
 
     Args:
         ended: As for :func:`find_first`.
-        num_running: Workers of the node that still run.
+        num_running: Workers of the node that still run and recorded nothing.
         is_before_first_step: No rank of the node began a step in this job.
         has_session: Its ranks tell of their steps.
         is_alone: There is no other node whose ranks may be the cause.
