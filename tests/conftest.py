@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,11 @@ _num_slow = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the server from which the tests' Python processes are forked, in each process that runs tests."""
+    """Start the server from which the tests' Python processes are forked, in each process that runs tests.
+
+    What a shell has started in the background ignores SIGINT, and so would all that the tests start.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         fork_server.install()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -205,29 +206,32 @@ def test_a_mistake_is_refused_in_one_line(shell: Shell, name: str) -> None:
     assert sorted(path.relative_to(shell.folder) for path in shell.folder.rglob("*")) == before
 
 
-def listening(answer: bytes) -> tuple[socket.socket, int]:
-    """Return a socket at which a program that is not ours answers, and its port."""
+@contextlib.contextmanager
+def listening(answer: bytes) -> Iterator[int]:
+    """Have a program that is not ours answer at a port, and yield that."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        connections = []
-        while True:
-            try:
-                connections.append(server.accept()[0])
-            except OSError:
-                return
-            if answer:
-                connections[-1].sendall(answer)
+        with contextlib.ExitStack() as connections, contextlib.suppress(OSError):  # until it is shut down
+            while True:
+                connection = connections.enter_context(server.accept()[0])
+                if answer:
+                    connection.sendall(answer)
 
-    threading.Thread(target=serve, daemon=True).start()
-    return server, server.getsockname()[1]
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with server:
+            yield server.getsockname()[1]
+            server.shutdown(socket.SHUT_RDWR)
+    finally:
+        thread.join()
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["speaks", "is silent"])
 def test_another_program_at_the_endpoint_is_named(shell: Shell, answer: bytes) -> None:
     """Where another program listens, speaking or silent, the run is refused within seconds instead of waiting."""
-    server, port = listening(answer)
-    with server:
+    with listening(answer) as port:
         seen = shell.run("run", "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "train.py")
     assert seen.code == 2, seen
     (line,) = seen.lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -54,8 +55,9 @@ def run(arguments: tuple[str, ...]) -> None:
         options.remove_new_folders()
         raise
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads any more: outlast run ... | head
+            stream.flush()
     # Threads that wait in a store call can neither be interrupted nor outlive this; everything of value is closed.
     os._exit(code)
 

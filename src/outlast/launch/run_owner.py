@@ -87,7 +87,7 @@ class RunOwner:
 def _describe(options: RunOptions) -> Owner:
     """Return what this agent's job says of itself."""
     values, endpoints = env.environ(), parse_endpoints(options.endpoints)
-    has_nodes = options.max_nodes > 1
+    has_nodes = any(one.port for one in endpoints)  # others may come to it, if only to wait as spares
     # An endpoint such as localhost is another place on each machine.
     here = env.hostname() if any(one.host in ("localhost", "127.0.0.1", "::1") for one in endpoints) else ""
     return Owner(
@@ -99,7 +99,7 @@ def _describe(options: RunOptions) -> Owner:
         job=f"{options.run_id} {options.endpoints} {here}" if has_nodes else None,
         allocation=values.get("SLURM_JOB_ID") or None,
         requeues=_number(values.get("SLURM_RESTART_COUNT")),
-        outlives=has_nodes,
+        outlives=options.max_nodes > 1,
         shares=has_nodes,
     )
 
