@@ -37,6 +37,10 @@ def strike(iteration):
         if int(rank) != initial or restart not in ("*", str(iteration)) or (when and when[0] != str(cycle)):
             continue
         if kind == "killed":
+            together = [one[1] for one in faults if one[0] == kind and one[2:] == [restart, *when]]
+            (here / f"doomed-{cycle}-{restart}-{initial}").touch()  # else the first one's end may keep the next alive
+            while not all((here / f"doomed-{cycle}-{restart}-{one}").exists() for one in together):
+                time.sleep(0.0005)
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
