@@ -312,6 +312,14 @@ def test_a_disk_that_is_full_is_named(shell: Shell) -> None:
     assert "directory=disk/saved" in seen.lines[-1], seen
 
 
+def test_a_rank_that_fails_as_the_other_finishes_is_no_success(shell: Shell) -> None:
+    """Rank 1 lacks a module, which might be every rank's mistake; rank 0 ends with 0 meanwhile: the run has failed."""
+    code = "import os, time\nif os.environ['RANK'] == '1':\n    import nosuchthing\ntime.sleep(1)\n"
+    seen = shell.train(code, options=("--max-restarts=0",))
+    assert seen.code == 1, seen
+    assert "rank 1 failed: ModuleNotFoundError" in seen.lines[-1], seen
+
+
 def test_a_checkpoint_of_another_model_is_said_once(shell: Shell) -> None:
     """The first tensor that does not fit, and how many more: a line a rank, exit code 2, the checkpoint untouched."""
     assert shell.train(TRAIN, "saved", "4", "2", options=("--run-dir=first",)).code == 0

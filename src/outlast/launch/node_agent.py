@@ -323,7 +323,9 @@ class NodeAgent:
             elif cycle.lacks_a_rank:
                 self._timers.set("grace", ALONE_S, self._on_grace_over)
         elif spared or news.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
-            if cycle.all_ended:
+            if cycle.lacks_a_rank:
+                self._fail_when_clear(cycle)  # another one failed a moment ago
+            elif cycle.all_ended:
                 self._on_all_ended(cycle)
         else:
             self._crew.note_failure(cycle, worker, news)
