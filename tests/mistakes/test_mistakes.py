@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from outlast.incidents import EventKind
+from outlast.testing import Cluster
 from outlast.testing.reaping import TOKEN, end_processes, free_port, processes_with
 
 pytestmark = [pytest.mark.process]
@@ -310,6 +312,16 @@ def test_a_disk_that_is_full_is_named(shell: Shell) -> None:
     assert seen.code == 2, seen
     assert "No space left on device" in seen.lines[-1], seen
     assert "directory=disk/saved" in seen.lines[-1], seen
+
+
+def test_what_no_restart_can_mend_ends_all_nodes(tmp_path: Path) -> None:
+    """Two nodes whose ranks all lack a module: one cycle, and both agents end with 2 and the cause."""
+    (tmp_path / "train.py").write_text("import nosuchthing\n")
+    with Cluster(tmp_path / "train.py", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2) as cluster:
+        assert cluster.wait(timeout_s=240) == [2, 2], cluster.tails()
+        assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
+        for agent in cluster.agents:
+            assert "No module named 'nosuchthing' (train.py:1)" in agent.output().splitlines()[-1]
 
 
 def test_a_rank_that_fails_as_the_other_finishes_is_no_success(shell: Shell) -> None:
