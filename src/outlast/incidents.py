@@ -14,7 +14,7 @@ import msgspec
 
 from outlast.decoding import convert
 
-__all__ = ["Cause", "Event", "EventKind", "Incident", "IncidentKind", "Rung", "Verdict"]
+__all__ = ["CYCLE_ENDING", "Cause", "Event", "EventKind", "Incident", "IncidentKind", "Rung", "Verdict"]
 
 
 class Rung(IntEnum):
@@ -65,6 +65,19 @@ class IncidentKind(StrEnum):
     """A result of a step was rejected; the evidence holds the diagnosis."""
     STRAGGLER = "straggler"
     """A rank is slower than the others, or than it was, for several windows in a row; the evidence says in what."""
+
+
+CYCLE_ENDING = frozenset(
+    {
+        IncidentKind.WORKER_DIED,
+        IncidentKind.WORKER_FAILED,
+        IncidentKind.WORKER_HUNG,
+        IncidentKind.NODE_LOST,
+        IncidentKind.CANNOT_START,
+        IncidentKind.NODE_UNHEALTHY,
+    }
+)
+"""Incidents that end a cycle, or keep it from starting: one of them is the cause, the others follow from it."""
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outlast.errors import ExitReason
-from outlast.incidents import Event, EventKind, IncidentKind, Rung
+from outlast.incidents import CYCLE_ENDING, Event, EventKind, Rung
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.journal import read_journal
 from outlast.wording import count
@@ -143,16 +143,6 @@ def _ended_unjudged(events: Sequence[Event]) -> bool:
     of_last = [event for event in events if event.cycle == last]
     judged = any(event.kind == EventKind.VERDICT and "incident" in event.data for event in of_last)
     return not judged and any(
-        event.kind == EventKind.INCIDENT and event.data.get("incident", {}).get("kind") in _FATAL for event in of_last
+        event.kind == EventKind.INCIDENT and event.data.get("incident", {}).get("kind") in CYCLE_ENDING
+        for event in of_last
     )
-
-
-_FATAL = {
-    IncidentKind.WORKER_DIED,
-    IncidentKind.WORKER_FAILED,
-    IncidentKind.WORKER_HUNG,
-    IncidentKind.NODE_LOST,
-    IncidentKind.CANNOT_START,
-    IncidentKind.NODE_UNHEALTHY,
-}
-"""Incidents that end a cycle, or keep it from starting."""

@@ -10,21 +10,12 @@ import msgspec
 
 from outlast.clock import as_iso
 from outlast.decoding import convert
-from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
+from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident, IncidentKind, Rung
 from outlast.status.report import Trouble
 
 __all__ = ["MAX_TROUBLES", "list_troubles"]
 
 MAX_TROUBLES = 50
-_FATAL = {
-    IncidentKind.WORKER_DIED,
-    IncidentKind.WORKER_FAILED,
-    IncidentKind.WORKER_HUNG,
-    IncidentKind.NODE_LOST,
-    IncidentKind.CANNOT_START,
-    IncidentKind.NODE_UNHEALTHY,
-}
-"""Incidents that end a cycle: one of them is its cause, the others are what that did to peers."""
 
 
 @dataclass(slots=True)
@@ -58,7 +49,7 @@ def list_troubles(events: Iterable[Event], now_ns: int) -> tuple[list[Trouble], 
             cases = [one for one in cases if not any(one is report for report in reports)]
             at = same.event if same is not None else event
             cases.append(_Case(at, incident, verdict, max(1, sum(one.num_reports for one in reports))))
-        elif kind in _FATAL and verdict is None:
+        elif kind in CYCLE_ENDING and verdict is None:
             same = next((one for one in unjudged.get(event.cycle, []) if _who(one.incident) == _who(incident)), None)
             if same is not None:
                 same.num_reports += 1
