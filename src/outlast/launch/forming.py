@@ -108,8 +108,9 @@ class Forming:
         have = sorted(node.name for node in self.nodes if node.ready)
         names = ", ".join(have[:8]) + (f" and {len(have) - 8} more" if len(have) > 8 else "")
         left_s = max(0.0, self._since_s + self.settings.join_timeout_s - now_s)
+        num_slots = len(self.nodes.slots)
         reason = (
-            f"waiting for {self._missing} of {count(len(self.nodes.slots), 'node')} (have: {names or 'none'})"
+            f"waiting for {self._missing} of {num_slots} node{'' if num_slots == 1 else 's'} (have: {names or 'none'})"
             f"; gives up in {left_s:.0f} s"
         )
         for node in self.nodes:
