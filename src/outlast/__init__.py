@@ -19,11 +19,12 @@ if TYPE_CHECKING:
         StragglerDetectionConfig,
     )
     from outlast.errors import ExitReason, OutlastError
-    from outlast.session import Session, init
+    from outlast.session import Attempt, Session, StepDecision, init
 
-__version__ = "0.1.0"
+from outlast.version import __version__
 
 _HOMES = {
+    "Attempt": "outlast.session",
     "CheckpointConfig": "outlast.config",
     "Config": "outlast.config",
     "ExitReason": "outlast.errors",
@@ -33,11 +34,13 @@ _HOMES = {
     "PreemptionConfig": "outlast.config",
     "RerunStateMachineConfig": "outlast.config",
     "Session": "outlast.session",
+    "StepDecision": "outlast.session",
     "StragglerDetectionConfig": "outlast.config",
     "init": "outlast.session",
 }
 
 __all__ = [
+    "Attempt",
     "CheckpointConfig",
     "Config",
     "ExitReason",
@@ -47,6 +50,7 @@ __all__ = [
     "PreemptionConfig",
     "RerunStateMachineConfig",
     "Session",
+    "StepDecision",
     "StragglerDetectionConfig",
     "__version__",
     "init",

@@ -27,7 +27,7 @@ from outlast.launch.node_agent import NodeAgent
 from outlast.launch.options import parse_options
 from outlast.launch.worker_process import WorkerProcess
 from outlast.monitor import RankMonitor
-from outlast.monitor.learned import LearnedTimeouts
+from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.policy.deadlines import Timeouts
 from outlast.policy.timeouts import Learned
 from outlast.runtime.board import Board

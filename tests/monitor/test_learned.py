@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outlast.config import FaultToleranceConfig
-from outlast.monitor.learned import FILE_NAME, LearnedTimeouts, Observation, observe
+from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation, observe
 from outlast.policy.deadlines import Timeouts
 from outlast.policy.timeouts import Learned
 from outlast.runtime.board import RankState
@@ -124,7 +124,7 @@ def test_observation_takes_the_maximum_of_attached_ranks():
 UPDATE = """
 import os, sys
 from outlast.config import FaultToleranceConfig
-from outlast.monitor.learned import LearnedTimeouts, Observation
+from outlast.monitor.learned_timeouts import LearnedTimeouts, Observation
 config = FaultToleranceConfig(safety_factor=2.0)
 for step_s in map(float, os.environ["SEEN"].split()):
     seen = Observation(longest_s={"step": step_s}, counts={"step": 20})

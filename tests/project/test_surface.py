@@ -23,6 +23,7 @@ PUBLIC = [
     "outlast.errors",
     "outlast.health",
     "outlast.integrations.slurm",
+    "outlast.journal",
     "outlast.monitor",
     "outlast.numerics",
     "outlast.ray",

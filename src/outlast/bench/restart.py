@@ -14,7 +14,7 @@ from outlast.bench.result import Bar, BenchResult
 from outlast.bench.rounds import Say, median, run_rounds
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.incidents import Event, EventKind, IncidentKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 __all__ = ["Comeback", "measure", "stages_of"]
 
@@ -144,7 +144,7 @@ def _kill_one(
         killed_ns = strike(first.marks[_VICTIM]["pid"], SIGKILL)
         later = job.wait_for_marks((1, 2, 3), ranks, timeout_s=_COMEBACK_TIMEOUT_S)
         job.wait(_END_TIMEOUT_S)
-    events = list(read_journal(folder / "run")) if journal else []
+    events = list(read(folder / "run")) if journal else []
     stages_s = stages_of(killed_ns, later.marks, events)
     return Comeback(stages_s["all-reduced"], later.cycle, stages_s)
 
@@ -175,7 +175,7 @@ def _hang(repeats: int, say: Say) -> list[float]:
             job.wait(_END_TIMEOUT_S)
         noticed_ns = {
             event.cycle: event.mono_ns
-            for event in read_journal(folder / "run")
+            for event in read(folder / "run")
             if event.kind == EventKind.INCIDENT
             and event.data["incident"].get("kind") == IncidentKind.WORKER_HUNG
             and event.proc == "agent"

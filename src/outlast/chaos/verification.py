@@ -10,7 +10,7 @@ from outlast.chaos.draw import PlannedFault, planned_faults
 from outlast.chaos.fault import Fault
 from outlast.chaos.plan import FaultPlan
 from outlast.incidents import EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 __all__ = ["MissingFault", "verify_fired"]
 
@@ -45,7 +45,7 @@ def verify_fired(plan: FaultPlan, run_dir: str | os.PathLike[str]) -> list[Missi
     """
     struck: defaultdict[str, set[int]] = defaultdict(set)
     reached = 0
-    for event in read_journal(run_dir):
+    for event in read(run_dir):
         reached = max(reached, event.iteration or 0)
         if event.kind == EventKind.FAULT_SIMULATED and event.iteration is not None:
             struck[str(event.data.get("fault_id"))].add(event.iteration)

@@ -13,6 +13,7 @@ from outlast.checkpoint.claim import Refused
 from outlast.checkpoint.commit import GRACE_S
 from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.handle import SaveHandle, SaveResult, wait_for_all
+from outlast.checkpoint.launcher_report import LauncherReport
 from outlast.checkpoint.leases import Leases
 from outlast.checkpoint.load import Loaded, Restored
 from outlast.checkpoint.loading import Loader
@@ -74,14 +75,13 @@ class CheckpointManager:
         writer_arguments: tuple[str, ...] = (),
     ) -> None:
         self.config = config
-        self.on_commit: Callable[[int], None] | None = None
-        """Called in a thread of its own with each generation that this process saved, once some tier has it."""
         self._place = place = env if env is not None else place_here()
         self._reporter = Reporter(place, journal)
         if place.world_size > 1 and not is_initialised():
             raise ConfigError(
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
+        self._launcher = LauncherReport(place, config.suspect_window)
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
         self._writer = WriterClient(
             place.writer,
@@ -102,7 +102,7 @@ class CheckpointManager:
                 self._reporter,
                 rank=place.global_rank,
                 limit_s=self._limit_s,
-                on_durable=lambda iteration: self.on_commit and self.on_commit(iteration),
+                on_durable=self._launcher.committed,
                 leases=self._leases,
                 at_stage=at_stage,
             )
@@ -217,7 +217,11 @@ class CheckpointManager:
         """
         known, not_finite = self._loader.known(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
+        if self._restored is not None:
+            self._launcher.loaded(self._restored)
         self._take_for_committed(known, not_finite, iteration)
+        if self.durable_iteration is not None:
+            self._launcher.committed(self.durable_iteration)
         self._may_save = True
         self._prepare(state)
 
@@ -291,6 +295,8 @@ class CheckpointManager:
             handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=restored.attempt)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
+        if not suspect:
+            self._launcher.saving(iteration)
         attempt = self._next_attempt()
         handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=str(attempt))
         save = Save(
@@ -364,6 +370,7 @@ class CheckpointManager:
         self._leases.release(is_idle=ended)
         self._peers.close()
         self._pipeline.close()
+        self._launcher.close()
 
     def give_up(self) -> None:
         """Fail whatever waits for a save, as the call around it is left; :meth:`close` follows. Idempotent.
@@ -394,6 +401,7 @@ class CheckpointManager:
         if is_ours:
             self._take_for_committed(loaded.known, loaded.not_finite, restored.generation)
         self._reporter.restored(restored)
+        self._launcher.loaded(restored)
 
     def _take_for_committed(self, known: dict[int, set[Tier]], not_finite: frozenset[int], iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""

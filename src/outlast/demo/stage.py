@@ -21,8 +21,9 @@ from outlast.demo.scene import Loss, RankScene, Scene
 from outlast.demo.settings import write_settings
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import Event, EventKind
+from outlast.journal import read
 from outlast.runtime.board import Board
-from outlast.runtime.journal import Journal, read_journal
+from outlast.runtime.journal import Journal
 from outlast.testing.cluster import Agent, Cluster
 
 __all__ = ["Stage", "uninterrupted"]
@@ -254,7 +255,7 @@ class Stage:
         sizes = {path.name: path.stat().st_size for path in paths}
         if sizes != self._sizes:
             self._sizes = sizes
-            self._events = list(read_journal(self._cluster.run_dir))
+            self._events = list(read(self._cluster.run_dir))
 
     def _read_loss(self) -> Loss | None:
         for event in reversed(self._events):

@@ -29,7 +29,7 @@ from outlast.launch.job import JobSettings
 from outlast.launch.ladder_file import load_ladder, save_ladder
 from outlast.launch.lifeline import LifelineServer
 from outlast.launch.live import STATUS_KEY, describe_live
-from outlast.monitor.learned import LearnedTimeouts
+from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.policy.deadlines import Expired
 from outlast.policy.ladder import LadderState
 from outlast.policy.timeouts import Observation

@@ -20,8 +20,8 @@ from outlast.config.precedence import merge_under
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
 from outlast.monitor import side_process, stacks
-from outlast.monitor.learned import LearnedTimeouts, observe
-from outlast.monitor.responder import Responder
+from outlast.monitor.examination import Responder
+from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
 from outlast.policy.deadlines import STEP, Timeouts
 from outlast.policy.timeouts import STANDARD
 from outlast.runtime.board import Board, LoadedCopy, RankState

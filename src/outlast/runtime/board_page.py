@@ -124,14 +124,17 @@ class RankPage:
             settings: What this worker's own config sets, for the agent; too long: said, and not handed over.
         """
         words, stop = self._words, self._words[STOP]
-        for at in range(IN_PROCESS):
-            if at != STOP:  # a notice may have come before the worker was ready
-                words[at] = 0
+        # A checkpoint manager may have reported before the worker attached, a notice may have come.
+        kept = () if words[ATTACHED] else (ITERATION, DURABLE, REPORTS, RESTORED, *range(LOAD_GENERATION, IN_PROCESS))
+        for at in set(range(IN_PROCESS)).difference((STOP, *kept)):
+            words[at] = 0
         self._reset()
         words[SETTINGS_LENGTH] = words[PROTECTION_LENGTH] = 0
         words[STOP] = stop
         words[PID], words[RANK], words[CYCLE] = pid, global_rank, cycle
-        words[DURABLE] = words[COLLECTIVES] = -1
+        words[COLLECTIVES] = -1
+        if DURABLE not in kept:
+            words[DURABLE] = -1
         for name, count in (warmup or {}).items():
             self._warmup[self.intern(name)] = count
         self._set_settings(settings.encode())
