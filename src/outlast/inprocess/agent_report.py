@@ -1,4 +1,4 @@
-"""What a rank tells those that are not its peers: the agent of its node, the journal, and whoever reads the log."""
+"""What a rank reports beyond its peers: to the agent of its node, the journal, and the log."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from outlast import clock, env
 from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.errors import OutlastError
 from outlast.incidents import EventKind, IncidentKind
-from outlast.inprocess import messages as m
+from outlast.inprocess import protocol as m
 from outlast.runtime.in_process_mark import InProcessFault, InProcessMark
 from outlast.runtime.journal import Journal
 
-__all__ = ["Announcements"]
+__all__ = ["StatusReporter"]
+
 
 log = logging.getLogger(__name__)
 
 _HUNG = (
-    m.FaultKind.SOFT_TIMEOUT,
-    m.FaultKind.HARD_TIMEOUT,
-    m.FaultKind.COMPLETION_TIMEOUT,
-    m.FaultKind.BARRIER_TIMEOUT,
+    m.RankFaultKind.SOFT_TIMEOUT,
+    m.RankFaultKind.HARD_TIMEOUT,
+    m.RankFaultKind.COMPLETION_TIMEOUT,
+    m.RankFaultKind.BARRIER_TIMEOUT,
 )
 _num_calls = 0
 
 
-class Announcements:
+class StatusReporter:
     """Tell how one call of a wrapped function goes.
 
     Without an agent of ours there is nobody to tell, without a run directory no journal; the calls then do nothing.
@@ -62,7 +63,7 @@ class Announcements:
             self._write_restarted(go)
         self._ranks, self._left_s = go.ranks, None
 
-    def restart(self, iteration: int, faults: Iterable[m.Fault] = ()) -> None:
+    def restart(self, iteration: int, faults: Iterable[m.RankFault] = ()) -> None:
         """Tell that the running iteration is left, for the one named."""
         if self._left_s is None:
             self._left_s = clock.now_s()
@@ -129,7 +130,7 @@ class Announcements:
         )
 
 
-def _for_agent(faults: Iterable[m.Fault]) -> list[InProcessFault]:
+def _for_agent(faults: Iterable[m.RankFault]) -> list[InProcessFault]:
     """Return faults as the agent knows them, what may be a cause first: who waits for a rank that hangs hangs, too."""
     ranked = sorted(faults, key=lambda fault: (fault.is_consequence, fault.is_victims))
     return [
@@ -143,10 +144,10 @@ def _for_agent(faults: Iterable[m.Fault]) -> list[InProcessFault]:
     ]
 
 
-def _kind(kind: m.FaultKind) -> IncidentKind:
+def _kind(kind: m.RankFaultKind) -> IncidentKind:
     if kind in _HUNG:
         return IncidentKind.WORKER_HUNG
-    dead = kind in (m.FaultKind.DIED, m.FaultKind.LINK_LOST)
+    dead = kind in (m.RankFaultKind.DIED, m.RankFaultKind.LINK_LOST)
     return IncidentKind.WORKER_DIED if dead else IncidentKind.WORKER_FAILED
 
 

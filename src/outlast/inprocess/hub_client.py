@@ -1,7 +1,7 @@
 """The way of a monitor process to the hub, wherever that is: at another process, or in this one.
 
 A member that loses the hub looks for it among the candidates, and hosts it itself where all before it are gone. Until
-then nothing is lost: where the member stands (its :class:`~outlast.inprocess.record.Record`) is told to the next hub.
+then nothing is lost: its :class:`~outlast.inprocess.protocol.MemberRecord` is sent to the next hub.
 
 Nothing here imports torch.
 """
@@ -16,17 +16,15 @@ from collections.abc import Callable
 from functools import partial
 
 from outlast import clock
-from outlast.inprocess import messages as m
-from outlast.inprocess.absences import RETURN_S, name_space
-from outlast.inprocess.calls import Calls
-from outlast.inprocess.candidates import Search
-from outlast.inprocess.door import Door
-from outlast.inprocess.hub import Hub
+from outlast.inprocess import protocol as m
+from outlast.inprocess.door import HubListener
+from outlast.inprocess.failover.search import PeerProbes, Search
+from outlast.inprocess.hub import RETURN_S, Hub, name_space
 from outlast.inprocess.link import Link, LinkBroken
-from outlast.inprocess.monitor_task import MonitorTask
-from outlast.inprocess.record import Record
+from outlast.inprocess.protocol import MemberRecord, MonitorTask
 
-__all__ = ["Uplink"]
+__all__ = ["HubClient"]
+
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ _LAST_WORDS_S = 1.0
 """Seconds that a process whose rank is gone has to tell the hub."""
 
 
-class Uplink:
+class HubClient:
     """Tell the hub, and hear it.
 
     Args:
@@ -54,20 +52,20 @@ class Uplink:
         task: MonitorTask,
         *,
         on_order: Callable[[m.Order], None],
-        on_candidates: Callable[[m.Candidates], None],
+        on_candidates: Callable[[m.HubCandidates], None],
     ) -> None:
         self._selector, self._task = selector, task
         self._on_order, self._on_candidates = on_order, on_candidates
-        self._record = Record()
+        self._record = MemberRecord()
         self._joined_with = self._record.standing
         self._life = secrets.token_hex(8)
         self._space = name_space()
-        self._known = m.Candidates(candidates=())
-        self._door = Door(selector, task.host, world_size=task.initial_world_size, on_join=self._on_join)
+        self._known = m.HubCandidates(candidates=())
+        self._door = HubListener(selector, task.host, world_size=task.initial_world_size, on_join=self._on_join)
         self._hub: Hub | None = None
         self._link: Link | None = None
         self._search: Search | None = None
-        self._calls: Calls | None = None
+        self._calls: PeerProbes | None = None
         self._was_silent = False
         self._last_words: m.Gone | m.Left | None = None
         self._rank_is_gone = False
@@ -104,21 +102,21 @@ class Uplink:
         return self._last_words is None or self._is_over or (self._end_s is not None and clock.now_s() >= self._end_s)
 
     def connect(self, order: m.Connect) -> None:
-        """Join the hub for the first time, or host it."""
+        """JoinHub the hub for the first time, or host it."""
         self._door.token = order.token
         if order.hub == self._door.address:
             self._host_hub()
             return
-        self._known = m.Candidates(candidates=(m.Candidate(initial_rank=0, node="", address=order.hub, life=""),))
+        self._known = m.HubCandidates(candidates=(m.HubCandidate(initial_rank=0, node="", address=order.hub, life=""),))
         self._find_hub(self._task.limits.barrier_timeout_s)
 
     def reconnect(self, known: m.Reconnect) -> None:
-        """Join the hub in place of a process that is gone."""
-        self._door.token, self._last_words = known.token, known.last_words
-        self._record = Record(known.standing)
+        """JoinHub the hub in place of a process that is gone."""
+        self._door.token, self._last_words = known.token, known.final_report
+        self._record = MemberRecord(known.standing)
         # It knows nothing of what a candidate must know, so it is the last one.
         others = [c for c in known.known.candidates if c.initial_rank != self._task.initial_rank]
-        self._known = m.Candidates(candidates=(*others, self._describe()), members=known.known.members)
+        self._known = m.HubCandidates(candidates=(*others, self._describe()), members=known.known.members)
         self._find_hub(self._task.heartbeat_timeout_s + _ANSWER_S)
 
     def report(self, report: m.Report) -> None:
@@ -129,10 +127,10 @@ class Uplink:
         if self._link is None:
             return  # its standing, or its last words, will say it
         self._say(report)
-        if isinstance(report, m.Fault):
+        if isinstance(report, m.RankFault):
             self._demand_answer()
 
-    def end(self, last_words: m.Gone | m.Left) -> None:
+    def end(self, final_report: m.Gone | m.Left) -> None:
         """Tell the hub that the rank is gone; :attr:`is_done` soon."""
         self._rank_is_gone = True
         if not self._door.token:
@@ -140,7 +138,7 @@ class Uplink:
         if self._is_over:
             return
         if self._last_words is None:
-            self._last_words = last_words
+            self._last_words = final_report
         self._end_s = clock.now_s() + _LAST_WORDS_S
         if self._link is not None:
             self._say_last_words()
@@ -163,12 +161,12 @@ class Uplink:
             due.append(self._hub.deadline_s)
         return min(time_s for time_s in due if time_s is not None)
 
-    def excuse_silence(self) -> None:
+    def discount_pause(self) -> None:
         """This process did not run for a while: what others said meanwhile is still to be read."""
         if self._link is not None:
             self._link.heard_ns = clock.now_ns()
         if self._hub is not None:
-            self._hub.excuse_silence()
+            self._hub.discount_pause()
 
     def close(self) -> None:
         """Let go of everything.
@@ -198,11 +196,11 @@ class Uplink:
             heartbeat_timeout_s=self._task.heartbeat_timeout_s,
             host=self._describe(),
             space=self._space,
-            heritage=self._known if self._known.members else None,
+            predecessor=self._known if self._known.members else None,
             patience_s=RETURN_S + (min(_SILENT_S, self._task.heartbeat_timeout_s) if self._was_silent else 0.0),
         )
         if self._was_silent:
-            self._calls = Calls(self._selector, self._make_join(""))
+            self._calls = PeerProbes(self._selector, self._make_join(""))
             for rank, place in self._known.members.items():
                 if rank != self._task.initial_rank:
                     self._calls.begin(place.address)
@@ -229,15 +227,15 @@ class Uplink:
         )
         self._search.start()
 
-    def _describe(self) -> m.Candidate:
-        return m.Candidate(
+    def _describe(self) -> m.HubCandidate:
+        return m.HubCandidate(
             initial_rank=self._task.initial_rank, node=self._task.node, address=self._door.address, life=self._life
         )
 
-    def _make_join(self, wants: str) -> m.Join:
+    def _make_join(self, wants: str) -> m.JoinHub:
         task = self._task
         self._joined_with = self._record.standing
-        return m.Join(
+        return m.JoinHub(
             token=self._door.token,
             initial_rank=task.initial_rank,
             initial_world_size=task.initial_world_size,
@@ -249,7 +247,7 @@ class Uplink:
             standing=self._joined_with,
         )
 
-    def _on_join(self, link: Link, join: m.Join) -> None:
+    def _on_join(self, link: Link, join: m.JoinHub) -> None:
         """A member has come: to the hub, or in search of it."""
         if self._hub is not None and join.wants in ("", self._life):
             return self._hub.adopt(link, join)
@@ -304,7 +302,7 @@ class Uplink:
 
     def _hear(self, message: m.OnLink) -> None:
         match message:
-            case m.Candidates():
+            case m.HubCandidates():
                 self._known = message
                 self._on_candidates(message)
             case m.Restart() | m.Assign() | m.Go() | m.Finish() | m.Abort() | m.Expel():

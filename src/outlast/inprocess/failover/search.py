@@ -1,24 +1,30 @@
 """Who may host the hub after the one that does, and the search for it.
 
-Everybody knows the same list. A monitor process that loses the hub asks the candidates in order. It hosts the hub
+Every member knows the same list. A monitor process that loses the hub asks the candidates in order. It hosts the hub
 itself only where every candidate before it is gone; one that is there but hosts nothing (yet) is asked again. A
 candidate that started anew since the list was made counts as gone: it knows nothing.
+
+A new host probes the other members. Where a node is lost, nobody closes its connections: a member that has nothing to
+report would notice the hub's silence only after the heartbeats' timeout. One that is probed looks for itself.
 
 Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from outlast import clock
 from outlast.errors import OutlastError
-from outlast.inprocess import messages as m
+from outlast.inprocess import protocol as m
 from outlast.inprocess.link import Link, LinkBroken
 
-__all__ = ["Search", "connect", "order_candidates", "split_address"]
+__all__ = ["PeerProbes", "Search", "connect", "order_candidates", "split_address"]
+
 
 _MAX_CANDIDATES = 4
 _ATTEMPT_S = 1.0
@@ -26,7 +32,7 @@ _ATTEMPT_S = 1.0
 _PAUSE_S = 0.01
 
 
-def order_candidates(able: Iterable[m.Candidate], host: int) -> tuple[m.Candidate, ...]:
+def order_candidates(able: Iterable[m.HubCandidate], host: int) -> tuple[m.HubCandidate, ...]:
     """Return who may host the hub: the one that does, then one of each other node, then others."""
     by_rank = sorted(able, key=lambda candidate: candidate.initial_rank)
     chosen = [candidate for candidate in by_rank if candidate.initial_rank == host]
@@ -92,9 +98,9 @@ class Search:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        candidates: Sequence[m.Candidate],
+        candidates: Sequence[m.HubCandidate],
         *,
-        make_join: Callable[[str], m.Join],
+        make_join: Callable[[str], m.JoinHub],
         own_life: str,
         can_host: bool,
         on_found: Callable[[Link, list[m.OnLink]], None],
@@ -159,7 +165,7 @@ class Search:
             except (OSError, OutlastError) as error:
                 self._error = f"{candidate.address}: {error}"
 
-    def _ask(self, candidate: m.Candidate) -> None:
+    def _ask(self, candidate: m.HubCandidate) -> None:
         self._link, self._greeted = connect(candidate.address), False
         self._due_s = clock.now_s() + _ATTEMPT_S
         self._selector.register(self._link, selectors.EVENT_WRITE, self._on_event)
@@ -186,7 +192,7 @@ class Search:
                 expected = self._candidates[self._at].life
                 self._learn(candidates)
                 self._give_up("it hosts no hub", is_gone=bool(expected) and life != expected)
-            case m.Candidates():
+            case m.HubCandidates():
                 self._selector.unregister(link)
                 self._link = None
                 self.close()
@@ -194,7 +200,7 @@ class Search:
             case other:
                 self._give_up(f"it answered {type(other).__name__}", is_gone=True)
 
-    def _learn(self, candidates: Sequence[m.Candidate]) -> None:
+    def _learn(self, candidates: Sequence[m.HubCandidate]) -> None:
         """Ask those, too, whom somebody else knows."""
         lives = {candidate.life for candidate in self._candidates}
         self._candidates += [candidate for candidate in candidates if candidate.life not in lives]
@@ -210,3 +216,65 @@ class Search:
             self._selector.unregister(self._link)
             self._link.close()
             self._link = None
+
+
+log = logging.getLogger(__name__)
+
+_CALL_S = 2.0
+
+
+class PeerProbes:
+    """Greet members at their doors; a member that is greeted by one that has lost the hub looks for itself.
+
+    Args:
+        selector: Of the process's loop; what it reports with a callable as data is called with the events.
+        greeting: What to say.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, greeting: m.JoinHub) -> None:
+        self._selector, self._greeting = selector, greeting
+        self._links: set[Link] = set()
+        self._end_s = clock.now_s() + _CALL_S
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When to call :meth:`look`."""
+        return self._end_s if self._links else None
+
+    def begin(self, address: str) -> None:
+        """Call on a member, without waiting for it."""
+        try:
+            link = connect(address)
+        except (OSError, OutlastError) as error:
+            log.debug("nobody is at %s: %s", address, error)
+            return
+        self._links.add(link)
+        self._selector.register(link, selectors.EVENT_WRITE, partial(self._on_event, link))
+
+    def look(self) -> None:
+        """End calls that take too long."""
+        if clock.now_s() >= self._end_s:
+            self.close()
+
+    def close(self) -> None:
+        """End all calls; idempotent."""
+        for link in list(self._links):
+            self._end(link)
+
+    def _on_event(self, link: Link, events: int) -> None:
+        if link not in self._links:
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                link.send(self._greeting)
+                self._selector.modify(link, selectors.EVENT_READ, partial(self._on_event, link))
+            elif link.receive():
+                self._end(link)
+        except LinkBroken as error:
+            log.debug("a call ended: %s", error)
+            self._end(link)
+
+    def _end(self, link: Link) -> None:
+        self._links.discard(link)
+        self._selector.unregister(link)
+        link.close()

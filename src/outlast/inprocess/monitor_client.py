@@ -1,4 +1,10 @@
-"""The rank's end of its monitor process: start it, tell it, hear it, start it again where it is gone.
+"""The rank's end of its monitor process: the link to it, and the thread that reads orders from it.
+
+The monitor thread runs in every rank during the wrapper's call. It receives orders while the main thread is busy, and
+gets the main thread out of the function. On the rank's page it shows the monitor process that the interpreter is free
+and that the main thread moves; the monitor process judges both.
+
+A monitor process that is killed is replaced by another one, which joins the hub (wherever that is then) in its place.
 
 Nothing here imports torch.
 """
@@ -7,25 +13,175 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
+import select
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from outlast import env as environment
 from outlast.errors import OutlastError
-from outlast.inprocess import messages as m
-from outlast.inprocess.monitor_task import MonitorTask
-from outlast.inprocess.page import Page
-from outlast.inprocess.record import Record
+from outlast.inprocess import protocol as m
+from outlast.inprocess.interruption import Interruption
+from outlast.inprocess.progress import MainThreadProgress, Page, RankPhase
+from outlast.inprocess.protocol import MemberRecord, MonitorTask
+from outlast.runtime import connections
 
-__all__ = ["MonitorLink"]
+__all__ = ["Instruction", "Link", "MonitorLink", "MonitorThread"]
+
 
 log = logging.getLogger(__name__)
+
+_LONGEST_LOOK_S = 0.25
+"""Both timeouts are kept within half a second, whatever the intervals."""
+_FIRST_POKE_S, _LONGEST_POKE_S = 0.005, 0.05
+_FOR_EVER = 1 << 62
+
+Instruction = m.Listening | m.Order | OutlastError
+"""What the main thread is told: an order, or that there is nobody left to give orders."""
+
+
+class Link(Protocol):
+    """The way to the monitor process."""
+
+    def fileno(self) -> int:
+        """Return what is readable when there is something to hear."""
+        ...
+
+    def receive(self) -> tuple[m.Listening | m.Order, ...]:
+        """Return what was said."""
+        ...
+
+
+class MonitorThread:
+    """Hear orders; leave.
+
+    Args:
+        link: The way to the monitor process.
+        page: What the monitor process sees.
+        interruption: Gets the main thread out.
+        interval_s: Longest time between two looks.
+        abort: Called once for each order to leave, after the connections were cut; aborts what else waits on peers.
+
+    Thread: make, start and stop it on the main thread.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        page: Page,
+        interruption: Interruption,
+        *,
+        interval_s: float,
+        abort: Callable[[], None],
+    ) -> None:
+        self._link, self._page, self._interruption = link, page, interruption
+        self._interval_s = min(interval_s, _LONGEST_LOOK_S)
+        self._abort = abort
+        self._progress = MainThreadProgress()
+        self._pings_only = False
+        self._must_abort = False
+        self._poke_s = _FIRST_POKE_S
+        self._is_stopped = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.inbox: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
+        """What the main thread has to hear, in order."""
+        self._thread = threading.Thread(target=self._run, name="outlast-inprocess", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread. Idempotent. Blocks: up to ``timeout_s``, while a plug-in runs in it."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("the monitor thread is still busy after %g s; it ends with the process", timeout_s)
+        else:
+            os.close(self._wake)
+
+    def begin_iteration(self) -> None:
+        """Let any progress of the main thread count again. Thread: the main thread."""
+        self._pings_only = False
+
+    def count_pings_only(self) -> None:
+        """Let only pings count as progress until the next iteration. Thread: any."""
+        self._pings_only = True
+
+    # -- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._link.fileno(), select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not self._is_stopped:
+            wait_s = self._look()
+            for fd, _ in poll.poll(wait_s * 1e3):
+                if fd != self._wake:
+                    self._hear()
+
+    def _look(self) -> float:
+        """Tell the page how things are, and go on getting the main thread out; return when to look again."""
+        self._page.beat()
+        if self._progress.take() and not self._pings_only:
+            self._page.stamp_progress()
+        self._progress.ask()
+        if not self._interruption.is_wanted:
+            return self._interval_s
+        return self._get_out()
+
+    def _hear(self) -> None:
+        try:
+            received = self._link.receive()
+        except OutlastError as error:
+            log.error("%s", error)
+            self._interruption.order(_FOR_EVER)
+            self._must_abort, self._poke_s = True, _FIRST_POKE_S
+            self.inbox.put(error)
+            self._is_stopped = True
+            while self._interruption.is_wanted:
+                threading.Event().wait(self._get_out())
+            return
+        for message in received:
+            if isinstance(message, m.Restart):
+                self._leave_before(message.iteration)
+            elif isinstance(message, m.Abort | m.Expel):
+                self._leave_before(_FOR_EVER)
+            self.inbox.put(message)
+
+    def _leave_before(self, iteration: int) -> None:
+        self._interruption.order(iteration)
+        if self._interruption.is_wanted:
+            self._page.set_phase(RankPhase.LEAVING)
+        self._must_abort, self._poke_s = True, _FIRST_POKE_S
+
+    def _get_out(self) -> float:
+        """Cut whatever the main thread may wait on and interrupt it; return when to do it again."""
+        if self._interruption.is_atomic:
+            return _FIRST_POKE_S
+        connections.cut_all(both_ways=self._poke_s >= _LONGEST_POKE_S)
+        if self._interruption.is_put_off:
+            return _FIRST_POKE_S
+        self._interruption.poke()  # first: a wait that is woken below must not come back to the function
+        if self._poke_s > _FIRST_POKE_S:
+            connections.end_lost_waits()
+        if self._must_abort:
+            self._must_abort = False
+            self._abort()
+            self._interruption.poke()
+        poke_s, self._poke_s = self._poke_s, min(2 * self._poke_s, _LONGEST_POKE_S)
+        return poke_s
+
 
 _MAX_STARTS = 3
 
@@ -48,8 +204,8 @@ class MonitorLink:
     def __init__(self, task: MonitorTask, page: Page) -> None:
         self._task, self._page = task, page
         self._lock = threading.Lock()
-        self._record = Record()
-        self._known = m.Candidates(candidates=())
+        self._record = MemberRecord()
+        self._known = m.HubCandidates(candidates=())
         self._token = ""
         self._last_words: m.Left | None = None
         self._is_over = False
@@ -133,7 +289,7 @@ class MonitorLink:
                 return
             message = m.decode_from_monitor(data)
             with self._lock:
-                if isinstance(message, m.Candidates):
+                if isinstance(message, m.HubCandidates):
                     self._known = message
                     continue
                 if isinstance(message, m.Finish | m.Abort | m.Expel):
@@ -165,7 +321,7 @@ class MonitorLink:
                     token=self._token,
                     known=self._known,
                     standing=self._record.standing,
-                    last_words=self._last_words,
+                    final_report=self._last_words,
                 )
             )
 
