@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.handle import SaveHandle
 from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.save import Save
@@ -26,7 +26,7 @@ def fail(outcomes: Outcomes) -> SaveHandle:
     handle = SaveHandle(3, limit_s=1.0)
     save = Save(
         iteration=3,
-        attempt=Attempt(job="j", cycle=0, token="t", ordinal=0),
+        attempt=SaveAttempt(job="j", cycle=0, token="t", ordinal=0),
         handle=handle,
         started_ns=0,
         stall_s=0.0,

@@ -97,7 +97,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _CopyRun:
     """Small tensors of one type and device that lie side by side; or a large one."""
 
     begin: int
@@ -107,24 +107,24 @@ class _Run:
     is_small: bool
 
 
-def _runs(flat: FlatState, layout: Layout) -> Iterator[_Run]:
+def _runs(flat: FlatState, layout: Layout) -> Iterator[_CopyRun]:
     small, begin, end, kind = list[int](), 0, 0, None
     for index, offset in zip(layout.order, layout.offsets, strict=True):
         named = flat.tensors[index]
         num_bytes = _num_bytes(named)
         is_small = num_bytes <= SMALL_BYTES
         if small and not (is_small and kind == (named.dtype, named.device) and end - begin < RUN_BYTES):
-            yield _Run(begin, end, small, is_small=True)
+            yield _CopyRun(begin, end, small, is_small=True)
             small = []
         if not is_small:
-            yield _Run(offset, offset + num_bytes, [index], is_small=False)
+            yield _CopyRun(offset, offset + num_bytes, [index], is_small=False)
             continue
         if not small:
             begin, kind = offset, (named.dtype, named.device)
         small.append(index)
         end = offset + num_bytes
     if small:
-        yield _Run(begin, end, small, is_small=True)
+        yield _CopyRun(begin, end, small, is_small=True)
 
 
 def _num_bytes(named: NamedTensor) -> int:
@@ -138,7 +138,7 @@ class Stager:
         self._helpers = ThreadPoolExecutor(2, thread_name_prefix="outlast-stage")
         self._key: list[tuple[object, ...]] = []
         self._layout = Layout(())
-        self._runs: list[_Run] = []
+        self._runs: list[_CopyRun] = []
         self._entries: tuple[int, list[TensorEntry]] = (-1, [])
 
     def size_of(self, flat: FlatState, identity: Identity) -> int:

@@ -295,7 +295,7 @@ class Opener:
         """Have the writer keep what came from another node: it is this node's memory copy now."""
         try:
             if self._writer.outlives_worker:
-                keep = f.Keep(key=self._key(copy), manifest=manifest)
+                keep = f.KeepPart(key=self._key(copy), manifest=manifest)
                 self._writer.ask(keep, f.Done, timeout_s=OPEN_TIMEOUT_S)
         except CheckpointError:
             pass  # the next save makes another

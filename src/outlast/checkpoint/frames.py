@@ -26,12 +26,12 @@ __all__ = [
     "GetPart",
     "GotPart",
     "InMemory",
-    "Keep",
+    "KeepPart",
     "List",
     "Listed",
     "Open",
     "Opened",
-    "Refused",
+    "WriterRefusal",
     "Reply",
     "Request",
     "Serve",
@@ -101,7 +101,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failures: tuple[CopyFailure, ...] = ()
 
 
-class Keep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class KeepPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A staged part is committed. Reply: :class:`Done`."""
 
     key: CopyKey
@@ -198,14 +198,14 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It is done."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WriterRefusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It could not be done; the reason is one line."""
 
     error: str
 
 
-Request: TypeAlias = Take | Write | Keep | Discard | List | Open | Serve | Fetch | GetPart | Assemble
-Reply: TypeAlias = Taken | Written | Listed | Opened | Serving | Fetched | GotPart | Done | Refused | Assembled
+Request: TypeAlias = Take | Write | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
+Reply: TypeAlias = Taken | Written | Listed | Opened | Serving | Fetched | GotPart | Done | WriterRefusal | Assembled
 
 
 def send_message(connection: socket.socket, message: msgspec.Struct, fd: int | None = None) -> None:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from outlast import clock
-from outlast.checkpoint.claim import Refused
+from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.commit import GRACE_S
-from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.handle import SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.leases import Leases
 from outlast.checkpoint.load import Loaded, Restored
 from outlast.checkpoint.loading import Loader
 from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.overlap import Guard, changed_only_by_step
+from outlast.checkpoint.overlap import CopyGuard, changed_only_by_step
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.pipeline import Pipeline
 from outlast.checkpoint.places import agree_places, is_initialised, place_here
@@ -120,7 +120,7 @@ class CheckpointManager:
             self._pipeline.arenas,
             topology=topology_digest(place.world_size),
         )
-        self._guard = Guard()
+        self._guard = CopyGuard()
         self._ordinal = 0
         self._may_save = not self._places.generations and self._places.global_error is None
         self._newest: SaveHandle | None = None
@@ -166,7 +166,7 @@ class CheckpointManager:
         refused = self._leases.acquire()
         told = self._peers.gather(str(refused or "").encode())
         if text := next(filter(None, told), b"").decode():
-            error = Refused(text)
+            error = DirectoryRefused(text)
             self._note_refused(error)
             raise error
 
@@ -384,7 +384,7 @@ class CheckpointManager:
 
     # -- loading -----------------------------------------------------------------------------------------------
 
-    def _note_refused(self, error: Refused) -> None:
+    def _note_refused(self, error: DirectoryRefused) -> None:
         """Take note of why no save can succeed. Thread: any."""
         self._pipeline.outcomes.refusal = error
 
@@ -414,11 +414,11 @@ class CheckpointManager:
             limit = self.config.max_consecutive_save_failures
             self._pipeline.outcomes.check(limit, rank=self._place.global_rank, iteration=iteration)
 
-    def _next_attempt(self) -> Attempt:
+    def _next_attempt(self) -> SaveAttempt:
         """Name an attempt; failed ones count, so that the ranks' counts stay alike."""
         place, ordinal = self._place, self._ordinal
         self._ordinal += 1
-        return Attempt(job=place.job, cycle=place.cycle, token=self._places.token, ordinal=ordinal)
+        return SaveAttempt(job=place.job, cycle=place.cycle, token=self._places.token, ordinal=ordinal)
 
     def _submit(self, save: Save) -> None:
         self._pending = [*(pending for pending in self._pending if not pending.done), save.handle]
@@ -432,7 +432,7 @@ class CheckpointManager:
         """Have memory ready for the first save, which is going to be about as large as the state is now."""
         self._pipeline.prepare(
             flatten({"state": capture(state), "random": capture_random()}),
-            Attempt(job=self._place.job, cycle=0, token=self._places.token, ordinal=0),
+            SaveAttempt(job=self._place.job, cycle=0, token=self._places.token, ordinal=0),
         )
 
     # -- ending ------------------------------------------------------------------------------------------------

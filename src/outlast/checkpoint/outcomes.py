@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from outlast import clock
 from outlast.checkpoint.arena_pool import ArenaPool
-from outlast.checkpoint.claim import Refused
+from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.exchange import PeerSilent
 from outlast.checkpoint.frames import CopyFailure
 from outlast.checkpoint.handle import SaveResult
@@ -56,7 +56,7 @@ class Outcomes:
         self.num_failures = 0
         """Saves in a row that failed."""
         self.last_error: CheckpointError | None = None
-        self.refusal: Refused | None = None
+        self.refusal: DirectoryRefused | None = None
         """Why no save of this run can succeed: a directory is another run's."""
         self.is_left: Callable[[], bool] | None = None
         """Says whether the call that saves is left, and with it what is not committed; ``None``: there is no call."""
@@ -100,7 +100,7 @@ class Outcomes:
         """A save did not reach a tier that it was meant for."""
         self._release(save)
         reached = self._reached.pop(save.attempt.ordinal, frozenset())
-        if isinstance(error, Refused):
+        if isinstance(error, DirectoryRefused):
             self.refusal = error
         if self.refusal is None and self._is_given_up():
             self._reporter.given_up(save.iteration, error)

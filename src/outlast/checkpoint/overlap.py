@@ -16,7 +16,7 @@ import torch
 from outlast import clock
 from outlast.checkpoint.state import FlatState
 
-__all__ = ["Guard", "changed_only_by_step"]
+__all__ = ["CopyGuard", "changed_only_by_step"]
 
 SMALL_BYTES = 1 << 20
 """Tensors below this are copied at once: a step counter may change anywhere, and nothing is won."""
@@ -39,7 +39,7 @@ def changed_only_by_step(state: Mapping[str, Any], flat: FlatState) -> frozenset
     )
 
 
-class Guard:
+class CopyGuard:
     """Wait for copies before an optimizer changes what is being copied."""
 
     def __init__(self) -> None:

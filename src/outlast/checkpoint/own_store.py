@@ -6,7 +6,7 @@ __all__ = ["OwnStore"]
 
 
 class OwnStore:
-    """The part of ``torch.distributed``'s store that an :class:`~outlast.checkpoint.exchange.Exchange` needs."""
+    """The part of ``torch.distributed``'s store that an :class:`~outlast.checkpoint.exchange.SaveExchange` needs."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -9,7 +9,7 @@ from outlast import clock
 from outlast.checkpoint.arena import Arena, Stager
 from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.commit import Committer, Retention
-from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.global_saves import GlobalSaves
 from outlast.checkpoint.leases import Leases
 from outlast.checkpoint.manifest import topology_digest
@@ -118,7 +118,7 @@ class Pipeline:
         if self._global is not None:
             self._global.start_from((number for number, tiers in known.items() if Tier.GLOBAL in tiers), not_finite)
 
-    def prepare(self, flat: FlatState, attempt: Attempt) -> None:
+    def prepare(self, flat: FlatState, attempt: SaveAttempt) -> None:
         """Have memory ready for the first save, which is going to be about as large as the state is now."""
         self.arenas.prepare(self._stager.size_of(flat, self._identity(0, attempt)) + (1 << 16))
 
@@ -181,7 +181,7 @@ class Pipeline:
         assert self._global is not None
         self._global.submit(save)
 
-    def _identity(self, iteration: int, attempt: Attempt) -> Identity:
+    def _identity(self, iteration: int, attempt: SaveAttempt) -> Identity:
         return Identity(
             run=self._places.run,
             topology=self._topology,

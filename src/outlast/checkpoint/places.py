@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from outlast.checkpoint import frames as f
-from outlast.checkpoint.claim import Seen, look_at
+from outlast.checkpoint.claim import DirectoryContent, look_at
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.manifest import decode_manifest
@@ -57,9 +57,9 @@ class Places:
     """Generations that some rank sees in some tier, whole or not."""
     global_error: str | None
     """Why rank 0 could not look into the global tier; ``None``: it could, or there is none."""
-    seen_local: Seen | None
+    seen_local: DirectoryContent | None
     """What lay in this node's folder at the start; ``None``: there is none."""
-    seen_global: Seen | None
+    seen_global: DirectoryContent | None
     """What lay in the global tier then, on rank 0; ``None``: it could not be looked into, or there is none."""
 
     def is_leader(self, rank: int) -> bool:
@@ -71,7 +71,7 @@ class Places:
         return tuple(other for other, node in enumerate(self.nodes) if node == self.nodes[rank])
 
 
-class _Seen(msgspec.Struct, frozen=True, kw_only=True):
+class _RankView(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank sees."""
 
     node: str
@@ -122,7 +122,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     _raise_first([data.decode() for data in peers.gather(problem.encode())])
     replicates = config.replication is not False and can_hold and peers.world_size > 1
     seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, secret if replicates else None)
-    everyone = [from_json(data, _Seen) for data in peers.gather(msgspec.json.encode(seen))]
+    everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
     if probe is not None:
         probe.unlink(missing_ok=True)
     _raise_first([one.error or "" for one in everyone])
@@ -164,7 +164,7 @@ def _look(
     peers: Peers,
     writer: WriterClient,
     secret: bytes | None,
-) -> tuple[_Seen, Seen | None, Seen | None]:
+) -> tuple[_RankView, DirectoryContent | None, DirectoryContent | None]:
     """Return what all ranks have to know of what this one sees, and what lies in the local and the global tier."""
     ranks, generations, near = [peers.rank], set[int](), list[Evidence]()
     seen_local, seen_global = None, None
@@ -203,8 +203,8 @@ def _look(
             )
             port = serving.port
     except (OSError, CheckpointError) as error:
-        return _Seen(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}"), None, None
-    seen = _Seen(
+        return _RankView(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}"), None, None
+    seen = _RankView(
         node=place.node,
         ranks=tuple(ranks),
         near=tuple(near),
@@ -217,14 +217,14 @@ def _look(
     return seen, seen_local, seen_global
 
 
-def _evidence(seen: Seen, runs: Iterator[str]) -> Evidence:
+def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> Evidence:
     """Return what a place says of its run, by what was seen there and the runs that its manifests name."""
     owner = find_owner(seen.hint, runs)
     proven = owner.run if owner is not None and owner.is_proven else None
     return Evidence(seen.hint, proven, max(seen.generations, default=0))
 
 
-def _name_nodes(everyone: list[_Seen], *, by_folder: bool) -> tuple[str, ...]:
+def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...]:
     """Return each rank's node; two machines of one name that do not share a folder are told apart."""
     if not by_folder:
         return tuple(one.node for one in everyone)

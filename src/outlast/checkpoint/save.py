@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.handle import SaveHandle
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.policy.recovery_point import Tier
@@ -19,7 +19,7 @@ class Save:
     """One save, staged or failed at that."""
 
     iteration: int
-    attempt: Attempt
+    attempt: SaveAttempt
     handle: SaveHandle
     started_ns: int
     stall_s: float

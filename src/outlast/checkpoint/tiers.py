@@ -25,7 +25,7 @@ from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
 
-__all__ = ["PARITY", "Held", "Rejection", "Table", "check_manifest", "gather_copies", "reject"]
+__all__ = ["PARITY", "HeldGeneration", "Rejection", "Table", "check_manifest", "gather_copies", "reject"]
 
 LIST_TIMEOUT_S = 30.0
 NUM_LISTERS = 8
@@ -49,7 +49,7 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
         return f"generation {self.generation}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
     """One generation in one place, with the ranks whose parts are there."""
 
     generation: int
@@ -66,7 +66,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Listing(msgspec.Struct, frozen=True):
-    held: list[Held]
+    held: list[HeldGeneration]
     rejected: list[Rejection]
 
 
@@ -123,7 +123,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topolog
     return table
 
 
-def _enter(table: Table, held: Held, rank: int, places: Places) -> None:
+def _enter(table: Table, held: HeldGeneration, rank: int, places: Places) -> None:
     """Enter what one rank reported: its own copies, and what its node, if it speaks for it, gives to others."""
     if held.tier == Tier.GLOBAL:
         for copies in table.copies:
@@ -139,7 +139,7 @@ def _enter(table: Table, held: Held, rank: int, places: Places) -> None:
             table.copies[other].add(Copy(held.generation, held.attempt, Tier.REPLICA, node))
 
 
-def _note_members(table: Table, helds: list[Held], node: str) -> None:
+def _note_members(table: Table, helds: list[HeldGeneration], node: str) -> None:
     """Note of which parity groups a node holds what has to be together: a rank's shard and its parity."""
     shards = {(held.attempt, rank) for held in helds for rank in held.ranks}
     for held in helds:
@@ -148,7 +148,7 @@ def _note_members(table: Table, helds: list[Held], node: str) -> None:
                 table.members.setdefault(held.attempt, {})[rank] = node
 
 
-def _enter_rebuildable(table: Table, held: Held) -> None:
+def _enter_rebuildable(table: Table, held: HeldGeneration) -> None:
     """Enter what can be rebuilt because all others of its group are there."""
     there = table.members.get(held.attempt, {})
     for group in set(held.groups.values()):
@@ -236,7 +236,7 @@ def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> 
                 mine.rejected.append(found)
             else:
                 mine.held.append(
-                    Held(
+                    HeldGeneration(
                         generation=found.iteration,
                         attempt=found.attempt,
                         restored_attempt=found.restored_attempt,
@@ -271,8 +271,8 @@ def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str) 
     return Rejection(generation=generation, tier=str(tier), rank=rank, file=file, reason=str(error), kind=kind)
 
 
-def _held(manifest: Manifest, tier: Tier, ranks: tuple[int, ...], parities: Sequence[int]) -> Held:
-    return Held(
+def _held(manifest: Manifest, tier: Tier, ranks: tuple[int, ...], parities: Sequence[int]) -> HeldGeneration:
+    return HeldGeneration(
         generation=manifest.iteration,
         attempt=manifest.attempt,
         restored_attempt=manifest.restored_attempt,

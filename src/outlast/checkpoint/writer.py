@@ -82,7 +82,7 @@ class Writer:
                     return (f.Taken(num_bytes=0), None) if image is None else _give(image)
                 case f.Write():
                     return self._write(request, _needed(fd)), None
-                case f.Keep():
+                case f.KeepPart():
                     self._vault.keep(request.key, request.manifest, in_memory=request.in_memory)
                 case f.Discard():
                     self._vault.discard(request.iteration, request.attempt)
@@ -112,9 +112,9 @@ class Writer:
             return f.Done(), None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            return f.Refused(error=f"{where}{error.strerror or error}"), None
+            return f.WriterRefusal(error=f"{where}{error.strerror or error}"), None
         except (HoldingsError, ReplicaError, MemoryError, ValueError) as error:
-            return f.Refused(error=str(error) or type(error).__name__), None
+            return f.WriterRefusal(error=str(error) or type(error).__name__), None
 
     # -- shards ------------------------------------------------------------------------------------------------
 

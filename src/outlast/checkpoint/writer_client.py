@@ -126,7 +126,7 @@ class WriterClient:
             return answer, out
         if out is not None:
             os.close(out)
-        if isinstance(answer, f.Refused):
+        if isinstance(answer, f.WriterRefusal):
             raise CheckpointError(answer.error)
         raise CheckpointError(f"the checkpoint writer answered {type(answer).__name__} to {type(request).__name__}")
 

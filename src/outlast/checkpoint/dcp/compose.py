@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from outlast.checkpoint.dcp.inventory import Duty, Inventory, Part, Report
-from outlast.checkpoint.dcp.manifest import FileEntry, Item, OwnTensor, Piece, RankEntry, Where
+from outlast.checkpoint.dcp.inventory import Duty, Inventory, TensorPart, WriteReport
+from outlast.checkpoint.dcp.manifest import FileEntry, Item, OwnTensor, RankEntry, TensorPiece, Where
 
 __all__ = ["Composed", "compose"]
 
@@ -24,7 +24,7 @@ class Composed:
     finite: bool
 
 
-def compose(inventories: Sequence[Inventory], duties: Sequence[Duty], reports: Sequence[Report]) -> Composed:
+def compose(inventories: Sequence[Inventory], duties: Sequence[Duty], reports: Sequence[WriteReport]) -> Composed:
     """Put together what lies where.
 
     Args:
@@ -45,18 +45,18 @@ def compose(inventories: Sequence[Inventory], duties: Sequence[Duty], reports: S
             written[part.item, part.offset, part.shape] = _moved(where, firsts[rank])
         for index, where in zip(duty.values, report.values, strict=True):
             value = inventory.values[index]
-            piece = Piece((), (), _moved(where, firsts[rank]))
+            piece = TensorPiece((), (), _moved(where, firsts[rank]))
             items[value.item] = Item(name=value.item, path=value.path, dtype=None, shape=(), pieces=(piece,))
     holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    described: dict[str, Part] = {}
+    described: dict[str, TensorPart] = {}
     for rank, inventory in enumerate(inventories):
         for index, part in enumerate(inventory.parts):
             if index not in own[rank]:
                 described.setdefault(part.item, part)
                 holders.setdefault((part.item, part.offset, part.shape), []).append(rank)
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TensorPiece]] = {}
     for (name, offset, shape), ranks in holders.items():
-        piece = Piece(offset, shape, written.get((name, offset, shape)), tuple(ranks))
+        piece = TensorPiece(offset, shape, written.get((name, offset, shape)), tuple(ranks))
         pieces.setdefault(name, []).append(piece)
     for name, (first, *others) in pieces.items():
         if not others:
@@ -76,7 +76,7 @@ def compose(inventories: Sequence[Inventory], duties: Sequence[Duty], reports: S
     )
 
 
-def _rank_entry(inventory: Inventory, duty: Duty, report: Report, first: int) -> RankEntry:
+def _rank_entry(inventory: Inventory, duty: Duty, report: WriteReport, first: int) -> RankEntry:
     tensors = []
     for index, where in zip(duty.own, report.own, strict=True):
         part = inventory.parts[index]

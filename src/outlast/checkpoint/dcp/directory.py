@@ -16,14 +16,14 @@ from outlast.checkpoint.dcp.file_place import FilePlace
 from outlast.checkpoint.dcp.manifest import GlobalManifest, decode_global_manifest
 from outlast.checkpoint.dcp.object_place import ObjectPlace, StoreRecords
 from outlast.checkpoint.dcp.store import is_remote
-from outlast.checkpoint.directory import SUSPECT, Attempt
+from outlast.checkpoint.directory import SUSPECT, SaveAttempt
 from outlast.errors import Incomplete
 from outlast.runtime.lease import FolderRecords, Records
 
 __all__ = ["GlobalDirectory"]
 
 
-class Place(Protocol):
+class GlobalPlace(Protocol):
     """What differs between a file system and an object store."""
 
     url: str
@@ -48,19 +48,19 @@ class Place(Protocol):
 
     def latest(self) -> int | None: ...
 
-    def attempt_folder(self, iteration: int, attempt: Attempt) -> str: ...
+    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str: ...
 
-    def file_name(self, rank: int, index: int, attempt: Attempt) -> str: ...
+    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str: ...
 
-    def commit(self, iteration: int, attempt: Attempt, manifest: GlobalManifest, metadata: bytes) -> None: ...
+    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None: ...
 
     def point_to(self, iteration: int) -> None: ...
 
-    def discard(self, iteration: int, attempt: Attempt) -> None: ...
+    def discard(self, iteration: int, attempt: SaveAttempt) -> None: ...
 
     def remove(self, iteration: int) -> None: ...
 
-    def remove_stale(self, attempt: Attempt) -> list[str]: ...
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]: ...
 
 
 class GlobalDirectory:
@@ -74,7 +74,7 @@ class GlobalDirectory:
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         text = os.fspath(url)
-        self._place: Place = ObjectPlace(text) if is_remote(text) else FilePlace(text)
+        self._place: GlobalPlace = ObjectPlace(text) if is_remote(text) else FilePlace(text)
 
     @property
     def url(self) -> str:
@@ -162,11 +162,11 @@ class GlobalDirectory:
 
     # -- saving ------------------------------------------------------------------------------------------------
 
-    def attempt_folder(self, iteration: int, attempt: Attempt) -> str:
+    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
         """Return the folder that an attempt's files go to."""
         return self._place.attempt_folder(iteration, attempt)
 
-    def file_name(self, rank: int, index: int, attempt: Attempt) -> str:
+    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
         """Return the name of a rank's file of an attempt."""
         return self._place.file_name(rank, index, attempt)
 
@@ -178,7 +178,7 @@ class GlobalDirectory:
         """Name the run that the place belongs to, whatever it was named before."""
         self._place.write_hint(run)
 
-    def commit(self, iteration: int, attempt: Attempt, manifest: GlobalManifest, metadata: bytes) -> None:
+    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
         """Make an attempt, all of whose files are there, the generation of its iteration.
 
         A generation that has its place already is replaced in one step; on a file system it is set aside.
@@ -198,7 +198,7 @@ class GlobalDirectory:
         """Set the tracker."""
         self._place.point_to(iteration)
 
-    def discard(self, iteration: int, attempt: Attempt) -> None:
+    def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         """Delete what a failed attempt wrote: its room may be what the next one lacks."""
         self._place.discard(iteration, attempt)
 
@@ -206,7 +206,7 @@ class GlobalDirectory:
         """Delete a generation, so that no half of it is ever taken for one."""
         self._place.remove(iteration)
 
-    def remove_stale(self, attempt: Attempt) -> list[str]:
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.
 
         Only what is provably not in use. Another job's leftovers stay.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, encode_global_manifest
 from outlast.checkpoint.dcp.store import local_path
-from outlast.checkpoint.directory import TRACKER, Attempt, Directory
+from outlast.checkpoint.directory import TRACKER, Directory, SaveAttempt
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.errors import Incomplete
 from outlast.runtime.files import fsync_folder
@@ -73,13 +73,13 @@ class FilePlace:
         except FileNotFoundError:
             return None
 
-    def attempt_folder(self, iteration: int, attempt: Attempt) -> str:
+    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
         return self._directory.temporary(iteration, attempt).name
 
-    def file_name(self, rank: int, index: int, attempt: Attempt) -> str:
+    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
         return f"__{rank}_{index}.distcp"
 
-    def commit(self, iteration: int, attempt: Attempt, manifest: GlobalManifest, metadata: bytes) -> None:
+    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
         folder = self._directory.temporary(iteration, attempt)
         check_files(manifest, self.sizes(folder.name))
         for name, data in ((METADATA, metadata), (MANIFEST, encode_global_manifest(manifest))):
@@ -93,13 +93,13 @@ class FilePlace:
     def point_to(self, iteration: int) -> None:
         self._directory.point_to(iteration)
 
-    def discard(self, iteration: int, attempt: Attempt) -> None:
+    def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         self._directory.discard(iteration, attempt)
 
     def remove(self, iteration: int) -> None:
         self._directory.remove(iteration)
 
-    def remove_stale(self, attempt: Attempt) -> list[str]:
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         return self._directory.remove_stale(attempt) if self._directory.path.is_dir() else []
 
     def _path(self, name: str) -> Path:

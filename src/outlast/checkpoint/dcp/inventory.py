@@ -6,10 +6,10 @@ import msgspec
 
 from outlast.checkpoint.dcp.manifest import FileEntry, Where
 
-__all__ = ["Duty", "Inventory", "Part", "Report", "Value"]
+__all__ = ["Duty", "Inventory", "TensorPart", "WriteReport", "PlainValue"]
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class TensorPart(msgspec.Struct, frozen=True, array_like=True):
     """A rank's part of a tensor."""
 
     name: str
@@ -27,7 +27,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """xxh3_64, where another rank may have the same part; else empty."""
 
 
-class Value(msgspec.Struct, frozen=True, array_like=True):
+class PlainValue(msgspec.Struct, frozen=True, array_like=True):
     """A plain value."""
 
     item: str
@@ -37,8 +37,8 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
 class Inventory(msgspec.Struct, frozen=True):
     """All that a rank has."""
 
-    parts: tuple[Part, ...]
-    values: tuple[Value, ...]
+    parts: tuple[TensorPart, ...]
+    values: tuple[PlainValue, ...]
 
 
 class Duty(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class Duty(msgspec.Struct, frozen=True):
     values: tuple[int, ...]
 
 
-class Report(msgspec.Struct, frozen=True):
+class WriteReport(msgspec.Struct, frozen=True):
     """What a rank wrote; places are in the order of its duty, files counted from its own first."""
 
     files: tuple[FileEntry, ...]

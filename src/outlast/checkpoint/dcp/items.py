@@ -15,7 +15,7 @@ import msgspec
 import torch
 import xxhash
 
-from outlast.checkpoint.dcp.inventory import Inventory, Part, Value
+from outlast.checkpoint.dcp.inventory import Inventory, PlainValue, TensorPart
 from outlast.checkpoint.layouts import Layout
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE
@@ -52,7 +52,7 @@ class Items:
         """Where the plain values lie."""
         root = _root(bytes(image[self.tree.offset : self.tree.offset + self.tree.num_bytes]))
         self._values: dict[str, Any] = {}
-        values, paths = list[Value](), dict[str, tuple[str, Path]]()
+        values, paths = list[PlainValue](), dict[str, tuple[str, Path]]()
         layouts: dict[str, Layout | None] = {}
         taken: set[str] = set()
         for path, node in _walk(root.get(ROOT, ["d", []]), ()):
@@ -63,7 +63,7 @@ class Items:
                     paths[node[1]] = item, path
             elif item not in taken and _can_be_dumped(node):
                 self._values[item] = node
-                values.append(Value(item, path))
+                values.append(PlainValue(item, path))
             taken.add(item)
         parts = []
         for entry in self._entries.values():
@@ -86,12 +86,12 @@ class Items:
         """Return what is known of a tensor of the shard."""
         return self._entries[name]
 
-    def _part(self, entry: TensorEntry, item: str, path: Path, *, is_shared: bool) -> Part:
+    def _part(self, entry: TensorEntry, item: str, path: Path, *, is_shared: bool) -> TensorPart:
         digest = ""
         if is_shared:
             with self._image[entry.offset : entry.offset + entry.num_bytes] as data:
                 digest = xxhash.xxh3_64_hexdigest(data)
-        return Part(
+        return TensorPart(
             entry.name,
             item,
             path,

@@ -15,15 +15,15 @@ from typing import Any
 
 import msgspec
 
-from outlast.checkpoint.claim import NEW, Claim, Held, Refused, Seen
+from outlast.checkpoint.claim import NEW, Claim, DirectoryContent, DirectoryRefused, Held
 from outlast.checkpoint.dcp.compose import compose
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.inventory import Report
+from outlast.checkpoint.dcp.inventory import WriteReport
 from outlast.checkpoint.dcp.manifest import METADATA, SCHEMA, FileEntry, GlobalManifest
 from outlast.checkpoint.dcp.metadata import dump_metadata
 from outlast.checkpoint.dcp.packing import FILE_BYTES
 from outlast.checkpoint.dcp.step import GRACE_S, AskWriter, GlobalSave, Planned, Step
-from outlast.checkpoint.exchange import Exchange, Outcome, deadline
+from outlast.checkpoint.exchange import SaveExchange, SaveOutcome, deadline
 from outlast.checkpoint.shard import digests
 from outlast.errors import CheckpointError
 from outlast.policy.retention import choose_kept
@@ -79,7 +79,7 @@ class GlobalLane:
         retention: GlobalRetention,
         on_outcome: Callable[[GlobalSave, CheckpointError | None], None],
         file_bytes: int = FILE_BYTES,
-        seen: Seen | None = NEW,
+        seen: DirectoryContent | None = NEW,
         lease: Held | None = None,
     ) -> None:
         self._directory = directory
@@ -91,7 +91,7 @@ class GlobalLane:
         self._claim, self._may_be_stale = Claim(directory, run, seen, lease), True
         self._saves: queue.SimpleQueue[GlobalSave | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._exchange = Exchange(store, f"{token}/global", self._stop, rank=rank)
+        self._exchange = SaveExchange(store, f"{token}/global", self._stop, rank=rank)
         self._thread = threading.Thread(target=self._run, name="outlast-global", daemon=True)
         self._thread.start()
 
@@ -151,7 +151,7 @@ class GlobalLane:
 
     # -- rank 0 ------------------------------------------------------------------------------------------------
 
-    def _refusal(self) -> Outcome | None:
+    def _refusal(self) -> SaveOutcome | None:
         """Return why nothing may be written; ``None``: the directory is this run's."""
         try:
             self._claim.hold()
@@ -159,11 +159,11 @@ class GlobalLane:
             return _failed_here(error)
         return None
 
-    def _decide(self, step: Step, directory: GlobalDirectory, planned: Planned, refusal: Outcome | None) -> None:
+    def _decide(self, step: Step, directory: GlobalDirectory, planned: Planned, refusal: SaveOutcome | None) -> None:
         """Commit what all ranks wrote, or clear it away; tell which."""
         save = step.save
         reports, error = step.gather_reports()
-        outcome = refusal or Outcome(error, step.is_silent)
+        outcome = refusal or SaveOutcome(error, step.is_silent)
         if outcome.error is None:
             try:
                 self._commit(save, directory, planned, reports)
@@ -177,7 +177,9 @@ class GlobalLane:
                 log.warning("files of a failed save cannot be removed: %s", failure)
         step.tell_outcome(outcome)
 
-    def _commit(self, save: GlobalSave, directory: GlobalDirectory, planned: Planned, reports: list[Report]) -> None:
+    def _commit(
+        self, save: GlobalSave, directory: GlobalDirectory, planned: Planned, reports: list[WriteReport]
+    ) -> None:
         composed = compose(planned.inventories, planned.duties, reports)
         manifest = GlobalManifest(
             schema=SCHEMA,
@@ -232,6 +234,6 @@ class GlobalLane:
                 log.debug("removed generation %d from %s", generation, directory.url)
 
 
-def _failed_here(error: Exception) -> Outcome:
+def _failed_here(error: Exception) -> SaveOutcome:
     """Return the outcome of a save that failed on rank 0."""
-    return Outcome.of(error, str(error) if isinstance(error, Refused) else f"rank 0: {error}")
+    return SaveOutcome.of(error, str(error) if isinstance(error, DirectoryRefused) else f"rank 0: {error}")

@@ -23,7 +23,7 @@ __all__ = [
     "GlobalManifest",
     "Item",
     "OwnTensor",
-    "Piece",
+    "TensorPiece",
     "RankEntry",
     "Where",
     "decode_global_manifest",
@@ -59,7 +59,7 @@ class Where(msgspec.Struct, frozen=True, array_like=True):
     data_bytes: int
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
     """A rectangular part of a tensor."""
 
     offset: tuple[int, ...]
@@ -80,7 +80,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None
     """safetensors' name of the element type; ``None``: a plain value, as ``torch.save`` bytes."""
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
 
 class OwnTensor(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from outlast.checkpoint.claim import RUN, decode_hint, encode_hint
 from outlast.checkpoint.dcp.file_place import check_files, parse_tracker
 from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, decode_global_manifest, encode_global_manifest
 from outlast.checkpoint.dcp.store import open_store
-from outlast.checkpoint.directory import SUSPECT, TRACKER, Attempt
+from outlast.checkpoint.directory import SUSPECT, TRACKER, SaveAttempt
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.checkpoint.seal import run_of
 from outlast.env import clean_name
@@ -84,13 +84,13 @@ class ObjectPlace:
         except FileNotFoundError:
             return None
 
-    def attempt_folder(self, iteration: int, attempt: Attempt) -> str:
+    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
         return f"step-{iteration}"
 
-    def file_name(self, rank: int, index: int, attempt: Attempt) -> str:
+    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
         return f"__{rank}_{index}.{attempt}.distcp"
 
-    def commit(self, iteration: int, attempt: Attempt, manifest: GlobalManifest, metadata: bytes) -> None:
+    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
         folder = f"step-{iteration}"
         check_files(manifest, self._store.sizes(folder))
         replaced = self._committed_files(folder)
@@ -102,7 +102,7 @@ class ObjectPlace:
     def point_to(self, iteration: int) -> None:
         self._store.write(TRACKER, f"step-{iteration}\n".encode())
 
-    def discard(self, iteration: int, attempt: Attempt) -> None:
+    def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         folder = f"step-{iteration}"
         self._remove(folder, {name for name in self._store.sizes(folder) if name.endswith(f".{attempt}.distcp")})
 
@@ -112,7 +112,7 @@ class ObjectPlace:
         self._store.remove([f"{folder}/{MANIFEST}"])  # first: what is left then is no generation
         self._remove(folder, names - {MANIFEST})
 
-    def remove_stale(self, attempt: Attempt) -> list[str]:
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         removed = []
         for iteration in self.generations():
             folder = f"step-{iteration}"
@@ -174,7 +174,7 @@ class StoreRecords:
         pass  # a folder is nothing but the names of its objects
 
 
-def _is_stale(name: str, attempt: Attempt) -> bool:
+def _is_stale(name: str, attempt: SaveAttempt) -> bool:
     """Whether a file is of an attempt of this job that is decided or whose processes are gone."""
     match = _FILE.fullmatch(name)
     if match is None or match["job"] != clean_name(attempt.job):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from outlast.checkpoint.dcp.inventory import Duty, Inventory, Part
+from outlast.checkpoint.dcp.inventory import Duty, Inventory, TensorPart
 from outlast.errors import CheckpointError
 
 __all__ = ["assign"]
@@ -17,10 +17,10 @@ _Holder: TypeAlias = tuple[int, int]
 
 
 @dataclass(slots=True)
-class _Group:
+class _PartGroup:
     """Equal parts of several ranks, the first's first."""
 
-    first: Part
+    first: TensorPart
     holders: list[_Holder] = field(default_factory=list)
 
     @property
@@ -59,10 +59,10 @@ def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
     )
 
 
-def _group(inventories: Sequence[Inventory]) -> tuple[list[_Group], list[list[int]]]:
+def _group(inventories: Sequence[Inventory]) -> tuple[list[_PartGroup], list[list[int]]]:
     """Return the parts that count for all, and for each rank the indices of those that count for it alone."""
-    firsts: dict[str, Part] = {}
-    groups: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Group] = {}
+    firsts: dict[str, TensorPart] = {}
+    groups: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _PartGroup] = {}
     own: list[list[int]] = [[] for _ in inventories]
     for rank, inventory in enumerate(inventories):
         for index, part in enumerate(inventory.parts):
@@ -70,7 +70,7 @@ def _group(inventories: Sequence[Inventory]) -> tuple[list[_Group], list[list[in
             if (first.dtype, first.global_shape, first.path) != (part.dtype, part.global_shape, part.path):
                 own[rank].append(index)
                 continue
-            group = groups.setdefault((part.item, part.offset, part.shape), _Group(part))
+            group = groups.setdefault((part.item, part.offset, part.shape), _PartGroup(part))
             if group.first.digest == part.digest:
                 group.holders.append((rank, index))
             else:
@@ -78,7 +78,7 @@ def _group(inventories: Sequence[Inventory]) -> tuple[list[_Group], list[list[in
     return list(groups.values()), own
 
 
-def _check_whole(groups: Iterable[_Group]) -> None:
+def _check_whole(groups: Iterable[_PartGroup]) -> None:
     have: dict[str, int] = {}
     whole: dict[str, int] = {}
     for group in groups:

@@ -11,13 +11,13 @@ import msgspec
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.inventory import Duty, Inventory, Report
+from outlast.checkpoint.dcp.inventory import Duty, Inventory, WriteReport
 from outlast.checkpoint.dcp.items import Items
 from outlast.checkpoint.dcp.manifest import FileEntry
 from outlast.checkpoint.dcp.ownership import assign
 from outlast.checkpoint.dcp.packing import Packing
-from outlast.checkpoint.directory import Attempt
-from outlast.checkpoint.exchange import Exchange, Outcome, PeerSilent, deadline
+from outlast.checkpoint.directory import SaveAttempt
+from outlast.checkpoint.exchange import PeerSilent, SaveExchange, SaveOutcome, deadline
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.errors import CheckpointError
 
@@ -38,7 +38,7 @@ class GlobalSave:
     """One save on its way to the global tier."""
 
     iteration: int
-    attempt: Attempt
+    attempt: SaveAttempt
     fd: int
     """Of the image, for the writer; stays open until the outcome."""
     image: memoryview
@@ -69,7 +69,7 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class _Wrote(msgspec.Struct, frozen=True):
-    report: Report | None = None
+    report: WriteReport | None = None
     error: str | None = None
 
 
@@ -94,7 +94,9 @@ class Step:
     Thread: the lane's.
     """
 
-    def __init__(self, save: GlobalSave, exchange: Exchange, *, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, save: GlobalSave, exchange: SaveExchange, *, rank: int, world_size: int, timeout_s: float
+    ) -> None:
         self.save, self.rank, self.world_size = save, rank, world_size
         self._exchange, self._timeout_s, self._left_s = exchange, timeout_s, deadline(timeout_s)
         self.is_silent = False
@@ -153,7 +155,7 @@ class Step:
             wrote = _Wrote(error=text if text.startswith("rank ") else f"rank {rank}: {text}")
         self.say(f"wrote/{rank}", wrote)
 
-    def gather_reports(self) -> tuple[list[Report], str | None]:
+    def gather_reports(self) -> tuple[list[WriteReport], str | None]:
         """Hear what all ranks wrote, even after a failure: nothing may be cleared away while somebody writes."""
         reports, first_error = [], None
         for rank in range(self.world_size):
@@ -168,13 +170,13 @@ class Step:
                 first_error = first_error or wrote.error
         return reports, first_error
 
-    def tell_outcome(self, outcome: Outcome) -> None:
+    def tell_outcome(self, outcome: SaveOutcome) -> None:
         """Say what became of the save. Rank 0 does."""
         self.say("outcome", outcome)
 
-    def hear_outcome(self) -> Outcome:
+    def hear_outcome(self) -> SaveOutcome:
         """Return whether there is a generation, or why not. Raises: CheckpointError, when nobody says it."""
-        return self.hear("outcome", Outcome, grace_s=GRACE_S)
+        return self.hear("outcome", SaveOutcome, grace_s=GRACE_S)
 
     def say(self, name: str, word: msgspec.Struct) -> None:
         """Tell all ranks something about this save."""
@@ -196,7 +198,9 @@ class Step:
             self.is_silent = True
             raise
 
-    def _write(self, directory: GlobalDirectory, items: Items, duty: Duty, ask: AskWriter, file_bytes: int) -> Report:
+    def _write(
+        self, directory: GlobalDirectory, items: Items, duty: Duty, ask: AskWriter, file_bytes: int
+    ) -> WriteReport:
         save, inventory = self.save, items.inventory
         packing = Packing(file_bytes)
         tree = packing.add_range(items.tree.offset, items.tree.num_bytes)
@@ -223,4 +227,4 @@ class Step:
             FileEntry(name=request.name, num_bytes=answer.num_bytes, chunks=answer.chunks)
             for request, answer in zip(requests, answers, strict=True)
         )
-        return Report(files, all(answer.finite for answer in answers), tree, parts, own, values)
+        return WriteReport(files, all(answer.finite for answer in answers), tree, parts, own, values)
