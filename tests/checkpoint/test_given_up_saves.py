@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.handle import SaveHandle
 from outlast.checkpoint.outcomes import Outcomes
-from outlast.checkpoint.save import Save
+from outlast.checkpoint.save import Save, SaveHandle
 from outlast.errors import CheckpointError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from saving_ranks import start
 
-from outlast.checkpoint.exchange import SaveExchange, SaveOutcome, deadline
-from outlast.checkpoint.own_store import OwnStore
+from outlast.checkpoint.lane import SaveExchange, SaveOutcome, deadline
+from outlast.checkpoint.peers import OwnStore
 
 OUTCOMES = """
 def outcome(save):

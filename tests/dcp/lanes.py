@@ -11,10 +11,10 @@ from typing import Any
 from outlast.checkpoint.arena import Arena, Stager
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
+from outlast.checkpoint.dcp.global_lane import GlobalLane, GlobalRetention, GlobalSave
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.own_store import OwnStore
+from outlast.checkpoint.peers import OwnStore
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
 from outlast.errors import CheckpointError

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast.checkpoint.dcp.assemble import assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
+from outlast.checkpoint.dcp.global_lane import GlobalLane, GlobalRetention, GlobalSave
 from outlast.checkpoint.dcp.load import load_resharded, read_rank
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.layouts import meshes_of

@@ -19,9 +19,8 @@ from lanes import Lanes, flat_state
 from s3_server import S3Server
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
-from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.directory import GlobalDirectory, StoreRecords
 from outlast.checkpoint.dcp.load import load_resharded, read_rank
-from outlast.checkpoint.dcp.object_place import StoreRecords
 from outlast.checkpoint.dcp.reader import VerifiedReader
 from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.state import decode

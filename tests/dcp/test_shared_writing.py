@@ -8,10 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.dcp.compose import compose
-from outlast.checkpoint.dcp.inventory import Inventory, PlainValue, TensorPart, WriteReport
+from outlast.checkpoint.dcp.layout import Inventory, PlainValue, TensorPart, WriteReport, assign, compose
 from outlast.checkpoint.dcp.manifest import FileEntry, Where
-from outlast.checkpoint.dcp.ownership import assign
 from outlast.errors import CheckpointError
 
 

@@ -13,12 +13,10 @@ from typing import Any
 from gated_nodes import empty_memory
 from obedient_ranks import Ranks
 
-from outlast.checkpoint import frames as f
-from outlast.checkpoint.holdings import CopyKey
-from outlast.checkpoint.manifest import decode_manifest
+from outlast.checkpoint import protocol as f
+from outlast.checkpoint.manifest import CopyKey, decode_manifest
 from outlast.checkpoint.replica.replicator import Replicator, Target
-from outlast.checkpoint.writer_client import WriterClient
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterClient, WriterProcess
 from outlast.policy.recovery_point import Tier
 
 __all__ = ["ITERATIONS", "NEWEST", "Node", "Spot", "World", "make_world"]

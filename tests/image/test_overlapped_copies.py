@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outlast.checkpoint.overlap import CopyGuard, changed_only_by_step
+from outlast.checkpoint.arena import CopyGuard, changed_only_by_step
 from outlast.checkpoint.state import capture, flatten
 
 SIDE = 600

@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outlast.checkpoint.claim import RUN, decode_hint, encode_hint
-from outlast.checkpoint.holdings import SHARD_PART, CopyKey
-from outlast.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
-from outlast.checkpoint.seal import run_of
+from outlast.checkpoint.manifest import MANIFEST, SHARD_PART, CopyKey, Manifest, decode_manifest, run_of
 from outlast.checkpoint.shard import shard_name
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import create_atomically, fsync_folder, write_atomically
 from outlast.runtime.lease import FolderRecords
 
-__all__ = ["SUSPECT", "TRACKER", "SaveAttempt", "Directory", "part_name"]
+__all__ = ["SUSPECT", "TRACKER", "Directory", "SaveAttempt", "part_name"]
 
 SUSPECT = "suspect"
 """Folder of what was saved for diagnosis."""

@@ -6,18 +6,15 @@ import dataclasses
 from collections.abc import Callable
 
 from outlast import clock
-from outlast.checkpoint.arena import Arena, Stager
-from outlast.checkpoint.arena_pool import ArenaPool
-from outlast.checkpoint.commit import Committer, Retention
+from outlast.checkpoint.arena import Arena, ArenaPool, Stager
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.global_saves import GlobalSaves
 from outlast.checkpoint.leases import Leases
 from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.outcomes import Outcomes
+from outlast.checkpoint.near_lane import Committer, Retention
+from outlast.checkpoint.outcomes import Outcomes, Reporter
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places
-from outlast.checkpoint.replication import plan_replication
-from outlast.checkpoint.report import Reporter
+from outlast.checkpoint.places import Places, plan_replication
 from outlast.checkpoint.save import Save
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState

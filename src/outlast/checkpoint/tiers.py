@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from outlast.checkpoint import frames as f
+from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import GlobalManifest
 from outlast.checkpoint.directory import part_name
-from outlast.checkpoint.holdings import SHARD_PART, CopyKey
-from outlast.checkpoint.manifest import Manifest, decode_manifest
+from outlast.checkpoint.manifest import SHARD_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places
+from outlast.checkpoint.places import Places, group_of
 from outlast.checkpoint.replica.parity import PARITY_PART
-from outlast.checkpoint.replication import group_of
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.shard_reader import check_shard
 from outlast.checkpoint.writer_client import WriterClient

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outlast.checkpoint.directory import Directory, part_name
-from outlast.checkpoint.holdings import MANIFEST_PART, CopyKey, HoldingsError
-from outlast.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
+from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, HoldingsError, Manifest, decode_manifest
 from outlast.env import clean_name
 from outlast.errors import CheckpointError
 

@@ -19,11 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outlast import logs
-from outlast.checkpoint import frames as f
+from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.assemble import Assemble, assemble
-from outlast.checkpoint.durable import digest_image, write_image
-from outlast.checkpoint.finite import Numbers
-from outlast.checkpoint.holdings import HoldingsError
+from outlast.checkpoint.durable import Numbers, digest_image, write_image
+from outlast.checkpoint.manifest import HoldingsError
 from outlast.checkpoint.replica.client import ReplicaError, fetch, read_small
 from outlast.checkpoint.replica.parity import blocks_of
 from outlast.checkpoint.replica.rebuild import rebuild

@@ -1,28 +1,42 @@
-"""What a shard's image holds, named as ``torch.distributed.checkpoint`` names it.
+"""What a shard's image holds, named and described as ``torch.distributed.checkpoint`` does.
 
 Works on the image alone, which is a snapshot, so it may run in any thread while training goes on. The names are those
-that ``flatten_state_dict`` gives: mappings are walked into, lists only where they hold tensors or mappings.
+that ``flatten_state_dict`` gives: mappings are walked into, lists only where they hold tensors or mappings. The
+format's own ``.metadata`` is made here, too, for its planners and for other readers.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
 import xxhash
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from outlast.checkpoint.dcp.inventory import Inventory, PlainValue, TensorPart
+from outlast.checkpoint.dcp.layout import Inventory, PlainValue, TensorPart
+from outlast.checkpoint.dcp.manifest import GlobalManifest
 from outlast.checkpoint.layouts import Layout
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE
 from outlast.checkpoint.state import decode
 from outlast.errors import CheckpointError
 
-__all__ = ["OURS", "ROOT", "TORCH_TYPES", "Items", "Path", "named_tensors"]
+__all__ = ["OURS", "ROOT", "TORCH_TYPES", "Items", "Path", "dump_metadata", "make_metadata", "named_tensors"]
+
 
 Path = tuple[str | int, ...]
 ROOT = "state"
@@ -190,3 +204,35 @@ def _can_be_dumped(node: list[Any]) -> bool:
         case ["l" | "p", items]:
             return all(_can_be_dumped(item) for item in items)
     return True
+
+
+def make_metadata(manifest: GlobalManifest) -> Metadata:
+    """Return what the format's readers need to know; what is ours alone is left out."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored, paths = {}, {}
+    for item in manifest.items:
+        if not item.path:
+            continue
+        paths[item.name] = tuple(item.path)
+        chunks = []
+        for piece in item.pieces:
+            if piece.where is None:
+                continue
+            where = piece.where
+            is_tensor = item.dtype is not None
+            index = MetadataIndex(item.name, piece.offset) if is_tensor else MetadataIndex(item.name)
+            stored[index] = _StorageInfo(manifest.files[where.file].name, where.start, where.num_bytes)
+            chunks.append(ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape)))
+        if item.dtype is None:
+            described[item.name] = BytesStorageMetadata()
+        else:
+            properties = TensorProperties(dtype=TORCH_TYPES[item.dtype])
+            described[item.name] = TensorStorageMetadata(properties, torch.Size(item.shape), chunks)
+    return Metadata(described, planner_data=paths, storage_data=stored, storage_meta=StorageMeta())
+
+
+def dump_metadata(manifest: GlobalManifest) -> bytes:
+    """Return the content of ``.metadata``."""
+    buffer = io.BytesIO()
+    pickle.dump(make_metadata(manifest), buffer)
+    return buffer.getvalue()

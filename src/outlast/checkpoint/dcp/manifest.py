@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from outlast.checkpoint.dcp.blob import ELEMENT_BYTES
-from outlast.checkpoint.seal import seal, unseal
+from outlast.checkpoint.manifest import seal, unseal
 from outlast.checkpoint.shard import num_chunks
 from outlast.errors import Corrupt
 
@@ -23,8 +23,8 @@ __all__ = [
     "GlobalManifest",
     "Item",
     "OwnTensor",
-    "TensorPiece",
     "RankEntry",
+    "TensorPiece",
     "Where",
     "decode_global_manifest",
     "encode_global_manifest",

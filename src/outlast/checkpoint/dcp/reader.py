@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.items import make_metadata
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item, TensorPiece, Where
-from outlast.checkpoint.dcp.metadata import make_metadata
 from outlast.checkpoint.dcp.regions import read_region
 from outlast.checkpoint.dcp.threads import in_threads
 from outlast.checkpoint.dcp.verified_file import VerifiedFile, VerifiedFiles

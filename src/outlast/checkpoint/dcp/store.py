@@ -1,8 +1,8 @@
 """Any place that fsspec reaches, with a time limit on everything. Nothing here imports torch.
 
 Whatever a store's own library raises comes out as one of two: ``FileNotFoundError``, or a CheckpointError that names
-the object. That an object exists already is no error of :meth:`ObjectStore.create`. Settings and credentials are fsspec's
-own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and what the store's library reads by itself.
+the object. That an object exists already is no error of :meth:`ObjectStore.create`. Settings and credentials are
+fsspec's own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and what the store's library reads by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What the ranks tell each other about saves: keys of a store, never collectives.
 
-Training's collectives and these words cannot get into each other's way, and nobody waits longer than he said.
-"""
+Training's collectives and these words cannot get into each other's way, and nobody waits longer than he said."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ from outlast.checkpoint.claim import DirectoryRefused
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError
 
-__all__ = ["SaveExchange", "NoWord", "SaveOutcome", "PeerSilent", "Stopped", "deadline"]
+__all__ = ["NoWord", "PeerSilent", "SaveExchange", "SaveOutcome", "Stopped", "deadline"]
+
 
 log = logging.getLogger(__name__)
 POLL_S = 0.02

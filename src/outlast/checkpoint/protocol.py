@@ -1,7 +1,6 @@
 """What a worker and the writer process say to each other: msgpack frames and descriptors over a Unix socket.
 
-A connection carries one request at a time. Nothing here imports torch.
-"""
+A connection carries one request at a time. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.rebuild import Member
 from outlast.checkpoint.replica.replicator import Holder, Target
 from outlast.decoding import from_msgpack
@@ -31,7 +30,6 @@ __all__ = [
     "Listed",
     "Open",
     "Opened",
-    "WriterRefusal",
     "Reply",
     "Request",
     "Serve",
@@ -39,11 +37,13 @@ __all__ = [
     "Take",
     "Taken",
     "Write",
+    "WriterRefusal",
     "Written",
     "receive_reply",
     "receive_request",
     "send_message",
 ]
+
 
 MAX_FRAME_BYTES = 1 << 28
 

@@ -1,11 +1,11 @@
-"""The commit of the near tiers: every rank's digests gathered, the manifest, the rename, the tracker; or an error told.
+"""The lane to the near tiers (memory, local, replicas): every rank's digests gathered, the manifest, the rename.
 
-One thread per worker does it, save after save, speaking to its peers through an :class:`SaveExchange`. In the order of the
-saves every rank hears the same outcomes, so all of them know alike what is committed.
+One thread per worker does it, save after save. In the order of the saves every rank gets the same outcomes, so all of
+them know alike what is committed.
 
 The lowest rank of each node leads it: it waits for all ranks' digests, writes the manifest and renames; rank 0, a
-leader always, tells the outcome once every leader has renamed. Then each rank has the writer keep its part in memory,
-and what is to go to the global tier as well is handed on.
+leader always, posts the outcome once every leader has renamed. Then each rank has the writer keep its part in memory,
+and what is to go to the global tier as well is handed on to that lane.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from typing import Any, TypeAlias
 import msgspec
 
 from outlast import clock
-from outlast.checkpoint import frames as f
+from outlast.checkpoint import protocol as f
 from outlast.checkpoint.claim import Claim, DirectoryRefused, Held
 from outlast.checkpoint.directory import SUSPECT, Directory
-from outlast.checkpoint.exchange import SaveExchange, SaveOutcome, deadline
-from outlast.checkpoint.finite import MAY_BE_INFINITE, is_finite
-from outlast.checkpoint.holdings import CopyKey
-from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
-from outlast.checkpoint.places import Places
-from outlast.checkpoint.replication import Replication
+from outlast.checkpoint.durable import MAY_BE_INFINITE, is_finite
+from outlast.checkpoint.lane import SaveExchange, SaveOutcome, deadline
+from outlast.checkpoint.manifest import MANIFEST, SCHEMA, CopyKey, Manifest, ShardEntry, TensorEntry, encode_manifest
+from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Known, Save
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.writer_client import WriterClient
@@ -39,6 +37,7 @@ from outlast.policy.retention import choose_kept
 from outlast.runtime.files import fsync_folder
 
 __all__ = ["Committer", "Retention"]
+
 
 log = logging.getLogger(__name__)
 GRACE_S = 10.0
