@@ -2,7 +2,7 @@
 
 Whatever a store's own library raises comes out as one of two: ``FileNotFoundError``, or a CheckpointError that names
 the object. That an object exists already is no error of :meth:`ObjectStore.create`. Settings and credentials are
-fsspec's own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and what the store's library reads by itself.
+fsspec's own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and what the store's library reads.
 """
 
 from __future__ import annotations
