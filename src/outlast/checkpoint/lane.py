@@ -1,7 +1,6 @@
 """What the ranks tell each other about saves: keys of a store, never collectives.
 
-Training's collectives and these words cannot get into each other's way, and nobody waits longer than he said.
-"""
+Training's collectives and these words cannot get into each other's way, and nobody waits longer than he said."""
 
 from __future__ import annotations
 
@@ -14,11 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from outlast import clock
-from outlast.checkpoint.claim import Refused
+from outlast.checkpoint.claim import DirectoryRefused
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError
 
-__all__ = ["Exchange", "NoWord", "Outcome", "PeerSilent", "Stopped", "deadline"]
+__all__ = ["NoWord", "PeerSilent", "SaveExchange", "SaveOutcome", "Stopped", "deadline"]
+
 
 log = logging.getLogger(__name__)
 POLL_S = 0.02
@@ -41,7 +41,7 @@ class PeerSilent(CheckpointError):
     """A save failed because a rank is gone, or says nothing: not for want of a place to write to."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SaveOutcome(msgspec.Struct, frozen=True):
     """What became of a save, or of a node's part of it."""
 
     error: str | None = None
@@ -51,19 +51,19 @@ class Outcome(msgspec.Struct, frozen=True):
     """The directory is another run's."""
 
     @classmethod
-    def of(cls, error: Exception, text: str | None = None) -> Outcome:
+    def of(cls, error: Exception, text: str | None = None) -> SaveOutcome:
         """Return the outcome of a save that failed."""
-        return cls(text or str(error), isinstance(error, PeerSilent), isinstance(error, Refused))
+        return cls(text or str(error), isinstance(error, PeerSilent), isinstance(error, DirectoryRefused))
 
     def failure(self, what: str, *, rank: int, iteration: int) -> CheckpointError:
         """Return the error of a save that failed."""
         if self.is_refused:
-            return Refused(self.error or what, rank=rank, iteration=iteration)
+            return DirectoryRefused(self.error or what, rank=rank, iteration=iteration)
         kind = PeerSilent if self.is_silence else CheckpointError
         return kind(f"{what}: {self.error}", rank=rank, iteration=iteration)
 
 
-class Exchange:
+class SaveExchange:
     """One thread's words to its peers.
 
     Args:

@@ -1,7 +1,6 @@
 """What a worker and the writer process say to each other: msgpack frames and descriptors over a Unix socket.
 
-A connection carries one request at a time. Nothing here imports torch.
-"""
+A connection carries one request at a time. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.rebuild import Member
 from outlast.checkpoint.replica.replicator import Holder, Target
 from outlast.decoding import from_msgpack
@@ -26,12 +25,11 @@ __all__ = [
     "GetPart",
     "GotPart",
     "InMemory",
-    "Keep",
+    "KeepPart",
     "List",
     "Listed",
     "Open",
     "Opened",
-    "Refused",
     "Reply",
     "Request",
     "Serve",
@@ -39,11 +37,13 @@ __all__ = [
     "Take",
     "Taken",
     "Write",
+    "WriterRefusal",
     "Written",
     "receive_reply",
     "receive_request",
     "send_message",
 ]
+
 
 MAX_FRAME_BYTES = 1 << 28
 
@@ -101,7 +101,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failures: tuple[CopyFailure, ...] = ()
 
 
-class Keep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class KeepPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A staged part is committed. Reply: :class:`Done`."""
 
     key: CopyKey
@@ -198,14 +198,14 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It is done."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WriterRefusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It could not be done; the reason is one line."""
 
     error: str
 
 
-Request: TypeAlias = Take | Write | Keep | Discard | List | Open | Serve | Fetch | GetPart | Assemble
-Reply: TypeAlias = Taken | Written | Listed | Opened | Serving | Fetched | GotPart | Done | Refused | Assembled
+Request: TypeAlias = Take | Write | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
+Reply: TypeAlias = Taken | Written | Listed | Opened | Serving | Fetched | GotPart | Done | WriterRefusal | Assembled
 
 
 def send_message(connection: socket.socket, message: msgspec.Struct, fd: int | None = None) -> None:

@@ -1,11 +1,11 @@
-"""The commit of the near tiers: every rank's digests gathered, the manifest, the rename, the tracker; or an error told.
+"""The lane to the near tiers (memory, local, replicas): every rank's digests gathered, the manifest, the rename.
 
-One thread per worker does it, save after save, speaking to its peers through an :class:`Exchange`. In the order of the
-saves every rank hears the same outcomes, so all of them know alike what is committed.
+One thread per worker does it, save after save. In the order of the saves every rank gets the same outcomes, so all of
+them know alike what is committed.
 
 The lowest rank of each node leads it: it waits for all ranks' digests, writes the manifest and renames; rank 0, a
-leader always, tells the outcome once every leader has renamed. Then each rank has the writer keep its part in memory,
-and what is to go to the global tier as well is handed on.
+leader always, posts the outcome once every leader has renamed. Then each rank has the writer keep its part in memory,
+and what is to go to the global tier as well is handed on to that lane.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from typing import Any, TypeAlias
 import msgspec
 
 from outlast import clock
-from outlast.checkpoint import frames as f
-from outlast.checkpoint.claim import Claim, Held, Refused
+from outlast.checkpoint import protocol as f
+from outlast.checkpoint.claim import Claim, DirectoryRefused, Held
 from outlast.checkpoint.directory import SUSPECT, Directory
-from outlast.checkpoint.exchange import Exchange, Outcome, deadline
-from outlast.checkpoint.finite import MAY_BE_INFINITE, is_finite
-from outlast.checkpoint.holdings import CopyKey
-from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
-from outlast.checkpoint.places import Places
-from outlast.checkpoint.replication import Replication
+from outlast.checkpoint.durable import MAY_BE_INFINITE, is_finite
+from outlast.checkpoint.lane import SaveExchange, SaveOutcome, deadline
+from outlast.checkpoint.manifest import MANIFEST, SCHEMA, CopyKey, Manifest, ShardEntry, TensorEntry, encode_manifest
+from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Known, Save
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.writer_client import WriterClient
@@ -39,6 +37,7 @@ from outlast.policy.retention import choose_kept
 from outlast.runtime.files import fsync_folder
 
 __all__ = ["Committer", "Retention"]
+
 
 log = logging.getLogger(__name__)
 GRACE_S = 10.0
@@ -119,7 +118,7 @@ class Committer:
         self._claim = Claim(places.local, places.run, places.seen_local, lease) if leads and places.local else None
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._exchange = Exchange(store, places.token, self._stop, rank=rank)
+        self._exchange = SaveExchange(store, places.token, self._stop, rank=rank)
         self._thread = threading.Thread(target=self._run, name="outlast-commit", daemon=True)
         self._thread.start()
 
@@ -182,7 +181,7 @@ class Committer:
         self._exchange.post(save.attempt.ordinal, f"ready/{self._rank}", ready)
         leads = self._places.is_leader(self._rank)
         manifest, infinite = self._lead(save) if leads else (None, {})
-        outcome = self._await(save, "outcome", Outcome, grace_s=GRACE_S)
+        outcome = self._await(save, "outcome", SaveOutcome, grace_s=GRACE_S)
         if outcome.is_refused:
             self._exchange.part(save.attempt.ordinal, len(self._places.nodes), deadline(GRACE_S))
         if outcome.error is not None:
@@ -226,7 +225,7 @@ class Committer:
                 timeout_s=self._replication.timeout_s,
             )
             written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(save), fd=save.arena.fd)
-        except Refused as error:
+        except DirectoryRefused as error:
             return _Ready(save.iteration, error=str(error), is_refused=True), ()
         except (CheckpointError, OSError) as error:
             return _Ready(save.iteration, error=f"rank {self._rank}: {error}"), ()
@@ -247,7 +246,7 @@ class Committer:
     def _hold_claim(self, save: Save) -> None:
         """Be sure that the node's folder is this run's, before data is written and again before the commit.
 
-        Raises: Refused, when it is another run's.
+        Raises: DirectoryRefused, when it is another run's.
         """
         if self._claim is not None and self._folder(save) is not None:
             self._claim.hold()
@@ -255,7 +254,7 @@ class Committer:
     def _keep(self, save: Save, manifest: bytes | None) -> None:
         """Have the writer keep this rank's part, and the node's copies of others' parts."""
         in_memory = Tier.MEMORY in save.tiers and not save.suspect
-        keep = f.Keep(key=self._key(save), manifest=manifest if in_memory else None, in_memory=in_memory)
+        keep = f.KeepPart(key=self._key(save), manifest=manifest if in_memory else None, in_memory=in_memory)
         try:
             self._writer.ask(keep, f.Done, timeout_s=KEEP_TIMEOUT_S)
         except CheckpointError as error:
@@ -287,23 +286,23 @@ class Committer:
         Returns:
             The manifest, and the tensors that hold numbers that are infinite or NaN.
         """
-        manifest, infinite, mine = None, _Infinite(), Outcome()
+        manifest, infinite, mine = None, _Infinite(), SaveOutcome()
         try:
             described, infinite = self._describe(save)
             manifest = encode_manifest(described)
             self._place(save, manifest)
         except (OSError, CheckpointError) as failure:
             text = f"rank {self._rank}: {failure}" if isinstance(failure, OSError) else str(failure)
-            mine = Outcome.of(failure, text)
+            mine = SaveOutcome.of(failure, text)
         self._exchange.post(save.attempt.ordinal, f"renamed/{self._rank}", mine)
         if self._rank == 0:
             outcome = mine
             for leader in self._places.leaders:
                 if outcome.error is None:
                     try:
-                        outcome = self._await(save, f"renamed/{leader}", Outcome)
+                        outcome = self._await(save, f"renamed/{leader}", SaveOutcome)
                     except CheckpointError as failure:
-                        outcome = Outcome.of(failure)
+                        outcome = SaveOutcome.of(failure)
             self._exchange.post(save.attempt.ordinal, "outcome", outcome)
         return manifest, infinite
 
@@ -318,7 +317,7 @@ class Committer:
                     f"rank {rank} saves iteration {ready.iteration} meanwhile; all ranks must save the same ones"
                 )
             if ready.shard is None:
-                kind = Refused if ready.is_refused else CheckpointError
+                kind = DirectoryRefused if ready.is_refused else CheckpointError
                 raise kind(ready.error or f"rank {rank} has nothing")
             shards.append(ready.shard)
             if not ready.shard.finite:
