@@ -20,7 +20,7 @@ _HOMES = {
     "Member": "outlast.policy.rank_assignment",
     "RankLeft": "outlast.inprocess.rank",
     "Restore": "outlast.inprocess.restore",
-    "RestartRequested": "outlast.inprocess.interruption",
+    "RestartRequested": "outlast.inprocess.call",
     "RetryController": "outlast.inprocess.plugins",
     "ShiftRanks": "outlast.inprocess.plugins",
     "State": "outlast.inprocess.plugins",

@@ -23,7 +23,6 @@ from outlast.errors import OutlastError, RendezvousError
 from outlast.inprocess.call import describe, drop, is_consequence
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import deadlines, expired
-from outlast.ray.interruption import Abandoned, Interruption, Outcome
 from outlast.ray.membership import StoreHost
 from outlast.ray.position import position_of
 from outlast.ray.seat import Seat
@@ -40,6 +39,7 @@ from outlast.ray.words import (
     ShellSettings,
 )
 from outlast.runtime import connections, device
+from outlast.runtime.interruption import Abandoned, AsyncInterruption, CallOutcome
 
 __all__ = ["Shell", "shell_class"]
 
@@ -75,7 +75,7 @@ class Shell:
         self._node_id: str = context.get_node_id()
         self._node = _node_name(self._node_id)
         self._addr = str(ray.util.get_node_ip_address())
-        self._interruption = Interruption()
+        self._interruption = AsyncInterruption()
         self._seat = Seat(partial(actor_class, *args, **kwargs), settings, self._node, self._interruption)
         self._stores = StoreHost()
         self._incarnation = self._joined = -1
@@ -172,7 +172,7 @@ class Shell:
             with self._leaving:
                 self._seat.leave()  # nothing, unless the driver did not abort the one before
         except OutlastError as error:
-            return self._failed(Outcome(error=error))
+            return self._failed(CallOutcome(error=error))
         self._incarnation = assignment.incarnation
         outcome = self._interruption.run(assignment.incarnation, partial(self._seat.join, assignment))
         if outcome.error is not None:
@@ -243,7 +243,7 @@ class Shell:
 
         return stack_of(self._interruption.thread).line or "no line of Python"
 
-    def _failed(self, outcome: Outcome) -> Failed:
+    def _failed(self, outcome: CallOutcome) -> Failed:
         error = outcome.error
         assert error is not None
         kind = _kind_of(error)
