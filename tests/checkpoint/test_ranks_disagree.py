@@ -10,7 +10,7 @@ import pytest
 from saving_ranks import start
 
 from outlast.checkpoint.exchange import Exchange, Outcome, deadline
-from outlast.checkpoint.own_store import OwnStore
+from outlast.checkpoint.peers import OwnStore
 
 OUTCOMES = """
 def outcome(save):

@@ -14,7 +14,7 @@ from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
 from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.own_store import OwnStore
+from outlast.checkpoint.peers import OwnStore
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
 from outlast.errors import CheckpointError

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from outlast.checkpoint.dcp.assemble import assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
-from outlast.checkpoint.dcp.load import load_resharded, read_rank
+from outlast.checkpoint.dcp.load import read_rank
+from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.layouts import meshes_of
 from outlast.checkpoint.state import capture, decode

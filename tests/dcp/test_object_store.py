@@ -20,9 +20,10 @@ from s3_server import S3Server
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import load_resharded, read_rank
+from outlast.checkpoint.dcp.load import read_rank
 from outlast.checkpoint.dcp.object_place import StoreRecords
 from outlast.checkpoint.dcp.reader import VerifiedReader
+from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.dcp.store import Store
 from outlast.checkpoint.state import decode
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted

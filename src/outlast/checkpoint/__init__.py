@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.checkpoint.handle import SaveHandle, SaveResult
-    from outlast.checkpoint.load import Rejection, Restored
     from outlast.checkpoint.manager import CheckpointManager
+    from outlast.checkpoint.recovery import Rejection, Restored
 
 _HOMES = {
     "CheckpointManager": "outlast.checkpoint.manager",
-    "Rejection": "outlast.checkpoint.load",
-    "Restored": "outlast.checkpoint.load",
+    "Rejection": "outlast.checkpoint.recovery",
+    "Restored": "outlast.checkpoint.recovery",
     "SaveHandle": "outlast.checkpoint.handle",
     "SaveResult": "outlast.checkpoint.handle",
 }

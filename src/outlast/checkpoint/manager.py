@@ -14,13 +14,12 @@ from outlast.checkpoint.commit import GRACE_S
 from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.handle import SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.leases import Leases
-from outlast.checkpoint.load import Loaded, Restored
-from outlast.checkpoint.loading import Loader
 from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.overlap import Guard, changed_only_by_step
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.pipeline import Pipeline
 from outlast.checkpoint.places import agree_places, is_initialised, place_here
+from outlast.checkpoint.recovery import Loaded, Loader, Restored
 from outlast.checkpoint.replication import say_what_is_off
 from outlast.checkpoint.report import Reporter
 from outlast.checkpoint.save import Save

@@ -7,11 +7,29 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.own_store import OwnStore
 from outlast.errors import PeerLost
 from outlast.runtime.group import Group
 
-__all__ = ["Peers"]
+__all__ = ["OwnStore", "Peers"]
+
+
+class OwnStore:
+    """The part of ``torch.distributed``'s store that an :class:`~outlast.checkpoint.exchange.Exchange` needs."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
 
 
 class Peers:

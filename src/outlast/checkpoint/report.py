@@ -9,7 +9,7 @@ from typing import Any
 from outlast.checkpoint.exchange import PeerSilent
 from outlast.checkpoint.frames import CopyFailure
 from outlast.checkpoint.handle import SaveResult
-from outlast.checkpoint.load import Restored
+from outlast.checkpoint.recovery import Restored
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.recovery_point import Tier
