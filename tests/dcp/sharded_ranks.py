@@ -10,22 +10,27 @@ import json
 import os
 import sys
 import threading
-
 import torch
 import torch.distributed as dist
-from lanes import LONG_S, flat_state, stage
+from lanes import LONG_S
+from lanes import flat_state
+from lanes import stage
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
 from outlast.checkpoint.dcp.assemble import assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
 from outlast.checkpoint.dcp.load import read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
-from outlast.checkpoint.directory import Attempt
 from outlast.checkpoint.layouts import meshes_of
-from outlast.checkpoint.state import capture, decode
+from outlast.checkpoint.state import capture
+from outlast.checkpoint.state import decode
+from outlast.checkpoint.dcp.global_lane import GlobalLane
+from outlast.checkpoint.dcp.global_lane import GlobalRetention
+from outlast.checkpoint.dcp.global_lane import GlobalSave
+from outlast.checkpoint.directory import SaveAttempt
+
+
 
 
 def _model() -> torch.nn.Module:
@@ -81,7 +86,7 @@ def content(state: dict[str, object]) -> dict[str, str]:
 
 def save(folder: str, state: dict[str, object], iteration: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    attempt = Attempt(job="job", cycle=0, token=f"ab{world}{iteration}", ordinal=0)
+    attempt = SaveAttempt(job="job", cycle=0, token=f"ab{world}{iteration}", ordinal=0)
     flat = flat_state(capture(state), {"rank": rank})
     image = stage(flat, rank=rank, world=world, iteration=iteration, attempt=str(attempt))
     errors: list[object] = []

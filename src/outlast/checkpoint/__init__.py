@@ -6,19 +6,20 @@ The names below are imported on first use: the writer process must not import to
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from typing import Any
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.handle import SaveHandle, SaveResult
-    from outlast.checkpoint.manager import CheckpointManager
     from outlast.checkpoint.recovery import Rejection, Restored
+    from outlast.checkpoint.manager import CheckpointManager
+    from outlast.checkpoint.save import SaveHandle, SaveResult
 
 _HOMES = {
     "CheckpointManager": "outlast.checkpoint.manager",
     "Rejection": "outlast.checkpoint.recovery",
     "Restored": "outlast.checkpoint.recovery",
-    "SaveHandle": "outlast.checkpoint.handle",
-    "SaveResult": "outlast.checkpoint.handle",
+    "SaveHandle": "outlast.checkpoint.save",
+    "SaveResult": "outlast.checkpoint.save",
 }
 
 __all__ = ["CheckpointManager", "Rejection", "Restored", "SaveHandle", "SaveResult"]

@@ -20,7 +20,7 @@ import ray.cloudpickle
 
 from outlast import clock, env
 from outlast.errors import OutlastError, RendezvousError
-from outlast.inprocess.leaving import describe, drop, is_consequence
+from outlast.inprocess.call import describe, drop, is_consequence
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import deadlines, expired
 from outlast.ray.interruption import Abandoned, Interruption, Outcome
