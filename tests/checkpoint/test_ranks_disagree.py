@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+
 import pytest
 from saving_ranks import start
+
+from outlast.checkpoint.lane import SaveExchange, SaveOutcome, deadline
 from outlast.checkpoint.peers import OwnStore
-from outlast.checkpoint.lane import SaveExchange
-from outlast.checkpoint.lane import SaveOutcome
-from outlast.checkpoint.lane import deadline
-
-
 
 OUTCOMES = """
 def outcome(save):

@@ -10,35 +10,25 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
 import fsspec
 import msgspec
 import pytest
 import torch
-from lanes import Lanes
-from lanes import flat_state
+from lanes import Lanes, flat_state
 from s3_server import S3Server
-from outlast.checkpoint.dcp.assemble import Assemble
-from outlast.checkpoint.dcp.assemble import Assembled
-from outlast.checkpoint.dcp.assemble import Range
-from outlast.checkpoint.dcp.assemble import assemble
-from outlast.checkpoint.dcp.directory import GlobalDirectory
+
+from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
+from outlast.checkpoint.dcp.directory import GlobalDirectory, StoreRecords
 from outlast.checkpoint.dcp.load import read_rank
 from outlast.checkpoint.dcp.reader import VerifiedReader
 from outlast.checkpoint.dcp.reshard import load_resharded
-from outlast.checkpoint.state import decode
-from outlast.errors import CheckpointError
-from outlast.errors import Corrupt
-from outlast.errors import Incomplete
-from outlast.errors import Untrusted
-from outlast.policy.lease import Owner
-from outlast.runtime.lease import InUse
-from outlast.runtime.lease import Lease
-from outlast.runtime.lease import decode_owner
-from outlast.runtime.processes import this_process
-from outlast.checkpoint.dcp.directory import StoreRecords
 from outlast.checkpoint.dcp.store import ObjectStore
-
-
+from outlast.checkpoint.state import decode
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+from outlast.policy.lease import Owner
+from outlast.runtime.lease import InUse, Lease, decode_owner
+from outlast.runtime.processes import this_process
 
 pytestmark = [pytest.mark.process]
 BUCKET = "bucket"

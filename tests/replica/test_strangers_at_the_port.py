@@ -8,23 +8,16 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+
 import pytest
+
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica import protocol as f
 from outlast.checkpoint.replica import server as server_module
-from outlast.checkpoint.replica.client import ReplicaError
-from outlast.checkpoint.replica.client import Target
-from outlast.checkpoint.replica.client import fetch
-from outlast.checkpoint.replica.client import ping
-from outlast.checkpoint.replica.client import push
-from outlast.checkpoint.replica.protocol import NONCE_BYTES
-from outlast.checkpoint.replica.protocol import TAG_BYTES
-from outlast.checkpoint.replica.protocol import Channel
+from outlast.checkpoint.replica.client import ReplicaError, Target, fetch, ping, push
+from outlast.checkpoint.replica.protocol import NONCE_BYTES, TAG_BYTES, Channel
 from outlast.checkpoint.replica.replicator import Replicator
-from outlast.checkpoint.shard import CHUNK_BYTES
-from outlast.checkpoint.shard import digest
-from outlast.checkpoint.manifest import CopyKey
-
-
+from outlast.checkpoint.shard import CHUNK_BYTES, digest
 
 KEY = b"k" * 32
 COPY = CopyKey(120, "job-0", 3)

@@ -6,12 +6,11 @@ The names below are imported on first use: the writer process must not import to
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.recovery import Rejection, Restored
     from outlast.checkpoint.manager import CheckpointManager
+    from outlast.checkpoint.recovery import Rejection, Restored
     from outlast.checkpoint.save import SaveHandle, SaveResult
 
 _HOMES = {

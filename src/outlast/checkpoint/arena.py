@@ -12,38 +12,26 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import math
 import mmap
 import os
 import threading
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
-from concurrent.futures import Future
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
 import numpy as np
 import torch
-from outlast.checkpoint.manifest import TensorEntry
-from outlast.checkpoint.shard import DTYPE_NAMES
-from outlast.checkpoint.shard import Identity
-from outlast.checkpoint.shard import ShardLayout
-from outlast.checkpoint.shard import TensorSpan
-from outlast.checkpoint.state import FlatState
-from outlast.checkpoint.state import NamedTensor
-from outlast.checkpoint.state import without_collection
-import logging
-from collections.abc import Mapping
-from typing import Any
+
 from outlast import clock
-from outlast.checkpoint.protocol import Take
-from outlast.checkpoint.protocol import Taken
+from outlast.checkpoint.manifest import TensorEntry
+from outlast.checkpoint.protocol import Take, Taken
+from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorSpan
+from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
-
-
 
 __all__ = ["Arena", "ArenaPool", "CopyGuard", "Staged", "Stager", "changed_only_by_step"]
 

@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
 import msgspec
-from outlast.checkpoint.dcp.assemble import Assemble
-from outlast.checkpoint.dcp.assemble import Assembled
-from outlast.checkpoint.replica.parity import ParityMember
-from outlast.checkpoint.replica.replicator import Holder
-from outlast.checkpoint.replica.replicator import Target
-from outlast.decoding import from_msgpack
+
+from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.manifest import CopyKey
-
-
+from outlast.checkpoint.replica.parity import ParityMember
+from outlast.checkpoint.replica.replicator import Holder, Target
+from outlast.decoding import from_msgpack
 
 __all__ = [
     "CopyFailure",

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from outlast.checkpoint.arena_pool import ArenaPool
+from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.layouts import OtherLayout

@@ -12,7 +12,7 @@ import torch
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import TORCH_TYPES, named_tensors
-from outlast.checkpoint.dcp.manifest import GlobalManifest, Item, Piece
+from outlast.checkpoint.dcp.manifest import GlobalManifest, Item, TensorPiece
 from outlast.checkpoint.dcp.regions import Wanted, fill
 from outlast.checkpoint.dcp.verified_file import VerifiedFiles
 from outlast.errors import CheckpointError, Incomplete
@@ -38,7 +38,7 @@ def tensors_of(manifest: GlobalManifest, rank: int, tree: bytes) -> dict[str, It
     for name, shared_name in named_tensors(tree).items():
         if name in own:
             mine = own[name]
-            piece = Piece((0,) * len(mine.shape), mine.shape, mine.where)
+            piece = TensorPiece((0,) * len(mine.shape), mine.shape, mine.where)
             found[name] = Item(name=name, path=(), dtype=mine.dtype, shape=mine.shape, pieces=(piece,))
             continue
         item = items.get(shared_name)

@@ -16,24 +16,25 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+
 import msgspec
-from outlast.checkpoint.replica.protocol import Channel
-from outlast.checkpoint.replica.protocol import Chunk
-from outlast.checkpoint.replica.protocol import Data
-from outlast.checkpoint.replica.protocol import FrameError
-from outlast.checkpoint.replica.protocol import Get
-from outlast.checkpoint.replica.protocol import Keep
-from outlast.checkpoint.replica.protocol import Kept
-from outlast.checkpoint.replica.protocol import NotAuthenticated
-from outlast.checkpoint.replica.protocol import Ping
-from outlast.checkpoint.replica.protocol import Put
-from outlast.checkpoint.replica.protocol import Ready
-from outlast.checkpoint.replica.protocol import RefusedByPeer
-from outlast.checkpoint.shard import CHUNK_BYTES
-from outlast.checkpoint.shard import num_chunks
+
 from outlast.checkpoint.manifest import CopyKey
-
-
+from outlast.checkpoint.replica.protocol import (
+    Channel,
+    Chunk,
+    Data,
+    FrameError,
+    Get,
+    Keep,
+    Kept,
+    NotAuthenticated,
+    Ping,
+    Put,
+    Ready,
+    RefusedByPeer,
+)
+from outlast.checkpoint.shard import CHUNK_BYTES, num_chunks
 
 __all__ = [
     "Landing",

@@ -12,29 +12,15 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
+
 import msgspec
 import numpy as np
-from outlast.checkpoint.replica.client import Landing
-from outlast.checkpoint.replica.client import ReplicaError
-from outlast.checkpoint.replica.client import Target
-from outlast.checkpoint.replica.client import connect
-from outlast.checkpoint.replica.client import describe
-from outlast.checkpoint.replica.client import naming
-from outlast.checkpoint.replica.protocol import SLICE_BYTES
-from outlast.checkpoint.replica.protocol import Channel
-from outlast.checkpoint.replica.protocol import Data
-from outlast.checkpoint.replica.protocol import FrameError
-from outlast.checkpoint.replica.protocol import Get
-from outlast.checkpoint.shard import CHUNK_BYTES
-from outlast.checkpoint.shard import digest
-from outlast.checkpoint.shard import num_chunks
-from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.manifest import Holdings
-from outlast.checkpoint.manifest import HoldingsError
 
-
+from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError
+from outlast.checkpoint.replica.client import Landing, ReplicaError, Target, connect, describe, naming
+from outlast.checkpoint.replica.protocol import SLICE_BYTES, Channel, Data, FrameError, Get
+from outlast.checkpoint.shard import CHUNK_BYTES, digest, num_chunks
 
 __all__ = ["PARITY_PART", "Block", "Parities", "ParityMember", "blocks_of", "holders_of", "rebuild", "xor_into"]
 

@@ -29,7 +29,7 @@ import msgspec
 import xxhash
 
 from outlast import clock
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.decoding import from_msgpack
 
 __all__ = [

@@ -14,32 +14,29 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from typing import Protocol
-from typing import TypeVar
-from outlast.checkpoint.holdings import CopyKey
-from outlast.checkpoint.holdings import HoldingsError
-from outlast.checkpoint.holdings import Incoming
-from outlast.checkpoint.replica.client import describe
-from outlast.checkpoint.replica.parity import Parities
-from outlast.checkpoint.replica.parity import write_all
-from outlast.checkpoint.replica.protocol import SLICE_BYTES
-from outlast.checkpoint.replica.protocol import Channel
-from outlast.checkpoint.replica.protocol import Chunk
-from outlast.checkpoint.replica.protocol import Data
-from outlast.checkpoint.replica.protocol import Failed
-from outlast.checkpoint.replica.protocol import FrameError
-from outlast.checkpoint.replica.protocol import Get
-from outlast.checkpoint.replica.protocol import Keep
-from outlast.checkpoint.replica.protocol import Kept
-from outlast.checkpoint.replica.protocol import Message
-from outlast.checkpoint.replica.protocol import NotAuthenticated
-from outlast.checkpoint.replica.protocol import Ping
-from outlast.checkpoint.replica.protocol import Put
-from outlast.checkpoint.replica.protocol import Ready
-from outlast.checkpoint.replica.protocol import Working
-from outlast.checkpoint.shard import CHUNK_BYTES
-from outlast.checkpoint.manifest import Holdings
+from typing import Protocol, TypeVar
 
+from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError, Incoming
+from outlast.checkpoint.replica.client import describe
+from outlast.checkpoint.replica.parity import Parities, write_all
+from outlast.checkpoint.replica.protocol import (
+    SLICE_BYTES,
+    Channel,
+    Chunk,
+    Data,
+    Failed,
+    FrameError,
+    Get,
+    Keep,
+    Kept,
+    Message,
+    NotAuthenticated,
+    Ping,
+    Put,
+    Ready,
+    Working,
+)
+from outlast.checkpoint.shard import CHUNK_BYTES
 
 __all__ = ["ReplicaServer", "Service"]
 
