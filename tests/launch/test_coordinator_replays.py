@@ -34,7 +34,7 @@ class Job:
             self.join(name, nproc=(nproc or {}).get(name, 1))
 
     def join(self, name: str, *, ended: m.CycleFacts | None = None, nproc: int = 1) -> None:
-        self.say(m.Join(node=name, epoch="1", addr=name, nproc=nproc, ended=ended))
+        self.say(m.JoinRequest(node=name, epoch="1", addr=name, nproc=nproc, ended=ended))
 
     def say(self, message: m.ToCoordinator) -> None:
         for name, epoch, told in self.coordinator.handle(message, 0.0):

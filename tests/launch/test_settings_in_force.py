@@ -17,7 +17,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind, IncidentKind
 from outlast.launch import messages as m
-from outlast.launch.agent_state import State
+from outlast.launch.agent_state import AgentState
 from outlast.launch.control import ControlServer
 from outlast.launch.cycle import Cycle
 from outlast.launch.in_process import InProcess
@@ -164,7 +164,7 @@ class Watching:
         self.member = Member(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
         options: Any = SimpleNamespace(max_nodes=1, num_slots=1, torchrun=SimpleNamespace(max_restarts=3))
         self.agent = NodeAgent(options, self.crew, self.member, None, self.mailbox)
-        self.agent._state = State.RUNNING
+        self.agent._state = AgentState.RUNNING
 
     def _receive(self) -> Exited:
         self.on_receive()

@@ -121,7 +121,7 @@ class OutlastAgent(SimulatedAgent):
 
     def join(self) -> None:
         """Begin to join; returns at once."""
-        self._link.send(m.Join(node=self._link.node, epoch=self._link.epoch, addr=_HOST, nproc=_NPROC))
+        self._link.send(m.JoinRequest(node=self._link.node, epoch=self._link.epoch, addr=_HOST, nproc=_NPROC))
 
     def finish(self) -> None:
         """Say that its work is done; returns at once."""

@@ -24,7 +24,7 @@ from outlast.config.precedence import LayeredSettings
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind
 from outlast.launch import messages as m
-from outlast.launch.coordinator import Coordinator, Phase
+from outlast.launch.coordinator import Coordinator, JobPhase
 from outlast.launch.job import JobSettings
 from outlast.launch.ladder_file import load_ladder, save_ladder
 from outlast.launch.lifeline import LifelineServer
@@ -96,7 +96,7 @@ class ControlServer:
             learn=self._learn,
             tell_time=self._journal.tell_time,
         )
-        self._published_phase: Phase | None = None
+        self._published_phase: JobPhase | None = None
         self._inbox = store.clone()
         self._inbox.set_timeout(_FOREVER)
         self._judged_at_s = clock.now_s()
@@ -149,11 +149,11 @@ class ControlServer:
             self._take_script_settings(message)
         now_s = clock.now_s()
         outbox = self._coordinator.handle(message, now_s)
-        if isinstance(message, m.Tick):
+        if isinstance(message, m.CoordinatorTick):
             outbox += self._judge_beats(now_s)
         for node, epoch, reply in outbox:
             self._store.queue_push(channel_key(node, epoch), m.encode(reply))
-        if isinstance(message, m.Tick) or self._coordinator.phase != self._published_phase:
+        if isinstance(message, m.CoordinatorTick) or self._coordinator.phase != self._published_phase:
             self._publish()
         if self._coordinator.may_close or self._coordinator.should_give_up_on_goodbyes(now_s):
             self.closed.set()

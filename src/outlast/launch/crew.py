@@ -12,7 +12,7 @@ from outlast import clock
 from outlast.checkpoint.writer_process import WriterProcess
 from outlast.launch import messages as m
 from outlast.launch.cycle import Cycle
-from outlast.launch.news import Broken, Hang
+from outlast.launch.news import Broken, HangSeen
 from outlast.launch.options import RunOptions
 from outlast.launch.preparation import prepare, torch_workers
 from outlast.launch.timers import Timers
@@ -107,7 +107,7 @@ class Crew:
         assert cycle is not None
         self.workers.start(cycle)
         cycle.watch(
-            on_hang=lambda report: put(Hang(cycle.number, report)),
+            on_hang=lambda report: put(HangSeen(cycle.number, report)),
             on_error=lambda error: put(Broken("the watchdog", error)),
         )
         self._worker_group.state = WorkerState.HEALTHY

@@ -19,11 +19,19 @@ from outlast.policy.rerun import Diagnosis
 from outlast.policy.slots import root_cause
 from outlast.policy.timeouts import Observation
 
-__all__ = ["Ending", "copy_untrusted", "departure", "diagnosis_in", "highest_durable", "name_culprit", "observations"]
+__all__ = [
+    "CycleEnding",
+    "copy_untrusted",
+    "departure",
+    "diagnosis_in",
+    "highest_durable",
+    "name_culprit",
+    "observations",
+]
 
 
 @dataclass(slots=True, kw_only=True)
-class Ending:
+class CycleEnding:
     """What was gathered about a cycle that is ending."""
 
     job: str

@@ -115,7 +115,7 @@ class Forming:
         )
         for node in self.nodes:
             if node.ready:
-                self.nodes.out.append((node.name, node.epoch, m.Waiting(reason=reason)))
+                self.nodes.out.append((node.name, node.epoch, m.NodesMissing(reason=reason)))
 
     def start(self, cycle: int, addr: str, port: int, state: LadderState) -> None:
         """Tell every slot's node its place, and the others that they wait.

@@ -30,7 +30,7 @@ PATIENCE_S = 0.3
 _MAX_HELLO_BYTES = 4096
 
 
-class _Hello(msgspec.Struct, frozen=True):
+class _LifelineHello(msgspec.Struct, frozen=True):
     node: str
     epoch: str
 
@@ -49,8 +49,8 @@ class LifelineServer:
         self.port: int = self._listener.getsockname()[1]
         self._stop_read, self._stop_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._held: dict[socket.socket, _Hello | None] = {}
-        self._suspects: dict[_Hello, float] = {}
+        self._held: dict[socket.socket, _LifelineHello | None] = {}
+        self._suspects: dict[_LifelineHello, float] = {}
         """Whose lifeline ended, and when they are taken for dead."""
         self._thread = threading.Thread(target=self._run, name="outlast-lifelines", daemon=True)
 
@@ -108,7 +108,7 @@ class LifelineServer:
             data = b""
         if data and self._held[connection] is None:
             try:
-                hello = from_json(data, _Hello)
+                hello = from_json(data, _LifelineHello)
             except msgspec.DecodeError:
                 data = b""  # none of ours
             else:
@@ -136,7 +136,7 @@ class Lifeline:
 
     def __init__(self, host: str, port: int, *, node: str, epoch: str) -> None:
         self._address = (host, port)
-        self._hello = msgspec.json.encode(_Hello(node, epoch))
+        self._hello = msgspec.json.encode(_LifelineHello(node, epoch))
         self._closing = threading.Event()
         self._socket: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="outlast-lifeline", daemon=True)

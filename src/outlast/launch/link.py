@@ -70,7 +70,7 @@ class LinkFailed:
     error: str
 
 
-News = m.Wait | m.Waiting | m.Prepare | m.Start | m.CycleOver | m.Remark | m.Stop | LinkDown | LinkUp | LinkFailed
+News = m.Wait | m.NodesMissing | m.Prepare | m.Start | m.CycleOver | m.Remark | m.Stop | LinkDown | LinkUp | LinkFailed
 
 
 class Link:
@@ -202,7 +202,7 @@ class Link:
                     next_beat_s = now_s + self._beat_interval_s
                     store.add(beat_key(self.node, self.epoch), 1)
                     if self._server is not None:
-                        store.queue_push("inbox", m.encode(m.Tick()))
+                        store.queue_push("inbox", m.encode(m.CoordinatorTick()))
                 try:
                     pending = self._outgoing.get(timeout=max(0.0, next_beat_s - clock.now_s()))
                 except queue.Empty:

@@ -29,7 +29,7 @@ class Member:
         self.link = link
         self.node, self.addr, self.nproc = link.node, addr, nproc
         self._epoch, self._wish = link.epoch, wish
-        self._place: m.Place | None = None
+        self._place: m.SlotPlace | None = None
         self._ended: m.CycleFacts | None = None
         self._distrusted: tuple[Distrusted, ...] = ()
         self._script_settings: str | None = None
@@ -38,7 +38,7 @@ class Member:
         """Note the place in a cycle; return False for one that was taken before (told twice, after a reconnection)."""
         if self._place is not None and start.cycle <= self._place.cycle:
             return False
-        self._place = m.Place(cycle=start.cycle, slot=start.node_rank, num_slots=start.num_nodes)
+        self._place = m.SlotPlace(cycle=start.cycle, slot=start.node_rank, num_slots=start.num_nodes)
         self._distrusted = start.distrusted
         return True
 
@@ -46,7 +46,9 @@ class Member:
         """Ask for a place in the next cycle, telling what is known of the one that ended here."""
         self._ended = ended
         self.link.send(
-            m.Join(node=self.node, epoch=self._epoch, addr=self.addr, nproc=self.nproc, wish=self._wish, ended=ended)
+            m.JoinRequest(
+                node=self.node, epoch=self._epoch, addr=self.addr, nproc=self.nproc, wish=self._wish, ended=ended
+            )
         )
 
     def report_restart(self, mended: Mended, incident: Incident, cycle: Cycle) -> None:

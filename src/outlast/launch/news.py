@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from outlast.monitor.watchdog import HangReport
 
-__all__ = ["Broken", "Hang", "Notice", "RunDirectoryLost", "WriterDied"]
+__all__ = ["Broken", "HangSeen", "RunDirectoryLost", "SignalReceived", "WriterDied"]
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class SignalReceived:
     """A signal that tells the agent to leave."""
 
     signal: int
@@ -31,7 +31,7 @@ class WriterDied:
 
 
 @dataclass(frozen=True, slots=True)
-class Hang:
+class HangSeen:
     """The watchdog saw ranks of a cycle exceed a timeout."""
 
     cycle: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outlast.errors import ExitReason
 from outlast.launch import messages as m
-from outlast.policy.slots import Candidate, Slot
+from outlast.policy.slots import Slot, SlotCandidate
 
 __all__ = ["Node", "Nodes", "Outbox"]
 
@@ -24,7 +24,7 @@ class Node:
 
     name: str
     epoch: str
-    candidate: Candidate
+    candidate: SlotCandidate
     ready: bool = True
     """It waits for a cycle; otherwise it is in one."""
     last: m.ToNode | None = None
@@ -45,7 +45,7 @@ class Nodes:
         self.out: Outbox = []
         """What is to be sent, in order."""
         self.num_joins = 0
-        self.claims: dict[str, m.Join] = {}
+        self.claims: dict[str, m.JoinRequest] = {}
         """Joins under a name whose former life is not yet known to be over."""
         self._ready: set[str] = set()
         self._slots: tuple[Slot, ...] = tuple(Slot() for _ in range(num_slots))
@@ -78,10 +78,10 @@ class Nodes:
                 return slot.holder or ""
         return ""
 
-    def add(self, message: m.Join | m.Register, now_s: float) -> Node:
+    def add(self, message: m.JoinRequest | m.Register, now_s: float) -> Node:
         """Add a node's new life."""
         self.num_joins += 1
-        candidate = Candidate(order=self.num_joins, nproc=message.nproc, wish=message.wish)
+        candidate = SlotCandidate(order=self.num_joins, nproc=message.nproc, wish=message.wish)
         node = Node(name=message.node, epoch=message.epoch, candidate=candidate, beat_at_s=now_s)
         self.by_name[node.name] = node
         self._ready.add(node.name)
@@ -117,7 +117,7 @@ class Nodes:
         """Number of nodes that wait for a cycle; asked for at every message, so it costs the same for any number."""
         return len(self._ready)
 
-    def ready(self) -> dict[str, Candidate]:
+    def ready(self) -> dict[str, SlotCandidate]:
         """Return the nodes that wait for a cycle."""
         return {name: self.by_name[name].candidate for name in self.by_name if name in self._ready}
 

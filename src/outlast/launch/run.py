@@ -19,7 +19,7 @@ from outlast.errors import ConfigError, ExitReason
 from outlast.launch.checkups import Checkups, Occasion
 from outlast.launch.job import JobSettings, name_job
 from outlast.launch.ladder_file import load_ladder
-from outlast.launch.news import Notice, RunDirectoryLost, WriterDied
+from outlast.launch.news import RunDirectoryLost, SignalReceived, WriterDied
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.probing import check_endpoints
 from outlast.launch.run_owner import RunOwner
@@ -312,7 +312,7 @@ def _make_agent(
         mailbox=mailbox,
     )
     owner.on_lost = lambda why: mailbox.put(RunDirectoryLost(why))
-    _install_handlers(args.signals_to_handle, lambda number: mailbox.put(Notice(number)))
+    _install_handlers(args.signals_to_handle, lambda number: mailbox.put(SignalReceived(number)))
     return agent
 
 

@@ -21,8 +21,8 @@ from outlast.errors import ConfigError
 from outlast.launch.torchrun_parser import make_torchrun_parser
 
 __all__ = [
-    "Command",
     "OptionGroup",
+    "RunCommand",
     "describe_options",
     "given_options",
     "hint_at",
@@ -116,7 +116,7 @@ Options may be abbreviated, other than --ft-*; torchrun's environment variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class RunCommand:
     """A command line of ``outlast run``, parsed; nothing of it is checked beyond the form of its values."""
 
     args: argparse.Namespace
@@ -314,7 +314,7 @@ class _Options:
         matches = [match for action, match in found.items() if action in self.torchruns] or list(found.values())
         return matches if len(matches) == 1 else []
 
-    def parse(self, argv: Sequence[str]) -> Command:
+    def parse(self, argv: Sequence[str]) -> RunCommand:
         """Parse a command line; see :func:`parse_command`."""
         self.typed, position = words_before_script(self.parser, argv)
         self.swallowed = argv[-1] if position == len(argv) and argv and not argv[-1].startswith("-") else ""
@@ -328,7 +328,7 @@ class _Options:
             if action.dest not in self.typed and (variable := f"PET_{action.dest.upper()}") in given
         }
         self.typed = {**from_environment, **self.typed}
-        return Command(args=args, typed=self.typed, strays=self._find_strays(argv[position + 1 :]))
+        return RunCommand(args=args, typed=self.typed, strays=self._find_strays(argv[position + 1 :]))
 
     def _find_strays(self, words: Iterable[str]) -> tuple[str, ...]:
         strays = []
@@ -426,7 +426,7 @@ def describe_options() -> tuple[OptionGroup, ...]:
     return _Options().describe()
 
 
-def parse_command(argv: Sequence[str]) -> Command:
+def parse_command(argv: Sequence[str]) -> RunCommand:
     """Parse what follows ``outlast run``.
 
     Raises:

@@ -130,7 +130,9 @@ class OutlastRendezvous(RendezvousHandler):
                 incident = Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._cycle, node=self._link.node)
             ended = m.CycleFacts(cycle=self._cycle, incident=incident)
         self._waiting = 0
-        self._link.send(m.Join(node=self._link.node, epoch=self._link.epoch, addr=self._addr, nproc=0, ended=ended))
+        self._link.send(
+            m.JoinRequest(node=self._link.node, epoch=self._link.epoch, addr=self._addr, nproc=0, ended=ended)
+        )
         deadline_s: float | None = clock.now_s() + self._join_timeout_s
         while True:
             try:

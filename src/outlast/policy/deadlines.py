@@ -26,7 +26,7 @@ __all__ = [
     "STEP",
     "Expired",
     "Facts",
-    "Section",
+    "OpenSection",
     "Subject",
     "Timeouts",
     "deadlines",
@@ -41,7 +41,7 @@ DEFAULT_HEARTBEAT_S = 1800.0
 is."""
 
 
-class Section(Protocol):
+class OpenSection(Protocol):
     """An open section, as on the heartbeat board."""
 
     @property
@@ -74,7 +74,7 @@ class Facts(Protocol):
     @property
     def promises_heartbeats(self) -> bool: ...
     @property
-    def sections(self) -> Sequence[Section]: ...
+    def sections(self) -> Sequence[OpenSection]: ...
     @property
     def depth(self) -> int: ...
     @property

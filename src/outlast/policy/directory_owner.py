@@ -23,11 +23,11 @@ from enum import Enum
 
 import msgspec
 
-__all__ = ["Evidence", "Owner", "Step", "choose_run", "find_owner", "judge_claim"]
+__all__ = ["ClaimStep", "DirectoryRun", "RunEvidence", "choose_run", "find_owner", "judge_claim"]
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class DirectoryRun:
     """The run that a directory belongs to."""
 
     run: str
@@ -35,7 +35,7 @@ class Owner:
     """A manifest names it; otherwise nothing but the hint does."""
 
 
-class Evidence(msgspec.Struct, frozen=True, array_like=True):
+class RunEvidence(msgspec.Struct, frozen=True, array_like=True):
     """What one place says of the run that it belongs to."""
 
     hint: str | None = None
@@ -50,7 +50,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         return self.hint if self.hint in proven else self.run
 
 
-class Step(Enum):
+class ClaimStep(Enum):
     """What a run does before it saves into a directory."""
 
     HOLD = "hold"
@@ -63,7 +63,7 @@ class Step(Enum):
     """Save nothing: it is another run's."""
 
 
-def find_owner(hint: str | None, runs: Iterable[str], *, own: str | None = None) -> Owner | None:
+def find_owner(hint: str | None, runs: Iterable[str], *, own: str | None = None) -> DirectoryRun | None:
     """Return the run that a directory belongs to; ``None`` = nobody's.
 
     Args:
@@ -75,14 +75,14 @@ def find_owner(hint: str | None, runs: Iterable[str], *, own: str | None = None)
     found = list[str]()
     for run in runs:
         if run == hint or (hint is None and own in (None, run)):
-            return Owner(run, is_proven=True)
+            return DirectoryRun(run, is_proven=True)
         found.append(run)
     if found:
-        return Owner(own if own is not None and own in found else found[0], is_proven=True)
-    return Owner(hint, is_proven=False) if hint is not None else None
+        return DirectoryRun(own if own is not None and own in found else found[0], is_proven=True)
+    return DirectoryRun(hint, is_proven=False) if hint is not None else None
 
 
-def judge_claim(run: str, owner: Owner | None, hint: str | None, *, is_unchanged: bool) -> Step:
+def judge_claim(run: str, owner: DirectoryRun | None, hint: str | None, *, is_unchanged: bool) -> ClaimStep:
     """Say what a run does before it saves into a directory.
 
     Args:
@@ -92,13 +92,13 @@ def judge_claim(run: str, owner: Owner | None, hint: str | None, *, is_unchanged
         is_unchanged: The directory is what it was when the run began, which took another name than its owner's.
     """
     if owner is None:
-        return Step.CREATE
+        return ClaimStep.CREATE
     if owner.run == run:
-        return Step.HOLD if hint == run else Step.WRITE
-    return Step.WRITE if is_unchanged else Step.REFUSE
+        return ClaimStep.HOLD if hint == run else ClaimStep.WRITE
+    return ClaimStep.WRITE if is_unchanged else ClaimStep.REFUSE
 
 
-def choose_run(global_place: Evidence | None, near_places: Iterable[Evidence]) -> str | None:
+def choose_run(global_place: RunEvidence | None, near_places: Iterable[RunEvidence]) -> str | None:
     """Return the run that ranks go on with, whose places may name different ones.
 
     A hint counts if a manifest names the same run, in whichever place: a manifest that is not the run's, the last that

@@ -35,12 +35,12 @@ from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung, Verdict
 from outlast.policy.budgets import count_of_restart, resume_point, spent_budget
 from outlast.policy.invalid_results import Answer, answer
-from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, Limits, Step, begin_job, begin_run
+from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, LadderStep, Limits, begin_job, begin_run
 from outlast.policy.quarantine import settle
 from outlast.policy.replays import file_case, open_cases
 from outlast.policy.slow_node import judge_slow_rank, slow_node
 
-__all__ = ["CycleEnd", "LadderState", "Limits", "Step", "begin_job", "begin_run", "decide", "drop_replay"]
+__all__ = ["CycleEnd", "LadderState", "LadderStep", "Limits", "begin_job", "begin_run", "decide", "drop_replay"]
 
 _NOT_OVER = "every worker ended with 0; none had a session, so the same run can be started again"
 
@@ -232,7 +232,7 @@ def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limit
 
 
 def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderState:
-    step = Step(
+    step = LadderStep(
         cycle=end.cycle,
         job=end.incident.job if end.incident is not None else "",
         incident=end.incident.describe() if end.incident is not None else "",

@@ -16,7 +16,16 @@ from enum import Enum
 
 import msgspec
 
-__all__ = ["Owner", "Process", "Silence", "Standing", "Step", "find_life", "is_same_training", "judge_owner"]
+__all__ = [
+    "LeaseOwner",
+    "LeaseStep",
+    "OwnerStanding",
+    "Process",
+    "Silence",
+    "find_life",
+    "is_same_training",
+    "judge_owner",
+]
 
 EXPIRES_AFTER = 5
 """Renewals that an owner misses before it counts as gone."""
@@ -36,7 +45,7 @@ class Process(msgspec.Struct, frozen=True):
     """When it was started, in ticks of the machine's clock: another process of the same number has another time."""
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseOwner(msgspec.Struct, frozen=True, kw_only=True):
     """What an owner says of itself."""
 
     token: str
@@ -80,7 +89,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         return f"run {self.series or self.run} ({where}{place})"
 
 
-class Step(Enum):
+class LeaseStep(Enum):
     """What a process does that wants to write to a directory."""
 
     TAKE = "take"
@@ -93,7 +102,7 @@ class Step(Enum):
     """Write nothing: another one owns the directory."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class OwnerStanding(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an owner's life."""
 
     is_alive: bool | None = None
@@ -129,7 +138,7 @@ class Silence:
         self._looked_at_s = now_s
 
 
-def find_life(owner: Owner, *, process: bool | None, job: bool | None) -> bool | None:
+def find_life(owner: LeaseOwner, *, process: bool | None, job: bool | None) -> bool | None:
     """Return whether an owner lives; ``None`` = that is not known.
 
     Args:
@@ -144,7 +153,9 @@ def find_life(owner: Owner, *, process: bool | None, job: bool | None) -> bool |
     return None
 
 
-def judge_owner(owner: Owner | None, own: Owner, standing: Standing, *, leads: bool = False) -> Step:
+def judge_owner(
+    owner: LeaseOwner | None, own: LeaseOwner, standing: OwnerStanding, *, leads: bool = False
+) -> LeaseStep:
     """Say what a process does that wants to write.
 
     Args:
@@ -154,22 +165,22 @@ def judge_owner(owner: Owner | None, own: Owner, standing: Standing, *, leads: b
         leads: The process acts for its job from now on, as one that hosts the job's coordinator.
     """
     if owner is None or owner.released:
-        return Step.TAKE
+        return LeaseStep.TAKE
     if own.job is not None and own.job == owner.job:
         if leads or own.stage > owner.stage:
-            return Step.TAKE
+            return LeaseStep.TAKE
         if own.shares and standing.is_alive is not False:
-            return Step.ENTER
+            return LeaseStep.ENTER
     if own.allocation is not None and own.allocation == owner.allocation and own.requeues > owner.requeues:
-        return Step.TAKE
+        return LeaseStep.TAKE
     if standing.is_alive or standing.has_changed:
-        return Step.REFUSE
+        return LeaseStep.REFUSE
     if standing.is_alive is False:
-        return Step.TAKE
-    return Step.TAKE if standing.silent_s >= owner.expires_s else Step.WAIT
+        return LeaseStep.TAKE
+    return LeaseStep.TAKE if standing.silent_s >= owner.expires_s else LeaseStep.WAIT
 
 
-def is_same_training(before: Owner, own: Owner) -> bool:
+def is_same_training(before: LeaseOwner, own: LeaseOwner) -> bool:
     """Return whether a run goes on with the training of the last owner of a directory, as far as can be told.
 
     Runs that somebody named are the same if they have a name in common. Where one of them has no name, they are the

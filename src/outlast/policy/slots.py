@@ -13,7 +13,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.policy.rerun import Finding
 
-__all__ = ["OWN_VERDICTS", "Candidate", "Slot", "fill_slots", "root_cause", "shrink"]
+__all__ = ["OWN_VERDICTS", "Slot", "SlotCandidate", "fill_slots", "root_cause", "shrink"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class SlotCandidate:
     """A node that waits to be given a slot."""
 
     order: int
@@ -38,7 +38,7 @@ class Candidate:
 
 
 def fill_slots(
-    slots: Sequence[Slot], ready: Mapping[str, Candidate], *, barred: Collection[str] = ()
+    slots: Sequence[Slot], ready: Mapping[str, SlotCandidate], *, barred: Collection[str] = ()
 ) -> tuple[Slot, ...]:
     """Return the slots after every empty one was given to a waiting node, as far as there are any.
 

@@ -15,7 +15,7 @@ import msgspec
 
 from outlast.checkpoint.claim import RUN
 from outlast.errors import CheckpointError, Corrupt, Incomplete
-from outlast.policy.directory_owner import Owner
+from outlast.policy.directory_owner import DirectoryRun
 
 __all__ = [
     "Found",
@@ -195,7 +195,7 @@ class Looked:
 
 def check_hint(
     hint: str | None,
-    owner: Owner | None,
+    owner: DirectoryRun | None,
     *,
     is_there: bool,
     proven: Collection[str] = (),
