@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.launch import messages as m
+from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator, JobPhase
-from outlast.launch.job import JobSettings
-from outlast.policy.culprit import Collective, Position
+from outlast.launch.membership import JobSettings
+from outlast.policy.causes import Collective, Position
 from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.quarantine import Distrusted, Load
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
-from outlast.launch import messages as m
+from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.job import JobSettings
+from outlast.launch.membership import JobSettings
 from outlast.policy.ladder import LadderState, Limits, Step, begin_job
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from outlast.incidents import Rung
-from outlast.launch.job import name_job
-from outlast.launch.ladder_file import load_ladder, save_ladder
+from outlast.launch.membership import name_job
+from outlast.launch.verdicts import load_ladder, save_ladder
 from outlast.policy.ladder import LadderState, Step
 from outlast.policy.quarantine import Distrusted, Load
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from outlast.policy.directory_owner import ClaimStep, DirectoryRun, RunEvidence, choose_run, find_owner, judge_claim
+from outlast.policy.lease import ClaimStep, DirectoryRun, RunEvidence, choose_run, find_owner, judge_claim
 
 DAMAGE = st.sampled_from([None, "run-x", "run-A", "run-B"])
 

@@ -22,7 +22,7 @@ from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.env import WorkerEnv, clean_name, read_worker
 from outlast.errors import CheckpointError, ConfigError, Unavailable
-from outlast.policy.directory_owner import RunEvidence, choose_run, find_owner
+from outlast.policy.lease import RunEvidence, choose_run, find_owner
 from outlast.runtime.endpoints import address_towards
 
 __all__ = ["Places", "agree_places", "is_initialised", "place_here"]

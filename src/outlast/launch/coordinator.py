@@ -1,7 +1,7 @@
 """The coordinator: one per job, decides who starts when, and what follows when a cycle ends.
 
-No I/O happens here: messages and time go in, messages come out. :mod:`outlast.launch.control` feeds it from the
-control store. It costs O(nodes) store operations a cycle: one message from each node, one to each.
+No I/O happens here: messages and time go in, messages come out. :mod:`outlast.launch.coordinator_server` feeds it from
+the control store. It costs O(nodes) store operations a cycle: one message from each node, one to each.
 
 A cycle's life::
 
@@ -30,17 +30,11 @@ import msgspec
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung, Verdict
-from outlast.launch import messages as m
-from outlast.launch.adoption import Adoption
-from outlast.launch.ending import CycleEnding, departure, highest_durable, observations
-from outlast.launch.forming import Forming, Lack, why_it_waits
-from outlast.launch.job import JobSettings
-from outlast.launch.nodes import Node, Nodes, Outbox
-from outlast.launch.rulings import Record, Rulings
-from outlast.launch.unfit import UnfitNodes
-from outlast.policy.deadlines import Expired
+from outlast.launch import protocol as m
+from outlast.launch.membership import Adoption, Forming, JobSettings, Lack, Node, Nodes, Outbox, why_it_waits
+from outlast.launch.verdicts import CycleEnding, Record, Rulings, UnfitNodes, departure, highest_durable, observations
+from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState
-from outlast.policy.timeouts import Observation
 
 __all__ = ["Coordinator", "JobPhase"]
 

@@ -13,22 +13,19 @@ import signal
 
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.launch import messages as m
+from outlast.launch import protocol as m
+from outlast.launch.agent_events import Broken, HangSeen, RunDirectoryLost, SignalReceived, Timers, WriterDied
 from outlast.launch.agent_state import AgentState
-from outlast.launch.checkups import CheckedUp, Checkups
+from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, LinkDown, LinkFailed, LinkUp
 from outlast.launch.crew import Crew
 from outlast.launch.cycle import ALONE_S, Cycle
-from outlast.launch.ending import name_culprit
-from outlast.launch.fitness import Fitness
-from outlast.launch.forming import SAY_S
-from outlast.launch.link import GOODBYE_S, LinkDown, LinkFailed, LinkUp
-from outlast.launch.member import Member
+from outlast.launch.membership import SAY_S
 from outlast.launch.mending import Mending
-from outlast.launch.news import Broken, HangSeen, RunDirectoryLost, SignalReceived, WriterDied
+from outlast.launch.node_health import CheckedUp, Checkups, Fitness
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
-from outlast.launch.timers import Timers
 from outlast.launch.torchrun_backend import open_cycle_store
+from outlast.launch.verdicts import name_culprit
 from outlast.policy.causes import SAME_FAULT_S
 from outlast.policy.protection import Protection, describe_nodes
 from outlast.runtime.mailbox import Mailbox
@@ -59,7 +56,12 @@ class NodeAgent:
     """
 
     def __init__(
-        self, options: RunOptions, crew: Crew, member: Member, checkups: Checkups | None, mailbox: Mailbox[object]
+        self,
+        options: RunOptions,
+        crew: Crew,
+        member: CoordinatorClient,
+        checkups: Checkups | None,
+        mailbox: Mailbox[object],
     ) -> None:
         self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
         self._waits_for = ""

@@ -19,8 +19,7 @@ from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.precedence import LayeredSettings
 from outlast.errors import ConfigError
-from outlast.launch.run_parser import RunCommand, parse_command
-from outlast.launch.torchrun_parser import find_event_handlers
+from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
 from outlast.runtime.device import why_absent
 from outlast.runtime.endpoints import Endpoint, parse_endpoints
 from outlast.wording import count

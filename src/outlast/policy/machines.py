@@ -59,7 +59,9 @@ class MachineVerdict(msgspec.Struct, frozen=True, kw_only=True):
         meaning = {
             SlownessCause.MACHINE: "the machine is slow",
             SlownessCause.LINK: "the machine's connection is slow",
-            SlownessCause.WORK: "the machine is as fast as others: what it is given to do is slow, or what runs beside it",
+            SlownessCause.WORK: (
+                "the machine is as fast as others: what it is given to do is slow, or what runs beside it"
+            ),
             SlownessCause.UNKNOWN: "it is not known whether the machine is slow",
         }[self.cause]
         return f"Rank={self.rank} Node={self.node}: {meaning} ({self.reason})"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outlast.monitor.collectives import read_books, waits_in
 from outlast.monitor.stacks import Frame, Stack
-from outlast.policy.culprit import Position
+from outlast.policy.causes import Position
 from outlast.policy.deadlines import Timeouts, expired
 from outlast.runtime.board import RankState
 

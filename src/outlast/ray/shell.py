@@ -21,7 +21,7 @@ import ray.cloudpickle
 from outlast import clock, env
 from outlast.errors import OutlastError, RendezvousError
 from outlast.inprocess.leaving import describe, drop, is_consequence
-from outlast.policy.culprit import Position
+from outlast.policy.causes import Position
 from outlast.policy.deadlines import deadlines, expired
 from outlast.ray.interruption import Abandoned, Interruption, Outcome
 from outlast.ray.membership import StoreHost

@@ -12,7 +12,7 @@ import ray
 
 from outlast import clock
 from outlast.config import RecoveryConfig
-from outlast.policy.culprit import Position, find_culprit
+from outlast.policy.causes import Position, find_culprit
 from outlast.ray.actor import Actor
 from outlast.ray.answers import Answer, Fault, await_answers, describe_error, read_answer
 from outlast.ray.report import LossKind, Lost

@@ -15,7 +15,7 @@ import msgspec
 
 from outlast.checkpoint.claim import RUN
 from outlast.errors import CheckpointError, Corrupt, Incomplete
-from outlast.policy.directory_owner import DirectoryRun
+from outlast.policy.lease import DirectoryRun
 
 __all__ = [
     "Found",

@@ -1,4 +1,4 @@
-"""What agents and the coordinator tell each other; JSON through the control store, never pickle."""
+"""What agents and the coordinator send each other, as JSON, never pickle; how it travels is not decided here."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import msgspec
 from outlast.decoding import json_decoder
 from outlast.errors import RendezvousError
 from outlast.incidents import Cause, Incident
-from outlast.policy.culprit import Position
-from outlast.policy.deadlines import Expired
+from outlast.policy.causes import Position
+from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.quarantine import Distrusted, Load
 from outlast.policy.rerun import Replay
-from outlast.policy.timeouts import Observation
 
 __all__ = [
     "Bye",
