@@ -10,7 +10,7 @@ from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
-from outlast.policy.ladder import LadderState, Limits, Step, begin_job
+from outlast.policy.ladder import LadderState, LadderStep, Limits, begin_job
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 
 
@@ -118,7 +118,7 @@ def test_without_the_spare_the_node_has_its_slot_again_and_no_replay() -> None:
 
 def test_the_next_job_replays_what_was_left() -> None:
     """A replay that a preempted job left is what the first cycle of the next one does."""
-    left = Step(cycle=3, rung=Rung.REQUEUE_JOB, reason="told to leave")
+    left = LadderStep(cycle=3, rung=Rung.REQUEUE_JOB, reason="told to leave")
     job = Job("a", "b", state=begin_job(LadderState(held_back=("b",), replay=ASKED, history=(left,))))
     assert {start.replay for start in job.starts[0].values()} == {ASKED}
 

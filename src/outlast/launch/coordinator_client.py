@@ -1,8 +1,8 @@
 """The agent's side of the coordinator: what a node reports, and the connection on which that travels.
 
 :class:`CoordinatorClient` is what the agent uses; its methods never block. :class:`ControlLink` carries the messages,
-in two threads that a stuck store cannot take the agent with: one sends messages and beats (and ticks the coordinator, if
-this process hosts the store), one receives and puts what comes into the agent's mailbox. The control store is soft
+in two threads that a stuck store cannot take the agent with: one sends messages and beats (and ticks the coordinator,
+if this process hosts the store), one receives and puts what comes into the agent's mailbox. The control store is soft
 state: when it is lost, training continues, and the link tries the endpoints in turn until one answers or can be hosted
 by this machine. :class:`Lifeline` is a connection whose end tells the store's host that this agent died.
 """
