@@ -35,7 +35,7 @@ from outlast.runtime import store as stores
 from outlast.runtime.endpoints import Endpoint
 from outlast.runtime.store import TCPStore
 
-__all__ = ["ControlLink", "CoordinatorClient", "JobInProgress", "LinkDown", "LinkFailed", "LinkUp"]
+__all__ = ["ControlLink", "CoordinatorClient", "JobInProgress", "Lifeline", "LinkDown", "LinkFailed", "LinkUp"]
 
 
 class CoordinatorClient:

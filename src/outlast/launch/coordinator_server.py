@@ -36,7 +36,6 @@ from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator, JobPhase
-from outlast.launch.coordinator_client import Lifeline
 from outlast.launch.live import STATUS_KEY, describe_live
 from outlast.launch.membership import JobSettings
 from outlast.launch.verdicts import load_ladder, save_ladder
@@ -46,7 +45,7 @@ from outlast.policy.ladder import LadderState
 from outlast.runtime.journal import Journal
 from outlast.runtime.store import TCPStore
 
-__all__ = ["PATIENCE_S", "CoordinatorServer", "Lifeline", "LifelineServer", "beat_key", "channel_key"]
+__all__ = ["PATIENCE_S", "CoordinatorServer", "LifelineServer", "beat_key", "channel_key"]
 
 
 log = logging.getLogger(__name__)
