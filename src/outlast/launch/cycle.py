@@ -28,7 +28,7 @@ from outlast.monitor.learned import LearnedTimeouts, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
-from outlast.policy.in_process import InProcessState
+from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.protection import describe_hangs
 from outlast.policy.quarantine import Load, tier_of_load
 from outlast.policy.rerun import Diagnosis
