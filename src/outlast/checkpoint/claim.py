@@ -14,7 +14,7 @@ import msgspec
 
 from outlast.decoding import from_json
 from outlast.errors import Untrusted
-from outlast.policy.lease import DirectoryRun, ClaimStep, find_owner, judge_claim
+from outlast.policy.lease import ClaimStep, DirectoryRun, find_owner, judge_claim
 
 __all__ = [
     "NEW",

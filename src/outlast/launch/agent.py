@@ -6,12 +6,17 @@ What it does on its node is :mod:`outlast.launch.node_agent`'s.
 from __future__ import annotations
 
 import signal
-from torch.distributed.elastic.agent.server.api import RunResult
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
-from torch.distributed.elastic.agent.server.api import WorkerGroup
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.agent.server.api import WorkerState
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.multiprocessing import LogsSpecs
+
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.launch import protocol as m
 from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.crew import Crew
@@ -20,9 +25,6 @@ from outlast.launch.node_health import Checkups
 from outlast.launch.options import RunOptions
 from outlast.launch.workers import Workers
 from outlast.runtime.mailbox import Mailbox
-from outlast.checkpoint.writer_client import WriterProcess
-
-
 
 __all__ = ["Agent"]
 

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from torch.distributed.elastic.agent.server.api import WorkerGroup
-from torch.distributed.elastic.agent.server.api import WorkerState
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerState
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 from outlast import clock
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import Broken
-from outlast.launch.agent_events import HangSeen
-from outlast.launch.agent_events import Timers
+from outlast.launch.agent_events import Broken, HangSeen, Timers
 from outlast.launch.cycle import Cycle
 from outlast.launch.options import RunOptions
-from outlast.launch.preparation import prepare
-from outlast.launch.preparation import torch_workers
+from outlast.launch.preparation import prepare, torch_workers
 from outlast.launch.worker_process import WorkerProcess
 from outlast.launch.workers import Workers
-from outlast.runtime.zygote import Exited
-from outlast.runtime.zygote import Started
-from outlast.checkpoint.writer_client import WriterProcess
-
-
+from outlast.runtime.zygote import Exited, Started
 
 __all__ = ["Crew"]
 

@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
 import msgspec
+
 from outlast.decoding import msgpack_decoder
 from outlast.errors import ExitReason
-from outlast.incidents import Incident
-from outlast.incidents import IncidentKind
+from outlast.incidents import Incident, IncidentKind
 from outlast.launch.worker_process import WorkerProcess
 from outlast.policy.causes import OWN_VERDICTS
-from outlast.runtime.board import Board
-from outlast.runtime.board import RankState
-from outlast.runtime.in_process_mark import Change
-from outlast.runtime.in_process_mark import InProcessFault
-from outlast.runtime.in_process_mark import address
-from outlast.policy.inprocess_protocol import HAS_BEGUN
-from outlast.policy.inprocess_protocol import InProcessState
-from outlast.policy.inprocess_protocol import has_resumed
-from outlast.policy.inprocess_protocol import is_survivable
-from outlast.policy.inprocess_protocol import needs_restart
-from outlast.policy.inprocess_protocol import newest_begun
-
-
+from outlast.policy.inprocess_protocol import (
+    HAS_BEGUN,
+    InProcessState,
+    has_resumed,
+    is_survivable,
+    needs_restart,
+    newest_begun,
+)
+from outlast.runtime.board import Board, RankState
+from outlast.runtime.in_process_mark import Change, InProcessFault, address
 
 __all__ = ["InProcess", "Mended"]
 

@@ -14,38 +14,32 @@ import traceback
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+
 import ray
 import ray.cloudpickle
-from outlast import clock
-from outlast import env
-from outlast.errors import OutlastError
-from outlast.errors import RendezvousError
+
+from outlast import clock, env
+from outlast.errors import OutlastError, RendezvousError
+from outlast.inprocess.call import describe, drop, is_consequence
 from outlast.policy.causes import Position
-from outlast.policy.deadlines import deadlines
-from outlast.policy.deadlines import expired
-from outlast.ray.interruption import Abandoned
-from outlast.ray.interruption import Interruption
-from outlast.ray.interruption import Outcome
+from outlast.policy.deadlines import deadlines, expired
+from outlast.ray.interruption import Abandoned, Interruption, Outcome
 from outlast.ray.membership import StoreHost
 from outlast.ray.position import position_of
 from outlast.ray.seat import Seat
-from outlast.ray.words import Aborted
-from outlast.ray.words import Assignment
-from outlast.ray.words import Call
-from outlast.ray.words import Failed
-from outlast.ray.words import FailureKind
-from outlast.ray.words import Hello
-from outlast.ray.words import Joined
-from outlast.ray.words import Pulse
-from outlast.ray.words import Returned
-from outlast.ray.words import ShellSettings
-from outlast.runtime import connections
-from outlast.runtime import device
-from outlast.inprocess.call import describe
-from outlast.inprocess.call import drop
-from outlast.inprocess.call import is_consequence
-
-
+from outlast.ray.words import (
+    Aborted,
+    Assignment,
+    Call,
+    Failed,
+    FailureKind,
+    Hello,
+    Joined,
+    Pulse,
+    Returned,
+    ShellSettings,
+)
+from outlast.runtime import connections, device
 
 __all__ = ["Shell", "shell_class"]
 
