@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from outlast.config import (
     HealthConfig,
     InProcessRestartConfig,
     PreemptionConfig,
+    RecoveryConfig,
+    ReplicaDigestConfig,
     RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
@@ -249,20 +252,27 @@ def figure_text(name: str) -> str:
     return NOT_MEASURED if bar is None else show_figure(bar["value"], bar["unit"])
 
 
+CONFIGS: dict[str, type] = {
+    "config": Config,
+    "checkpoint": CheckpointConfig,
+    "fault-tolerance": FaultToleranceConfig,
+    "health": HealthConfig,
+    "in-process-restart": InProcessRestartConfig,
+    "preemption": PreemptionConfig,
+    "recovery": RecoveryConfig,
+    "replica-digest": ReplicaDigestConfig,
+    "rerun-state-machine": RerunStateMachineConfig,
+    "straggler-detection": StragglerDetectionConfig,
+}
+"""Every config class, by the name of its table."""
+
 TABLES: dict[str, Callable[[], str]] = {
     "comparison-figures": lambda: comparison_table(COMPARED),
     "headline-figures": lambda: comparison_table(HEADLINES),
     "all-figures": all_figures_table,
     "machines": machines_text,
-    "config": lambda: settings_table(Config),
-    "checkpoint": lambda: settings_table(CheckpointConfig),
-    "fault-tolerance": lambda: settings_table(FaultToleranceConfig),
+    **{name: partial(settings_table, cls) for name, cls in CONFIGS.items()},
     "run-options": options_table,
-    "preemption": lambda: settings_table(PreemptionConfig),
-    "in-process-restart": lambda: settings_table(InProcessRestartConfig),
-    "rerun-state-machine": lambda: settings_table(RerunStateMachineConfig),
-    "straggler-detection": lambda: settings_table(StragglerDetectionConfig),
-    "health": lambda: settings_table(HealthConfig),
     "exit-codes": lambda: words_table(ExitReason, "reason", value="code"),
     "incidents": lambda: words_table(IncidentKind, "kind", value="word"),
     "events": lambda: words_table(EventKind, "kind", value="word"),

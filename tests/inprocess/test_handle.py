@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from outlast import inprocess
-from outlast.inprocess.handle import Handle, handle_parameter
+from outlast.inprocess.call import Handle, handle_parameter
 from outlast.inprocess.interruption import Interruption
-from outlast.inprocess.page import Page
-from outlast.inprocess.state import State
+from outlast.inprocess.plugins import State
+from outlast.inprocess.progress import Page
 
 
 def with_class(steps: int, call: inprocess.Handle) -> None: ...

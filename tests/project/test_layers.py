@@ -52,7 +52,7 @@ LAYERS = {
 }
 """Top-level module or package to its layer; imports go to the same or a lower one."""
 
-MAX_LINES = 600
+MAX_LINES = 800
 
 
 @cache
@@ -242,7 +242,7 @@ def test_wall_clock_is_for_the_journal_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_stay_small(name: str) -> None:
-    """No module is longer than 600 lines; one that nears 400 wants to be two."""
+    """No module is longer than 800 lines: above that it is more than one responsibility."""
     path = Path(ROOT, *name.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES

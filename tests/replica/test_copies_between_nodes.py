@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from replica_nodes import Arriving, Memory
 
-from outlast.checkpoint.holdings import MANIFEST_PART, CopyKey
+from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey
 from outlast.checkpoint.replica import client
 from outlast.checkpoint.replica.client import ReplicaError, fetch, push, read_small
 from outlast.checkpoint.replica.frames import Put, Working

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica import frames as f
 from outlast.checkpoint.replica.handshake import NONCE_BYTES, Session, is_proof, prove
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.holdings import CopyKey, HoldingsError
+from outlast.checkpoint.manifest import CopyKey, HoldingsError
 from outlast.checkpoint.replica import parity
 from outlast.checkpoint.replica.client import ReplicaError, push
 from outlast.checkpoint.replica.parity import PARITY_PART, Parities, blocks_of, holders_of, xor_into

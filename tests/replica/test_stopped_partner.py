@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outlast import clock
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import ReplicaError, Target, fetch
 from outlast.checkpoint.replica.replicator import Outcome, Replicator
 from outlast.checkpoint.shard import CHUNK_BYTES, digest

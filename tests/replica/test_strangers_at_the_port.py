@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica import frames as f
 from outlast.checkpoint.replica import server as server_module
 from outlast.checkpoint.replica.channel import Channel

@@ -16,7 +16,7 @@ from outlast.config import InProcessRestartConfig, RecoveryConfig, StragglerDete
 from outlast.env import WorkerEnv
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, SparesExhausted, UnhealthyRank
 from outlast.inprocess import Handle, Wrapper, rank
-from outlast.inprocess.monitor_task import MonitorTask
+from outlast.inprocess.protocol import MonitorTask
 from outlast.policy.rank_assignment import Assignment, Member
 from outlast.policy.stragglers import Streaks, judge
 from outlast.policy.timings import RankTimings, summarise

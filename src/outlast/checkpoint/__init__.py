@@ -9,16 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.handle import SaveHandle, SaveResult
     from outlast.checkpoint.load import Rejection, Restored
     from outlast.checkpoint.manager import CheckpointManager
+    from outlast.checkpoint.save import SaveHandle, SaveResult
 
 _HOMES = {
     "CheckpointManager": "outlast.checkpoint.manager",
     "Rejection": "outlast.checkpoint.load",
     "Restored": "outlast.checkpoint.load",
-    "SaveHandle": "outlast.checkpoint.handle",
-    "SaveResult": "outlast.checkpoint.handle",
+    "SaveHandle": "outlast.checkpoint.save",
+    "SaveResult": "outlast.checkpoint.save",
 }
 
 __all__ = ["CheckpointManager", "Rejection", "Restored", "SaveHandle", "SaveResult"]

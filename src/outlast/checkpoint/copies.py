@@ -8,21 +8,19 @@ from typing import Any, Protocol
 
 import torch
 
-from outlast.checkpoint import frames as f
-from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.arena_pool import ArenaPool
+from outlast.checkpoint import protocol as f
+from outlast.checkpoint.arena import Arena, ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import load_resharded, read_rank
+from outlast.checkpoint.dcp.load import read_rank
 from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.dcp.verified_file import VerifiedFiles
-from outlast.checkpoint.holdings import MANIFEST_PART, CopyKey
 from outlast.checkpoint.layouts import OtherLayout, check_same_layouts, meshes_of
-from outlast.checkpoint.manifest import Manifest, decode_manifest
+from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places
+from outlast.checkpoint.places import Places, group_of
 from outlast.checkpoint.replica.rebuild import Member
 from outlast.checkpoint.replica.replicator import Target
-from outlast.checkpoint.replication import group_of
 from outlast.checkpoint.restore import check_fit, restore_into
 from outlast.checkpoint.shard import DTYPE_NAMES, shard_name
 from outlast.checkpoint.shard_reader import Proof, prove, read
@@ -295,7 +293,7 @@ class Opener:
         """Have the writer keep what came from another node: it is this node's memory copy now."""
         try:
             if self._writer.outlives_worker:
-                keep = f.Keep(key=self._key(copy), manifest=manifest)
+                keep = f.KeepPart(key=self._key(copy), manifest=manifest)
                 self._writer.ask(keep, f.Done, timeout_s=OPEN_TIMEOUT_S)
         except CheckpointError:
             pass  # the next save makes another

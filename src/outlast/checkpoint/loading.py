@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outlast.checkpoint.arena_pool import ArenaPool
+from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.copies import Opener
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import SUSPECT, Directory

@@ -19,11 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outlast import logs
-from outlast.checkpoint import frames as f
+from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.assemble import Assemble, assemble
-from outlast.checkpoint.durable import digest_image, write_image
-from outlast.checkpoint.finite import Numbers
-from outlast.checkpoint.holdings import HoldingsError
+from outlast.checkpoint.durable import Numbers, digest_image, write_image
+from outlast.checkpoint.manifest import HoldingsError
 from outlast.checkpoint.replica.client import ReplicaError, fetch, read_small
 from outlast.checkpoint.replica.parity import blocks_of
 from outlast.checkpoint.replica.rebuild import rebuild
@@ -82,7 +81,7 @@ class Writer:
                     return (f.Taken(num_bytes=0), None) if image is None else _give(image)
                 case f.Write():
                     return self._write(request, _needed(fd)), None
-                case f.Keep():
+                case f.KeepPart():
                     self._vault.keep(request.key, request.manifest, in_memory=request.in_memory)
                 case f.Discard():
                     self._vault.discard(request.iteration, request.attempt)
@@ -112,9 +111,9 @@ class Writer:
             return f.Done(), None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            return f.Refused(error=f"{where}{error.strerror or error}"), None
+            return f.WriterRefusal(error=f"{where}{error.strerror or error}"), None
         except (HoldingsError, ReplicaError, MemoryError, ValueError) as error:
-            return f.Refused(error=str(error) or type(error).__name__), None
+            return f.WriterRefusal(error=str(error) or type(error).__name__), None
 
     # -- shards ------------------------------------------------------------------------------------------------
 

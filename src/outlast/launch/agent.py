@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.launch import messages as m
 from outlast.launch.checkups import Checkups
 from outlast.launch.crew import Crew

@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from outlast import clock
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.launch import messages as m
 from outlast.launch.cycle import Cycle
 from outlast.launch.news import Broken, Hang

@@ -29,7 +29,7 @@ from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import PLAIN_START_S, Ended, find_first, permanent_cause, wait_s
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
-from outlast.policy.in_process import InProcessState
+from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.protection import describe_hangs
 from outlast.policy.quarantine import Load, tier_of_load
 from outlast.policy.rerun import Diagnosis

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from outlast import clock, env, logs
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config.precedence import DEFAULT
 from outlast.errors import ConfigError, ExitReason
 from outlast.launch.checkups import Checkups, Occasion

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from outlast.config.fault_tolerance import FaultToleranceConfig
-from outlast.policy.in_process import InProcessState
+from outlast.policy.inprocess_protocol import InProcessState
 
 __all__ = [
     "DEFAULT_HEARTBEAT_S",

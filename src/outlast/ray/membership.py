@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from outlast import clock
 from outlast.errors import ConfigError, OutlastError, RendezvousError
-from outlast.inprocess.leaving import end_groups
+from outlast.inprocess.call import end_groups
 from outlast.ray.mesh import AXES
 from outlast.ray.protocol import ActorAssignment
 from outlast.runtime import connections, device

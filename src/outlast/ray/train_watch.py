@@ -25,7 +25,7 @@ import msgspec
 import ray
 
 from outlast import clock, logs
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import FaultToleranceConfig
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.monitor.examine import examine

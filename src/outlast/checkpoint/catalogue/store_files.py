@@ -11,7 +11,7 @@ from typing import Protocol
 from outlast.checkpoint.catalogue.entries import Leftover, Reader, Remains
 from outlast.checkpoint.catalogue.leftovers import list_leftovers
 from outlast.checkpoint.catalogue.shard_file import PIECE_BYTES, open_file
-from outlast.checkpoint.dcp.store import Store
+from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.checkpoint.shard import CHUNK_BYTES
@@ -93,7 +93,7 @@ class Bucket:
 
     piece_bytes = CHUNK_BYTES
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def sizes(self) -> dict[str, int]:
@@ -134,7 +134,7 @@ class Bucket:
 class _Object:
     """An object, read in ranges."""
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: ObjectStore, name: str) -> None:
         self._store, self._name = store, name
 
     def read(self, offset: int, num_bytes: int) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outlast.checkpoint.dcp.items import named_tensors
-from outlast.checkpoint.dcp.manifest import GlobalManifest, Item, Piece
+from outlast.checkpoint.dcp.manifest import GlobalManifest, Item, TensorPiece
 from outlast.checkpoint.dcp.verified_file import VerifiedFiles
 from outlast.errors import Incomplete
 
@@ -28,7 +28,7 @@ def tensors_of(manifest: GlobalManifest, rank: int, tree: bytes) -> dict[str, It
     for name, shared_name in named_tensors(tree).items():
         if name in own:
             mine = own[name]
-            piece = Piece((0,) * len(mine.shape), mine.shape, mine.where)
+            piece = TensorPiece((0,) * len(mine.shape), mine.shape, mine.where)
             found[name] = Item(name=name, path=(), dtype=mine.dtype, shape=mine.shape, pieces=(piece,))
             continue
         item = items.get(shared_name)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.channel import Channel, NotAuthenticated, RefusedByPeer
 from outlast.checkpoint.replica.frames import Chunk, Data, FrameError, Get, Keep, Kept, Ping, Put, Ready
 from outlast.checkpoint.replica.landing import Landing

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.decoding import from_msgpack
 
 __all__ = [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outlast.checkpoint.holdings import CopyKey, Holdings, HoldingsError
+from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError
 from outlast.checkpoint.shard import num_chunks
 
 __all__ = ["PARITY_PART", "Block", "Parities", "blocks_of", "holders_of", "xor_into"]

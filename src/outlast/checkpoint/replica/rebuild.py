@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.channel import SLICE_BYTES, Channel
 from outlast.checkpoint.replica.client import ReplicaError, Target, connect, describe, naming
 from outlast.checkpoint.replica.frames import Data, FrameError, Get

@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import ReplicaError, ReplicaRefused, Target, ping, push
 from outlast.checkpoint.replica.parity import PARITY_PART, blocks_of
 from outlast.checkpoint.shard import num_chunks

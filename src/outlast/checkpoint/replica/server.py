@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from outlast.checkpoint.holdings import Holdings
+from outlast.checkpoint.manifest import Holdings
 from outlast.checkpoint.replica.channel import Channel, NotAuthenticated
 from outlast.checkpoint.replica.frames import FrameError
 from outlast.checkpoint.replica.parity import Parities

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Protocol, TypeVar
 
-from outlast.checkpoint.holdings import CopyKey, Holdings, HoldingsError, Incoming
+from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError, Incoming
 from outlast.checkpoint.replica.channel import SLICE_BYTES, Channel
 from outlast.checkpoint.replica.client import describe
 from outlast.checkpoint.replica.frames import (
