@@ -20,7 +20,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 """Context settings of every command."""
 
 
-class CommandGroup(click.CommandGroup):
+class CommandGroup(click.Group):
     """A command with commands: alone it prints its help, and a mistyped command is answered with the nearest."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
