@@ -15,7 +15,7 @@ import click
 
 from outlast import env, logs
 from outlast.cli.completion import complete_folder, complete_run_word
-from outlast.cli.group import HELP, Group
+from outlast.cli.group import HELP, CommandGroup
 from outlast.errors import ConfigError, ExitReason, OutlastError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ __all__ = ["slurm"]
 
 @click.group(
     "slurm",
-    cls=Group,
+    cls=CommandGroup,
     context_settings=HELP,
     epilog="""\b
 Examples:
