@@ -10,8 +10,7 @@ import click
 
 from outlast import clock
 from outlast.cli.completion import complete_folder
-from outlast.cli.ending import ending_on_signals
-from outlast.cli.group import HELP, Group
+from outlast.cli.group import HELP, CommandGroup, ending_on_signals
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ _as_json = click.option(
 
 @click.group(
     "ckpt",
-    cls=Group,
+    cls=CommandGroup,
     context_settings=HELP,
     epilog="""\b
 Examples:

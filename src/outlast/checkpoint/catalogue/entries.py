@@ -20,7 +20,7 @@ import msgspec
 
 from outlast.checkpoint.claim import RUN
 from outlast.errors import CheckpointError, Corrupt, Incomplete
-from outlast.policy.directory_owner import Owner
+from outlast.policy.lease import DirectoryRun
 
 __all__ = [
     "DirectoryListing",
@@ -201,7 +201,7 @@ class DirectoryListing:
 
 def check_hint(
     hint: str | None,
-    owner: Owner | None,
+    owner: DirectoryRun | None,
     *,
     is_there: bool,
     proven: Collection[str] = (),
