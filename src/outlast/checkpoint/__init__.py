@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.load import Rejection, Restored
     from outlast.checkpoint.manager import CheckpointManager
+    from outlast.checkpoint.recovery import Rejection, Restored
     from outlast.checkpoint.save import SaveHandle, SaveResult
 
 _HOMES = {
     "CheckpointManager": "outlast.checkpoint.manager",
-    "Rejection": "outlast.checkpoint.load",
-    "Restored": "outlast.checkpoint.load",
+    "Rejection": "outlast.checkpoint.recovery",
+    "Restored": "outlast.checkpoint.recovery",
     "SaveHandle": "outlast.checkpoint.save",
     "SaveResult": "outlast.checkpoint.save",
 }

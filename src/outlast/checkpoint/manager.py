@@ -14,14 +14,13 @@ from outlast.checkpoint.arena import CopyGuard, changed_only_by_step
 from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.leases import Leases
-from outlast.checkpoint.load import Loaded, Restored
-from outlast.checkpoint.loading import Loader
 from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.near_lane import GRACE_S
 from outlast.checkpoint.outcomes import Reporter
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.pipeline import Pipeline
 from outlast.checkpoint.places import Places, agree_places, is_initialised, place_here, say_what_is_off
+from outlast.checkpoint.recovery import Loaded, Loader, Restored
 from outlast.checkpoint.save import Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.state import capture, flatten, without_collection
 from outlast.checkpoint.writer_client import WriterClient

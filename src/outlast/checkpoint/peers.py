@@ -10,7 +10,7 @@ import torch
 from outlast.errors import PeerLost
 from outlast.runtime.group import Group
 
-__all__ = ["Peers"]
+__all__ = ["OwnStore", "Peers"]
 
 
 class Peers:

@@ -1,9 +1,10 @@
-"""The link: an agent's connection to the coordinator, in threads that a stuck store cannot take the agent with.
+"""The agent's side of the coordinator: what a node reports, and the connection on which that travels.
 
-Two threads with a connection each: one sends messages and beats (and ticks the coordinator, where this process hosts
-the store), one waits for what the coordinator says and puts it into the agent's mailbox. The control store is soft
-state: when it is lost, training goes on, and the link tries the endpoints in turn until one answers or can be
-hosted by this machine.
+:class:`CoordinatorClient` is what the agent uses; its methods never block. :class:`ControlLink` carries the messages,
+in two threads that a stuck store cannot take the agent with: one sends messages and beats (and ticks the coordinator,
+if this process hosts the store), one receives and puts what comes into the agent's mailbox. The control store is soft
+state: when it is lost, training continues, and the link tries the endpoints in turn until one answers or can be hosted
+by this machine. :class:`Lifeline` is a connection whose end tells the store's host that this agent died.
 """
 
 from __future__ import annotations
@@ -13,22 +14,136 @@ import logging
 import os
 import queue
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from torch.distributed import DistError
 
 from outlast import clock
 from outlast.errors import RendezvousError
-from outlast.launch import messages as m
-from outlast.launch.control import ControlServer, beat_key, channel_key
-from outlast.launch.lifeline import Lifeline
+from outlast.incidents import Incident
+from outlast.launch import protocol as m
+from outlast.launch.coordinator_server import PATIENCE_S, CoordinatorServer, _LifelineHello, beat_key, channel_key
+from outlast.launch.cycle import Cycle
+from outlast.launch.in_process import Mended
+from outlast.policy.deadlines import Expired
+from outlast.policy.quarantine import Distrusted
 from outlast.runtime import store as stores
 from outlast.runtime.endpoints import Endpoint
 from outlast.runtime.store import TCPStore
 
-__all__ = ["JobInProgress", "Link", "LinkDown", "LinkFailed", "LinkUp"]
+__all__ = ["ControlLink", "CoordinatorClient", "JobInProgress", "Lifeline", "LinkDown", "LinkFailed", "LinkUp"]
+
+
+class CoordinatorClient:
+    """Speak for one node.
+
+    Args:
+        link: The link to the coordinator.
+        addr: Address of this node for its peers.
+        nproc: Workers that it starts.
+        wish: The slot that its user asked for, if any.
+
+    Thread: the agent's main thread; nothing here blocks.
+    """
+
+    def __init__(self, link: ControlLink, *, addr: str, nproc: int, wish: int | None) -> None:
+        self.link = link
+        self.node, self.addr, self.nproc = link.node, addr, nproc
+        self._epoch, self._wish = link.epoch, wish
+        self._place: m.SlotPlace | None = None
+        self._ended: m.CycleFacts | None = None
+        self._distrusted: tuple[Distrusted, ...] = ()
+        self._script_settings: str | None = None
+
+    def take_place(self, start: m.Start) -> bool:
+        """Note the place in a cycle; return False for one that was taken before (told twice, after a reconnection)."""
+        if self._place is not None and start.cycle <= self._place.cycle:
+            return False
+        self._place = m.SlotPlace(cycle=start.cycle, slot=start.node_rank, num_slots=start.num_nodes)
+        self._distrusted = start.distrusted
+        return True
+
+    def join(self, ended: m.CycleFacts | None) -> None:
+        """Ask for a place in the next cycle, telling what is known of the one that ended here."""
+        self._ended = ended
+        self.link.send(
+            m.JoinRequest(
+                node=self.node, epoch=self._epoch, addr=self.addr, nproc=self.nproc, wish=self._wish, ended=ended
+            )
+        )
+
+    def report_restart(self, mended: Mended, incident: Incident, cycle: Cycle) -> None:
+        """Tell that the workers restarted inside their processes."""
+        self.link.send(
+            m.Restarted(
+                node=self.node,
+                epoch=self._epoch,
+                cycle=cycle.number,
+                call=mended.call,
+                iteration=mended.iteration,
+                incident=incident,
+                durable_iteration=cycle.durable_iteration,
+                progress_known=cycle.progress_known,
+            )
+        )
+
+    def report_settings(self, text: str) -> None:
+        """Tell what the script's config sets, empty for nothing, unless that was told before."""
+        if text != self._script_settings:
+            self._script_settings = text
+            self.link.send(m.ScriptSettings(node=self.node, epoch=self._epoch, fault_tolerance=text))
+
+    def finish(self, facts: m.CycleFacts) -> None:
+        """Tell that every worker of this node ended with 0, or could be spared."""
+        self._ended = facts
+        self.link.send(m.Finished(node=self.node, epoch=self._epoch, facts=facts))
+
+    def register(self, *, is_running: bool, is_joining: bool, has_finished: bool) -> None:
+        """Tell a control store that is back, or its heir, where this node is, and what it said last."""
+        self.link.send(
+            m.Register(
+                node=self.node,
+                epoch=self._epoch,
+                addr=self.addr,
+                nproc=self.nproc,
+                wish=self._wish,
+                place=self._place,
+                running=is_running or has_finished,
+                distrusted=self._distrusted,
+            )
+        )
+        if self._script_settings is not None:
+            told, self._script_settings = self._script_settings, None
+            self.report_settings(told)
+        if is_joining:
+            self.join(self._ended)
+        elif has_finished and self._ended is not None:
+            self.finish(self._ended)
+
+    def host_cycle(self, cycle: int, port: int) -> None:
+        """Tell where the cycle's own store is."""
+        self.link.send(m.Master(node=self.node, epoch=self._epoch, cycle=cycle, addr=self.addr, port=port))
+
+    def report_hang(self, incident: Incident, expired: list[Expired], cycle: int) -> None:
+        """Tell at once that a rank exceeded a timeout, so that all nodes look at theirs."""
+        self.link.send(
+            m.Hung(node=self.node, epoch=self._epoch, cycle=cycle, incident=incident, expired=tuple(expired))
+        )
+
+    def report_unhealthy(self, incident: Incident, *, stays: bool) -> None:
+        """Tell that this node failed its health check, and whether its agent goes on nevertheless."""
+        self.link.send(m.Unhealthy(node=self.node, epoch=self._epoch, incident=incident, stays=stays))
+
+    def leave(self, *, saved: bool, signal: int, facts: m.CycleFacts | None, whole_job: bool) -> None:
+        """Tell that this node goes."""
+        self.link.send(
+            m.Leave(node=self.node, epoch=self._epoch, saved=saved, signal=signal, facts=facts, whole_job=whole_job)
+        )
+
 
 log = logging.getLogger(__name__)
 _FOREVER = datetime.timedelta(days=365)
@@ -70,10 +185,10 @@ class LinkFailed:
     error: str
 
 
-News = m.Wait | m.Waiting | m.Prepare | m.Start | m.CycleOver | m.Remark | m.Stop | LinkDown | LinkUp | LinkFailed
+News = m.Wait | m.NodesMissing | m.Prepare | m.Start | m.CycleOver | m.Remark | m.Stop | LinkDown | LinkUp | LinkFailed
 
 
-class Link:
+class ControlLink:
     """Connect an agent to the coordinator, hosting it where nobody does.
 
     Args:
@@ -94,7 +209,7 @@ class Link:
         *,
         node: str,
         deliver: Callable[[News], None],
-        serve: Callable[[TCPStore, JobInProgress | None], ControlServer],
+        serve: Callable[[TCPStore, JobInProgress | None], CoordinatorServer],
         beat_interval_s: float,
         connect_timeout_s: float,
     ) -> None:
@@ -110,7 +225,7 @@ class Link:
         self._beat_interval_s, self._connect_timeout_s = beat_interval_s, connect_timeout_s
         self._outgoing: queue.SimpleQueue[m.ToCoordinator | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._server: ControlServer | None = None
+        self._server: CoordinatorServer | None = None
         self._hosted: TCPStore | None = None
         self._job: JobInProgress | None = None
         self._listener: threading.Thread | None = None
@@ -202,7 +317,7 @@ class Link:
                     next_beat_s = now_s + self._beat_interval_s
                     store.add(beat_key(self.node, self.epoch), 1)
                     if self._server is not None:
-                        store.queue_push("inbox", m.encode(m.Tick()))
+                        store.queue_push("inbox", m.encode(m.CoordinatorTick()))
                 try:
                     pending = self._outgoing.get(timeout=max(0.0, next_beat_s - clock.now_s()))
                 except queue.Empty:
@@ -276,3 +391,47 @@ class Link:
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+class Lifeline:
+    """This agent's lifeline to the control store's host; connects again when it breaks.
+
+    Args:
+        host: Where the lifelines' server listens.
+        port: Its port.
+        node: Name of this node.
+        epoch: Names this life of the agent.
+
+    Thread: owns one.
+    """
+
+    def __init__(self, host: str, port: int, *, node: str, epoch: str) -> None:
+        self._address = (host, port)
+        self._hello = msgspec.json.encode(_LifelineHello(node, epoch))
+        self._closing = threading.Event()
+        self._socket: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, name="outlast-lifeline", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let go."""
+        self._closing.set()
+        held = self._socket
+        if held is not None:
+            try:
+                held.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                log.debug("the lifeline was broken already: %s", error)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                with socket.create_connection(self._address, timeout=2.0) as held:
+                    held.settimeout(None)
+                    self._socket = held
+                    held.sendall(self._hello)
+                    held.recv(1)  # nothing ever comes: this returns when the connection ends
+            except OSError as error:
+                log.debug("the lifeline broke: %s", error)
+                self._closing.wait(PATIENCE_S / 3)

@@ -1,4 +1,4 @@
-"""What agents and the coordinator tell each other; JSON through the control store, never pickle."""
+"""What agents and the coordinator send each other, as JSON, never pickle; how it travels is not decided here."""
 
 from __future__ import annotations
 
@@ -7,37 +7,36 @@ import msgspec
 from outlast.decoding import json_decoder
 from outlast.errors import RendezvousError
 from outlast.incidents import Cause, Incident
-from outlast.policy.culprit import Position
-from outlast.policy.deadlines import Expired
+from outlast.policy.causes import Position
+from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.quarantine import Distrusted, Load
 from outlast.policy.rerun import Replay
-from outlast.policy.timeouts import Observation
 
 __all__ = [
     "Bye",
+    "CoordinatorTick",
     "CycleFacts",
     "CycleOver",
     "Dead",
     "Finished",
     "Hung",
-    "Join",
+    "JoinRequest",
     "Leave",
     "Master",
-    "Place",
+    "NodesMissing",
     "Prepare",
     "Quit",
     "Register",
     "Remark",
     "Restarted",
     "ScriptSettings",
+    "SlotPlace",
     "Start",
     "Stop",
-    "Tick",
     "ToCoordinator",
     "ToNode",
     "Unhealthy",
     "Wait",
-    "Waiting",
     "decode_to_coordinator",
     "decode_to_node",
     "encode",
@@ -64,7 +63,7 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What all ranks of the node failed with alike, before their first step and in a way that a restart cannot mend."""
 
 
-class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """A node wants to take part in the next cycle."""
 
     node: str
@@ -78,7 +77,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     """The cycle that ended for this node, if it took part in one."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class SlotPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A node's place in a cycle."""
 
     cycle: int
@@ -94,7 +93,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     addr: str
     nproc: int
     wish: int | None = None
-    place: Place | None = None
+    place: SlotPlace | None = None
     """Its place in the last cycle that it started; ``None`` for a spare."""
     running: bool = False
     """Its workers of that cycle run, or have finished."""
@@ -195,7 +194,7 @@ class Dead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-class Tick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CoordinatorTick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Time to look at the nodes' signs of life."""
 
 
@@ -243,7 +242,7 @@ class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Let your ranks fail by themselves for a moment: elsewhere all did, in a way that a restart cannot mend."""
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class NodesMissing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Nodes are missing: who, and how long they are waited for."""
 
     reason: str
@@ -263,7 +262,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToCoordinator = (
-    Join
+    JoinRequest
     | Register
     | Hung
     | Master
@@ -274,10 +273,10 @@ ToCoordinator = (
     | Unhealthy
     | Bye
     | Dead
-    | Tick
+    | CoordinatorTick
     | Quit
 )
-ToNode = Wait | Waiting | Prepare | Start | CycleOver | Remark | Stop
+ToNode = Wait | NodesMissing | Prepare | Start | CycleOver | Remark | Stop
 
 _encoder = msgspec.json.Encoder()
 _to_coordinator: msgspec.json.Decoder[ToCoordinator] = json_decoder(ToCoordinator)

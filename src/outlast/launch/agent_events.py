@@ -1,12 +1,51 @@
-"""Timers: what a loop does at a time, by what it waits for."""
+"""What wakes an agent beside its workers and the coordinator: local events, and timers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from outlast import clock
+from outlast.monitor.watchdog import HangReport
 
-__all__ = ["Timers"]
+__all__ = ["Broken", "HangSeen", "RunDirectoryLost", "SignalReceived", "Timers", "WriterDied"]
+
+
+@dataclass(frozen=True, slots=True)
+class SignalReceived:
+    """A signal that tells the agent to leave."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectoryLost:
+    """Another job has taken the run directory over, while this one was stopped or cut off."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriterDied:
+    """The node's checkpoint writer died by itself; its owner starts another."""
+
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class HangSeen:
+    """The watchdog saw ranks of a cycle exceed a timeout."""
+
+    cycle: int
+    report: HangReport
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A thread that the cycle needs ended on an error."""
+
+    what: str
+    error: BaseException
 
 
 class Timers:

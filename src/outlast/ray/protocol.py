@@ -1,7 +1,6 @@
 """What the driver and an actor's shell say to each other.
 
-Nothing here imports torch or Ray. All of it travels pickled within Ray, which trusts its own cluster.
-"""
+Nothing here imports torch or Ray. All of it travels pickled within Ray, which trusts its own cluster."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from outlast.ray.mesh import Mesh
 
 __all__ = [
     "Aborted",
-    "Assignment",
+    "ActorAssignment",
+    "ActorIdentity",
+    "ActorStatus",
     "Call",
-    "Failed",
+    "CallFailed",
+    "CallReturned",
     "FailureKind",
-    "Hello",
     "Joined",
-    "Pulse",
-    "Returned",
     "ShellSettings",
 ]
 
@@ -44,7 +43,7 @@ class ShellSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the journal is written; ``None`` = nowhere."""
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
+class ActorIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Who an actor is."""
 
     node_id: str
@@ -60,7 +59,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """Whether imports are done; ``False`` never leaves the actor, who answers when they are."""
 
 
-class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What an actor is doing."""
 
     incarnation: int
@@ -77,7 +76,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until the soonest timeout that runs now is exceeded; negative = it is, ``None`` = none runs."""
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """An actor's place in an incarnation of the group."""
 
     incarnation: int
@@ -124,7 +123,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Whether what it returns is to come back."""
 
 
-class Returned(msgspec.Struct, frozen=True, kw_only=True):
+class CallReturned(msgspec.Struct, frozen=True, kw_only=True):
     """A call that ended well."""
 
     iteration: int | None
@@ -146,7 +145,7 @@ class FailureKind(StrEnum):
     """It was for another incarnation than the actor is in; nothing was run."""
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True):
+class CallFailed(msgspec.Struct, frozen=True, kw_only=True):
     """A call or a join that did not end well; an answer, not an exception, so that nothing of it is lost on the way."""
 
     kind: FailureKind

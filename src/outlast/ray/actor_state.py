@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
     from outlast.runtime.journal import Journal
 
-__all__ = ["Begin", "Keeping"]
+__all__ = ["StartingState", "StateTracker"]
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True):
+class StartingState(msgspec.Struct, frozen=True, kw_only=True):
     """From which state a rank goes on."""
 
     generation: int | None = None
@@ -40,7 +40,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """Of ``new``: whether all ranks are as they were set up; if not, all have to be set up anew."""
 
 
-class Keeping:
+class StateTracker:
     """Keep an actor's state, as far as it is configured, and know at any time which state it is.
 
     A state is *held* when it is whole and it is known which attempt saved it: it need not be loaded from there.
@@ -128,7 +128,7 @@ class Keeping:
     # -- an incarnation ----------------------------------------------------------------------------------------
 
     def open(self, place: WorkerEnv, journal: Journal) -> None:
-        """Begin an incarnation.
+        """StartingState an incarnation.
 
         Args:
             place: This rank's place.
@@ -156,7 +156,9 @@ class Keeping:
         if "auto" in (self._config.save_interval, self._config.non_persistent_save_interval):
             self._consensus = Consensus(["save"], world_size=place.world_size)
 
-    def restore(self, state: Mapping[str, Any], has: int | None, take: Callable[[dict[str, Any]], None]) -> Begin:
+    def restore(
+        self, state: Mapping[str, Any], has: int | None, take: Callable[[dict[str, Any]], None]
+    ) -> StartingState:
         """Have the state that all ranks go on from.
 
         Args:
@@ -182,20 +184,20 @@ class Keeping:
         if all_hold:
             if self._manager is not None:
                 self._manager.go_on(without_wrappers(state), self.count, self._origin)
-            return self._go_on(Begin())
+            return self._go_on(StartingState())
         given = without_wrappers(state)
         loaded = dict(given)
         restored = self._manager.load_latest(loaded, has=held) if self._manager is not None else None
         if restored is None:
-            return self._go_on(Begin(origin="new", is_as_set_up=are_new))
+            return self._go_on(StartingState(origin="new", is_as_set_up=are_new))
         self._origin = restored
         self.count, self._is_torn, self._attempt = restored.iteration, False, restored.attempt
         if restored.tier != "kept":
             take({name: value for name, value in loaded.items() if value is not given[name]})
             self._random.take()
-        return self._go_on(Begin(generation=restored.generation, origin=restored.tier))
+        return self._go_on(StartingState(generation=restored.generation, origin=restored.tier))
 
-    def _go_on(self, begin: Begin) -> Begin:
+    def _go_on(self, begin: StartingState) -> StartingState:
         self._random.restore()  # a call that failed has used some
         if self._rhythm is not None:
             self._rhythm.start_from(self.count)

@@ -1,10 +1,18 @@
-"""The control store's host: feeds the coordinator from the store, in a thread of the agent that hosts it.
+"""The coordinator's host: feeds the coordinator from the control store, in a thread of the agent that hosts it.
 
 The store is soft state: it holds messages under way and beats, nothing that could not be sent again.
 
 Keys: ``job`` (names the job), ``host`` (names the node that hosts the store), ``lifelines`` (their port), ``inbox``
 (queue: agents -> coordinator), ``to/<node>/<epoch>`` (queue: coordinator -> agent), ``beat/<node>/<epoch>`` (counter),
-``status`` (JSON for whoever asks how the job is: :class:`outlast.launch.live.LiveStatus`, at most a beat old).
+``status`` (JSON for whoever asks how the job is: :class:`outlast.launch.protocol.LiveStatus`, at most a beat old).
+
+Lifelines are connections that carry nothing, and whose end shows that an agent died. The kernel closes a killed
+process's sockets at once, long before its beats are missed. A connection can also break for reasons of the network, so
+its end is a question, not an answer: an agent that lives connects again at once, and only one that does not within
+:data:`PATIENCE_S` is taken for dead. What dies without closing anything (a machine without power) its beats reveal.
+
+Rejected: judging by the store's own connections (``TCPStore`` does not report them), and beats so frequent that a miss
+is noticed as soon (a loaded machine misses such beats).
 """
 
 from __future__ import annotations
@@ -12,6 +20,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import selectors
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,22 +31,22 @@ from torch.distributed import DistError
 
 from outlast import clock
 from outlast.config.precedence import LayeredSettings
+from outlast.decoding import from_json
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind
-from outlast.launch import messages as m
-from outlast.launch.coordinator import Coordinator, Phase
-from outlast.launch.job import JobSettings
-from outlast.launch.ladder_file import load_ladder, save_ladder
-from outlast.launch.lifeline import LifelineServer
+from outlast.launch import protocol as m
+from outlast.launch.coordinator import Coordinator, JobPhase
 from outlast.launch.live import STATUS_KEY, describe_live
+from outlast.launch.membership import JobSettings
+from outlast.launch.verdicts import load_ladder, save_ladder
 from outlast.monitor.learned import LearnedTimeouts
-from outlast.policy.deadlines import Expired
+from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
-from outlast.policy.timeouts import Observation
 from outlast.runtime.journal import Journal
 from outlast.runtime.store import TCPStore
 
-__all__ = ["ControlServer", "beat_key", "channel_key"]
+__all__ = ["PATIENCE_S", "CoordinatorServer", "LifelineServer", "beat_key", "channel_key"]
+
 
 log = logging.getLogger(__name__)
 _FOREVER = datetime.timedelta(days=365)
@@ -52,7 +62,7 @@ def beat_key(node: str, epoch: str) -> str:
     return f"beat/{node}/{epoch}"
 
 
-class ControlServer:
+class CoordinatorServer:
     """Run the coordinator of a job.
 
     Args:
@@ -96,7 +106,7 @@ class ControlServer:
             learn=self._learn,
             tell_time=self._journal.tell_time,
         )
-        self._published_phase: Phase | None = None
+        self._published_phase: JobPhase | None = None
         self._inbox = store.clone()
         self._inbox.set_timeout(_FOREVER)
         self._judged_at_s = clock.now_s()
@@ -149,11 +159,11 @@ class ControlServer:
             self._take_script_settings(message)
         now_s = clock.now_s()
         outbox = self._coordinator.handle(message, now_s)
-        if isinstance(message, m.Tick):
+        if isinstance(message, m.CoordinatorTick):
             outbox += self._judge_beats(now_s)
         for node, epoch, reply in outbox:
             self._store.queue_push(channel_key(node, epoch), m.encode(reply))
-        if isinstance(message, m.Tick) or self._coordinator.phase != self._published_phase:
+        if isinstance(message, m.CoordinatorTick) or self._coordinator.phase != self._published_phase:
             self._publish()
         if self._coordinator.may_close or self._coordinator.should_give_up_on_goodbyes(now_s):
             self.closed.set()
@@ -235,3 +245,100 @@ class ControlServer:
             learned.save()
         except OSError as error:
             log.warning("%s cannot be written (%s): timeouts learned in cycle %d are lost", learned.path, error, cycle)
+
+
+PATIENCE_S = 0.3
+"""How long an agent has to connect again."""
+_MAX_HELLO_BYTES = 4096
+
+
+class _LifelineHello(msgspec.Struct, frozen=True):
+    node: str
+    epoch: str
+
+
+class LifelineServer:
+    """Hold every agent's lifeline, in a thread of the control store's host.
+
+    Args:
+        host: Address to listen at; the port is a fresh one.
+        on_death: Called in the server's thread with the node, its epoch, and what was seen.
+    """
+
+    def __init__(self, host: str, on_death: Callable[[str, str, str], None]) -> None:
+        self._on_death = on_death
+        self._listener = socket.create_server((host, 0), backlog=2048, reuse_port=False)
+        self.port: int = self._listener.getsockname()[1]
+        self._stop_read, self._stop_write = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._held: dict[socket.socket, _LifelineHello | None] = {}
+        self._suspects: dict[_LifelineHello, float] = {}
+        """Whose lifeline ended, and when they are taken for dead."""
+        self._thread = threading.Thread(target=self._run, name="outlast-lifelines", daemon=True)
+
+    def start(self) -> None:
+        """Start listening."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and let go of every lifeline."""
+        self._stop_write.close()
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._stop_read, selectors.EVENT_READ)
+        try:
+            while self._serve_once():
+                pass
+        except Exception:
+            # Beats still tell who is alive; only the quick way is gone, and that is said.
+            log.exception("the connections to the agents failed; lost nodes are now noticed by missing heartbeats only")
+        finally:
+            for connection in (*self._held, self._listener, self._stop_read):
+                connection.close()
+            self._selector.close()
+
+    def _serve_once(self) -> bool:
+        next_s = min(self._suspects.values(), default=None)
+        timeout_s = None if next_s is None else max(0.0, next_s - clock.now_s())
+        for key, _ in self._selector.select(timeout_s):
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            if connection is self._stop_read:
+                return False
+            if connection is self._listener:
+                self._accept()
+            else:
+                self._read(connection)
+        now_s = clock.now_s()
+        for hello in [one for one, deadline_s in self._suspects.items() if now_s >= deadline_s]:
+            del self._suspects[hello]
+            self._on_death(hello.node, hello.epoch, "its agent's connection ended and did not come back")
+        return True
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setblocking(False)
+        self._held[connection] = None
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(_MAX_HELLO_BYTES)
+        except OSError:
+            data = b""
+        if data and self._held[connection] is None:
+            try:
+                hello = from_json(data, _LifelineHello)
+            except msgspec.DecodeError:
+                data = b""  # none of ours
+            else:
+                self._held[connection] = hello
+                self._suspects.pop(hello, None)
+        if not data:
+            self._selector.unregister(connection)
+            connection.close()
+            gone = self._held.pop(connection)
+            if gone is not None and gone not in self._held.values():
+                self._suspects[gone] = clock.now_s() + PATIENCE_S
