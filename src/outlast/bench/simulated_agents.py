@@ -20,7 +20,7 @@ from outlast.launch.control import ControlServer
 from outlast.launch.job import JobSettings
 from outlast.launch.link import JobInProgress, Link, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.torchrun_backend import open_cycle_store
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore
 
 __all__ = ["C10dAgent", "OutlastAgent", "SimulatedAgent"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from outlast.checkpoint.replica.replicator import Target
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
-from outlast.env import WorkerEnv, clean_name, read_worker
-from outlast.errors import CheckpointError, ConfigError, Unavailable
+from outlast.env import WorkerEnv, clean_name
+from outlast.errors import CheckpointError, ConfigError, OutlastError, Unavailable
 from outlast.policy.directory_owner import Evidence, choose_run, find_owner
-from outlast.runtime.endpoints import address_towards
+from outlast.runtime.addresses import own_address
 
-__all__ = ["Places", "agree_places", "is_initialised", "place_here"]
+__all__ = ["Places", "agree_places"]
 
 SECRET_BYTES = 32
 SERVE_TIMEOUT_S = 30.0
@@ -196,13 +195,13 @@ def _look(
             generations.update(manifest.iteration for manifest in manifests)
             near += [Evidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
         if secret is not None:
-            host = address_towards(place.master_addr or "localhost")
+            host = own_address(place.master_addr)
             folder = os.fspath(local.path) if local is not None else None
             serving, _ = writer.ask(
                 f.Serve(host=host, secret=secret, folder=folder), f.Serving, timeout_s=SERVE_TIMEOUT_S
             )
             port = serving.port
-    except (OSError, CheckpointError) as error:
+    except (OSError, OutlastError) as error:
         return _Seen(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}"), None, None
     seen = _Seen(
         node=place.node,
@@ -268,20 +267,3 @@ def _raise_first(errors: list[str]) -> None:
     for error in errors:
         if error:
             raise Unavailable(f"the checkpoint directory cannot be used: {error}")
-
-
-def is_initialised() -> bool:
-    """Return whether ``torch.distributed`` is in use."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
-
-
-def place_here() -> WorkerEnv:
-    """Return this worker's place, as the environment and ``torch.distributed`` say."""
-    place = read_worker()
-    if not is_initialised():
-        return place
-    import torch.distributed as dist
-
-    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())

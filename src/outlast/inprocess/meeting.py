@@ -15,8 +15,9 @@ from typing import Any
 from outlast import clock, env
 from outlast.errors import ConfigError, RendezvousError
 from outlast.inprocess import messages as m
+from outlast.runtime import addresses
 from outlast.runtime import store as stores
-from outlast.runtime.endpoints import Endpoint, address_towards
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.group import meeting_point
 
 __all__ = ["Meeting", "own_address"]
@@ -31,12 +32,7 @@ def own_address(place: env.WorkerEnv) -> str:
     Raises:
         RendezvousError: The machine of MASTER_ADDR cannot be found.
     """
-    if place.master_addr is None or place.world_size == 1:
-        return "127.0.0.1"
-    try:
-        return address_towards(place.master_addr)
-    except OSError as error:
-        raise RendezvousError(f"MASTER_ADDR={place.master_addr!r} is not known here ({error})") from error
+    return addresses.own_address(None if place.world_size == 1 else place.master_addr)
 
 
 class Meeting:

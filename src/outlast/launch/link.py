@@ -25,7 +25,7 @@ from outlast.launch import messages as m
 from outlast.launch.control import ControlServer, beat_key, channel_key
 from outlast.launch.lifeline import Lifeline
 from outlast.runtime import store as stores
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore
 
 __all__ = ["JobInProgress", "Link", "LinkDown", "LinkFailed", "LinkUp"]

@@ -21,8 +21,8 @@ from outlast.config.precedence import LayeredSettings
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import Command, parse_command
 from outlast.launch.torchrun_parser import find_event_handlers
+from outlast.runtime.addresses import Endpoint, parse_endpoints
 from outlast.runtime.device import why_absent
-from outlast.runtime.endpoints import Endpoint, parse_endpoints
 from outlast.wording import count
 
 __all__ = ["Checked", "RunOptions", "check_values", "parse_options", "why_not_there"]

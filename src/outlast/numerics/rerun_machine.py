@@ -39,6 +39,7 @@ from outlast.numerics.step_replay import StepReplay, fingerprint_of
 from outlast.numerics.validations import Compare, Judged
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 from outlast.policy.rerun_table import TABLE, Action, Outcome, RunState, advance
+from outlast.runtime.group import current_place, is_initialised
 
 if TYPE_CHECKING:
     from outlast.runtime.journal import Journal
@@ -392,9 +393,5 @@ class RerunStateMachine:
 
 
 def _own_place() -> env.WorkerEnv:
-    import torch.distributed as dist
-
-    place = env.read_worker()
-    if not (dist.is_available() and dist.is_initialized()):
-        return dataclasses.replace(place, global_rank=0, world_size=1)
-    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
+    place = current_place()
+    return place if is_initialised() else dataclasses.replace(place, global_rank=0, world_size=1)
