@@ -5,12 +5,11 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from outlast.checkpoint.own_store import OwnStore
 from outlast.errors import PeerLost
 from outlast.runtime.gathering import gather_bytes
 from outlast.runtime.group import Group
 
-__all__ = ["Peers"]
+__all__ = ["OwnStore", "Peers"]
 
 
 class Peers:
@@ -70,3 +69,22 @@ class Peers:
         """Fail whatever waits for a peer. Thread: any."""
         if self._group is not None:
             self._group.cut()
+
+
+class OwnStore:
+    """The part of ``torch.distributed``'s store that an :class:`~outlast.checkpoint.lane.SaveExchange` needs."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None

@@ -8,24 +8,24 @@ from __future__ import annotations
 from outlast.lazy import lazy_names
 
 _HOMES = {
-    "ActiveWorldSizeDivisibleBy": "outlast.inprocess.assignments",
+    "ActiveWorldSizeDivisibleBy": "outlast.inprocess.plugins",
     "Assignment": "outlast.policy.rank_assignment",
-    "Compose": "outlast.inprocess.compose",
-    "FaultCounter": "outlast.inprocess.retry",
-    "FillGaps": "outlast.inprocess.assignments",
-    "Handle": "outlast.inprocess.handle",
-    "Level": "outlast.inprocess.assignments",
-    "MaxActiveWorldSize": "outlast.inprocess.assignments",
+    "Compose": "outlast.inprocess.plugins",
+    "FaultCounter": "outlast.inprocess.plugins",
+    "FillGaps": "outlast.inprocess.plugins",
+    "Handle": "outlast.inprocess.call",
+    "Level": "outlast.inprocess.plugins",
+    "MaxActiveWorldSize": "outlast.inprocess.plugins",
     "Member": "outlast.policy.rank_assignment",
-    "RankLeft": "outlast.inprocess.rank_left",
+    "RankLeft": "outlast.inprocess.rank",
     "Restore": "outlast.inprocess.restore",
-    "RestartRequested": "outlast.inprocess.interruption",
-    "RetryController": "outlast.inprocess.retry",
-    "ShiftRanks": "outlast.inprocess.assignments",
-    "State": "outlast.inprocess.state",
-    "Tree": "outlast.inprocess.assignments",
+    "RestartRequested": "outlast.inprocess.call",
+    "RetryController": "outlast.inprocess.plugins",
+    "ShiftRanks": "outlast.inprocess.plugins",
+    "State": "outlast.inprocess.plugins",
+    "Tree": "outlast.inprocess.plugins",
     "Wrapper": "outlast.inprocess.wrapper",
-    "current_handle": "outlast.inprocess.handle",
+    "current_handle": "outlast.inprocess.call",
 }
 
 __all__ = [

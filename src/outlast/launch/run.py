@@ -12,17 +12,17 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from outlast import clock, env, logs
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config.precedence import DEFAULT
 from outlast.errors import ConfigError, ExitReason
-from outlast.launch.checkups import Checkups, Occasion
-from outlast.launch.job import JobSettings, name_job
-from outlast.launch.ladder_file import load_ladder
-from outlast.launch.news import Notice, RunDirectoryLost, WriterDied
+from outlast.launch.agent_events import RunDirectoryLost, SignalReceived, WriterDied
+from outlast.launch.membership import JobSettings, name_job
+from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.probing import check_endpoints
 from outlast.launch.run_owner import RunOwner
 from outlast.launch.summary import summarise
+from outlast.launch.verdicts import load_ladder
 from outlast.runtime.addresses import is_loopback, own_address, parse_endpoints
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.zygote import Zygote
@@ -227,10 +227,9 @@ def _make_agent(
     from torch.numa.binding import AffinityMode, NumaOptions
 
     from outlast.launch.agent import Agent
-    from outlast.launch.control import ControlServer
-    from outlast.launch.link import JobInProgress, Link, LinkFailed
+    from outlast.launch.coordinator_client import ControlLink, CoordinatorClient, JobInProgress, LinkFailed
+    from outlast.launch.coordinator_server import CoordinatorServer
     from outlast.launch.logs import make_logs_specs
-    from outlast.launch.member import Member
     from outlast.launch.torchrun_backend import NamedRendezvous
     from outlast.launch.workers import Workers
     from outlast.policy.ladder import Limits
@@ -243,9 +242,9 @@ def _make_agent(
     except KeyError:  # torch would find out once the job is over
         raise ValueError(f"--event-log-handler={args.event_log_handler} is no handler; write console or null") from None
 
-    def serve(store: TCPStore, former: JobInProgress | None) -> ControlServer:
+    def serve(store: TCPStore, former: JobInProgress | None) -> CoordinatorServer:
         owner.lead()
-        return ControlServer(
+        return CoordinatorServer(
             store,
             JobSettings(
                 job=former.job if former else new_job,
@@ -271,7 +270,7 @@ def _make_agent(
             on_error=lambda error: mailbox.put(LinkFailed(f"the coordinator ended: {error!r}")),
         )
 
-    link = Link(
+    link = ControlLink(
         endpoints,
         node=options.node_name,
         deliver=mailbox.put,
@@ -300,7 +299,7 @@ def _make_agent(
         logs_specs=make_logs_specs(args, Path(options.run_dir)),
         workers=Workers(zygote, new_zygote),
         writer=writer,
-        member=Member(
+        member=CoordinatorClient(
             link,
             addr=args.local_addr or own_address(endpoints[0].host),
             nproc=spec.local_world_size,
@@ -310,7 +309,7 @@ def _make_agent(
         mailbox=mailbox,
     )
     owner.on_lost = lambda why: mailbox.put(RunDirectoryLost(why))
-    _install_handlers(args.signals_to_handle, lambda number: mailbox.put(Notice(number)))
+    _install_handlers(args.signals_to_handle, lambda number: mailbox.put(SignalReceived(number)))
     return agent
 
 

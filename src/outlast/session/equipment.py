@@ -16,7 +16,7 @@ from outlast.chaos.simulated import arm_configured
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind
-from outlast.inprocess.handle import current_handle
+from outlast.inprocess.call import current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.group import Group, connect_world, current_place, is_initialised, settle
