@@ -20,7 +20,7 @@ from outlast.errors import OutlastError
 from outlast.inprocess.handle import Handle, current_handle
 from outlast.inprocess.own_page import CAPACITY_BYTES, OwnPage
 from outlast.inprocess.own_things import OwnThings
-from outlast.numerics.replicas import find_replicated
+from outlast.numerics.replica_digest import find_replicated
 from outlast.numerics.tensor_digest import digest_tensors
 from outlast.runtime import device
 
