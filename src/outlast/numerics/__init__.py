@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.numerics.comparison import Agreement, Replica
@@ -36,11 +37,5 @@ __all__ = [
     "StepDecision",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # On first use: not everyone who needs one of these modules needs torch.
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'outlast.numerics' has no attribute {name!r}")
+# On first use: not everyone who needs one of these modules needs torch.
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from outlast import env
 from outlast.config import RerunStateMachineConfig
@@ -51,6 +50,7 @@ from outlast.policy.rerun import (
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import device_name
 from outlast.runtime.diagnoses import journal_diagnosis, leave_diagnosis
+from outlast.runtime.group import current_place, is_initialised
 
 if TYPE_CHECKING:
     from outlast.runtime.journal import Journal
@@ -472,7 +472,5 @@ class RerunStateMachine:
 
 
 def _own_place() -> env.WorkerEnv:
-    place = env.read_worker()
-    if not (dist.is_available() and dist.is_initialized()):
-        return dataclasses.replace(place, global_rank=0, world_size=1)
-    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
+    place = current_place()
+    return place if is_initialised() else dataclasses.replace(place, global_rank=0, world_size=1)

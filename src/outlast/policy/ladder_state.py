@@ -11,7 +11,7 @@ from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.quarantine import Distrusted, Load
 from outlast.policy.rerun import Diagnosis, InvalidResultCase, Replay
 
-__all__ = ["MAX_HISTORY", "CycleEnd", "LadderState", "Limits", "Step", "begin_job", "begin_run"]
+__all__ = ["MAX_HISTORY", "CycleEnd", "LadderState", "LadderStep", "Limits", "begin_job", "begin_run"]
 
 MAX_HISTORY = 64
 """How many of the newest entries each of the ladder's lists keeps."""
@@ -105,7 +105,7 @@ class CycleEnd:
         return not self.finished and not self.preempted and self.exit_code == ExitReason.STRAGGLER
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One remembered decision."""
 
     cycle: int
@@ -152,7 +152,7 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool = False
     stopped_with: int | None = None
     """Exit code of the stop that ended the last job; ``None`` while one runs or when it was re-queued."""
-    history: tuple[Step, ...] = ()
+    history: tuple[LadderStep, ...] = ()
     """The newest decisions, oldest first."""
 
     @property
