@@ -10,22 +10,18 @@ with those of rank 0 when it is made.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
 import torch
 import xxhash
+
 from outlast.errors import OutlastError
+from outlast.inprocess.call import Handle, current_handle
+from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer
 from outlast.numerics.replica_digest import find_replicated
 from outlast.numerics.tensor_digest import digest_tensors
 from outlast.runtime import device
-from outlast.inprocess.call import Handle
-from outlast.inprocess.call import current_handle
-from outlast.inprocess.rank_local_state import CAPACITY_BYTES
-from outlast.inprocess.rank_local_state import RankLocalState
-from outlast.inprocess.rank_local_state import SharedBuffer
-
-
 
 __all__ = ["KeptTrainingState", "Parts", "digest_parts", "parts_of"]
 

@@ -32,26 +32,14 @@ the last cycle did get further and only the total is spent.
 from __future__ import annotations
 
 import msgspec
+
 from outlast.errors import ExitReason
-from outlast.incidents import Incident
-from outlast.incidents import IncidentKind
-from outlast.incidents import Rung
-from outlast.incidents import Verdict
-from outlast.policy.invalid_results import Remedy
-from outlast.policy.invalid_results import file_case
-from outlast.policy.invalid_results import find_remedy
-from outlast.policy.invalid_results import open_cases
-from outlast.policy.ladder_state import MAX_HISTORY
-from outlast.policy.ladder_state import CycleEnd
-from outlast.policy.ladder_state import LadderState
-from outlast.policy.ladder_state import Limits
-from outlast.policy.ladder_state import begin_job
-from outlast.policy.ladder_state import begin_run
+from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.policy.invalid_results import Remedy, file_case, find_remedy, open_cases
+from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, LadderStep, Limits, begin_job, begin_run
 from outlast.policy.quarantine import settle
-from outlast.policy.ladder_state import LadderStep
 from outlast.policy.rerun import Finding
 from outlast.wording import count
-
 
 __all__ = [
     "CycleEnd",
