@@ -50,8 +50,9 @@ STILL_INTERNAL = {
     "outlast.numerics.RerunStateMachine.begin_replay",
     "outlast.numerics.RerunStateMachine.num_found",
     "outlast.numerics.RerunStateMachine.report",
+    "outlast.numerics.StepDecision.action",
+    "outlast.numerics.StepDecision.diagnosis",
     "outlast.ray.TrainActor.section",
-    "outlast.straggler.Report.__init__",
     "outlast.straggler.Report.findings",
     "outlast.straggler.Report.incidents",
     "outlast.straggler.Report.machines",
@@ -160,7 +161,12 @@ def annotations() -> Iterator[tuple[str, str, str]]:
             value = getattr(module, name)
             where = f"{module_name}.{name}"
             if inspect.isclass(value):
-                members = {key: raw for key, raw in vars(value).items() if not key.startswith("_") or key == "__init__"}
+                makes_itself = dataclasses.is_dataclass(value)  # from its fields
+                members = {
+                    key: raw
+                    for key, raw in vars(value).items()
+                    if not key.startswith("_") or (key == "__init__" and not makes_itself)
+                }
                 for key, text in vars(value).get("__annotations__", {}).items():
                     if not key.startswith("_"):
                         yield f"{where}.{key}", value.__module__, str(text)
