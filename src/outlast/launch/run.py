@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from outlast.launch.probing import check_endpoints
 from outlast.launch.run_owner import RunOwner
 from outlast.launch.summary import summarise
 from outlast.launch.verdicts import load_ladder
-from outlast.runtime.endpoints import parse_endpoints
+from outlast.runtime.addresses import is_loopback, own_address, parse_endpoints
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.zygote import Zygote
 
@@ -44,7 +43,6 @@ PRELOAD = (
     "outlast.monitor",
 )
 """What a first DDP construction and a session import; a second and more without it."""
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def launch(options: RunOptions) -> int:
@@ -180,7 +178,7 @@ def _begin_checkups(options: RunOptions, mailbox: Mailbox[object]) -> Checkups |
     config = options.health
     if config is None:
         return None
-    needs_network = any(one.host not in _LOOPBACK for one in parse_endpoints(options.endpoints))
+    needs_network = any(not is_loopback(one.host) for one in parse_endpoints(options.endpoints))
     checkups = Checkups(
         config, places=options.health_places, node=options.node_name, network=needs_network, deliver=mailbox.put
     )
@@ -303,7 +301,7 @@ def _make_agent(
         writer=writer,
         member=CoordinatorClient(
             link,
-            addr=args.local_addr or _own_address(endpoints[0].host),
+            addr=args.local_addr or own_address(endpoints[0].host),
             nproc=spec.local_world_size,
             wish=options.wish,
         ),
@@ -313,11 +311,6 @@ def _make_agent(
     owner.on_lost = lambda why: mailbox.put(RunDirectoryLost(why))
     _install_handlers(args.signals_to_handle, lambda number: mailbox.put(SignalReceived(number)))
     return agent
-
-
-def _own_address(endpoint_host: str) -> str:
-    """Return the name under which this node's peers reach it."""
-    return endpoint_host.replace("localhost", "127.0.0.1") if endpoint_host in _LOOPBACK else socket.getfqdn()
 
 
 def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:

@@ -15,7 +15,7 @@ from outlast import env
 from outlast.errors import ConfigError
 from outlast.launch.options import RunOptions
 from outlast.policy.lease import LeaseOwner
-from outlast.runtime.endpoints import parse_endpoints
+from outlast.runtime.addresses import parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import this_process
 
