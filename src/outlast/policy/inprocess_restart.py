@@ -278,7 +278,7 @@ def next_deadline_s(state: RestartState, limits: RestartLimits) -> float | None:
 
 def advance(state: RestartState, event: Event, limits: RestartLimits) -> tuple[RestartState, tuple[Send, ...]]:
     """Return what is known after an event, and the orders to give, in this order."""
-    step = _Transition(state, limits, event.at_s)
+    step = _RestartTransition(state, limits, event.at_s)
     match event:
         case MemberJoined():
             step.join(event)
@@ -293,7 +293,7 @@ def advance(state: RestartState, event: Event, limits: RestartLimits) -> tuple[R
     return step.state, tuple(step.actions)
 
 
-class _Transition:
+class _RestartTransition:
     """One call of :func:`advance`: what is known so far, and the orders that follow from it so far."""
 
     def __init__(self, state: RestartState, limits: RestartLimits, at_s: float) -> None:
