@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-import outlast
 from outlast import env
 from outlast.runtime.processes import kill_group
 from outlast.runtime.wire import MessageChannel, socket_pair
@@ -69,7 +68,7 @@ class ChildProcess:
         own_session: bool = True,
     ) -> None:
         environment = {**env.environ(), **(variables or {})}
-        root = str(Path(outlast.__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         self._own_session = own_session
         ours: socket.socket | None = None
