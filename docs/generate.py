@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from outlast.config import (
     HealthConfig,
     InProcessRestartConfig,
     PreemptionConfig,
+    RecoveryConfig,
+    ReplicaDigestConfig,
     RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
@@ -249,20 +252,27 @@ def figure_text(name: str) -> str:
     return NOT_MEASURED if bar is None else show_figure(bar["value"], bar["unit"])
 
 
+CONFIGS: dict[str, type] = {
+    "config": Config,
+    "checkpoint": CheckpointConfig,
+    "fault-tolerance": FaultToleranceConfig,
+    "health": HealthConfig,
+    "in-process-restart": InProcessRestartConfig,
+    "preemption": PreemptionConfig,
+    "recovery": RecoveryConfig,
+    "replica-digest": ReplicaDigestConfig,
+    "rerun-state-machine": RerunStateMachineConfig,
+    "straggler-detection": StragglerDetectionConfig,
+}
+"""Every config class, by the name of its table."""
+
 TABLES: dict[str, Callable[[], str]] = {
     "comparison-figures": lambda: comparison_table(COMPARED),
     "headline-figures": lambda: comparison_table(HEADLINES),
     "all-figures": all_figures_table,
     "machines": machines_text,
-    "config": lambda: settings_table(Config),
-    "checkpoint": lambda: settings_table(CheckpointConfig),
-    "fault-tolerance": lambda: settings_table(FaultToleranceConfig),
+    **{name: partial(settings_table, cls) for name, cls in CONFIGS.items()},
     "run-options": options_table,
-    "preemption": lambda: settings_table(PreemptionConfig),
-    "in-process-restart": lambda: settings_table(InProcessRestartConfig),
-    "rerun-state-machine": lambda: settings_table(RerunStateMachineConfig),
-    "straggler-detection": lambda: settings_table(StragglerDetectionConfig),
-    "health": lambda: settings_table(HealthConfig),
     "exit-codes": lambda: words_table(ExitReason, "reason", value="code"),
     "incidents": lambda: words_table(IncidentKind, "kind", value="word"),
     "events": lambda: words_table(EventKind, "kind", value="word"),
@@ -270,13 +280,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "fault-kinds": lambda: words_table(FaultKind, "kind", value="word"),
     "fault-targets": lambda: words_table(FaultTarget, "target", value="word"),
     "status": lambda: fields_table(report.StatusReport),
-    "status-states": lambda: words_table(report.State, "state", value="word"),
+    "status-states": lambda: words_table(report.RunState, "state", value="word"),
     "status-node": lambda: fields_table(report.NodeReport),
     "status-node-states": lambda: words_table(report.NodeState, "state", value="word"),
-    "status-waiting": lambda: fields_table(report.Waiting),
+    "status-waiting": lambda: fields_table(report.WaitingReport),
     "status-budgets": lambda: fields_table(report.Budgets),
-    "status-budget": lambda: fields_table(report.Budget),
-    "status-generation": lambda: fields_table(report.Generation),
+    "status-budget": lambda: fields_table(report.BudgetReport),
+    "status-generation": lambda: fields_table(report.GenerationReport),
     "status-trouble": lambda: fields_table(report.Trouble),
     "rungs": lambda: words_table(Rung, "name", value="rung"),
 }

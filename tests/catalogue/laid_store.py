@@ -11,8 +11,8 @@ from outlast.checkpoint.dcp.manifest import (
     FileEntry,
     GlobalManifest,
     Item,
-    Piece,
     RankEntry,
+    TensorPiece,
     Where,
     encode_global_manifest,
 )
@@ -56,7 +56,7 @@ def lay_in_store(
         write(f"{folder}/{name}", data)
         chunks = tuple(digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))
         files.append(FileEntry(name=name, num_bytes=num_bytes, chunks=chunks))
-        pieces.append(Piece((rank * 250,), (250,), Where(rank, 0, BLOB_BYTES, 1000, 1000)))
+        pieces.append(TensorPiece((rank * 250,), (250,), Where(rank, 0, BLOB_BYTES, 1000, 1000)))
         ranks.append(RankEntry(tree=Where(rank, BLOB_BYTES, 100, BLOB_BYTES, 100)))
     manifest = GlobalManifest(
         schema=SCHEMA,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.testing import RankProcesses
 
 BODY = """

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast.checkpoint.directory import Attempt
-from outlast.checkpoint.handle import SaveHandle
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.outcomes import Outcomes
-from outlast.checkpoint.save import Save
+from outlast.checkpoint.save import Save, SaveHandle
 from outlast.errors import CheckpointError
 
 
@@ -26,7 +25,7 @@ def fail(outcomes: Outcomes) -> SaveHandle:
     handle = SaveHandle(3, limit_s=1.0)
     save = Save(
         iteration=3,
-        attempt=Attempt(job="j", cycle=0, token="t", ordinal=0),
+        attempt=SaveAttempt(job="j", cycle=0, token="t", ordinal=0),
         handle=handle,
         started_ns=0,
         stall_s=0.0,

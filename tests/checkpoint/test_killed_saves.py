@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from saving_ranks import start
 
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 
 SAVE_AND_DIE = """
 STAGE, VICTIM = {stage!r}, {victim}

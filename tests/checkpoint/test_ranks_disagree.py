@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from saving_ranks import start
 
-from outlast.checkpoint.exchange import Exchange, Outcome, deadline
-from outlast.checkpoint.own_store import OwnStore
+from outlast.checkpoint.lane import SaveExchange, SaveOutcome, deadline
+from outlast.checkpoint.peers import OwnStore
 
 OUTCOMES = """
 def outcome(save):
@@ -227,12 +227,12 @@ class _GoneStore(OwnStore):
 def test_a_store_that_goes_after_the_outcome_changes_nothing(last: str) -> None:
     """What ranks say once they know the outcome, and what they delete, may fail: the outcome stays what it was."""
     store: Any = _GoneStore()
-    exchange = Exchange(store, "test", threading.Event(), rank=0)
-    exchange.post(0, "outcome", Outcome())
+    exchange = SaveExchange(store, "test", threading.Event(), rank=0)
+    exchange.post(0, "outcome", SaveOutcome())
     store.is_gone = True
     if last == "forget":
         exchange.forget(1)
     else:
         exchange.part(0, 2, deadline(60.0))
     store.is_gone = False
-    assert exchange.await_word(0, "outcome", Outcome, deadline(60.0)) == Outcome()
+    assert exchange.await_word(0, "outcome", SaveOutcome, deadline(60.0)) == SaveOutcome()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from outlast.checkpoint import CheckpointManager
-from outlast.checkpoint.finite import is_finite
+from outlast.checkpoint.durable import is_finite
 from outlast.checkpoint.state import decode, flatten
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from saving_ranks import start
 
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 
 SAVE = """
 manager = manage(config=CONFIG)

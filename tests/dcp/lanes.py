@@ -11,10 +11,10 @@ from typing import Any
 from outlast.checkpoint.arena import Arena, Stager
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
-from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.dcp.global_lane import GlobalLane, GlobalRetention, GlobalSave
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.own_store import OwnStore
+from outlast.checkpoint.peers import OwnStore
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
 from outlast.errors import CheckpointError
@@ -105,7 +105,7 @@ class Lanes:
         self, flats: Sequence[FlatState], iteration: int, *, suspect: bool = False, leave_out: Sequence[int] = ()
     ) -> list[CheckpointError | None]:
         """Save; return each rank's error."""
-        attempt = Attempt(job="job", cycle=self.cycle, token=self.token, ordinal=self.ordinal)
+        attempt = SaveAttempt(job="job", cycle=self.cycle, token=self.token, ordinal=self.ordinal)
         self.ordinal += 1
         self._outcomes = {}
         for rank, flat in enumerate(flats):

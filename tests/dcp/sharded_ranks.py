@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast.checkpoint.dcp.assemble import assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
-from outlast.checkpoint.dcp.load import load_resharded, read_rank
-from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.dcp.global_lane import GlobalLane, GlobalRetention, GlobalSave
+from outlast.checkpoint.dcp.load import read_rank
+from outlast.checkpoint.dcp.reshard import load_resharded
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.layouts import meshes_of
 from outlast.checkpoint.state import capture, decode
 
@@ -80,7 +81,7 @@ def content(state: dict[str, object]) -> dict[str, str]:
 
 def save(folder: str, state: dict[str, object], iteration: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    attempt = Attempt(job="job", cycle=0, token=f"ab{world}{iteration}", ordinal=0)
+    attempt = SaveAttempt(job="job", cycle=0, token=f"ab{world}{iteration}", ordinal=0)
     flat = flat_state(capture(state), {"rank": rank})
     image = stage(flat, rank=rank, world=world, iteration=iteration, attempt=str(attempt))
     errors: list[object] = []

@@ -15,8 +15,8 @@ from lanes import Lanes, flat_state
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.load import read_rank
-from outlast.checkpoint.dcp.store import Store
-from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.dcp.store import ObjectStore
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.state import decode
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 
@@ -66,7 +66,7 @@ def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_save_may_take
 def test_ranks_that_save_different_iterations_are_told(tmp_path: Path) -> None:
     """No generation is made of two iterations."""
     with Lanes(str(tmp_path), 2) as lanes:
-        from outlast.checkpoint.dcp.lane import GlobalSave
+        from outlast.checkpoint.dcp.global_lane import GlobalSave
 
         submit = lanes.lanes[1].submit
 
@@ -159,7 +159,7 @@ def test_other_stores_take_the_same_way(tmp_path: Path) -> None:
         assert _value_of(lanes.directory, 20) == 2.0
         lanes.directory.remove(10)
         assert lanes.directory.generations() == [20]
-        attempt = Attempt(job="job", cycle=0, token="zz", ordinal=9)
+        attempt = SaveAttempt(job="job", cycle=0, token="zz", ordinal=9)
         with pytest.raises(Incomplete, match="no manifest"):
             lanes.directory.manifest(10)
         lanes.directory.discard(20, attempt)
@@ -172,7 +172,7 @@ def test_a_stores_word_that_something_exists_is_an_error_but_where_it_is_made(mo
     def refuse(*_: object, **__: object) -> None:
         raise FileExistsError("a")
 
-    store = Store("memory://outlast-exists")
+    store = ObjectStore("memory://outlast-exists")
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
     assert not store.create("a", b"1")
     with pytest.raises(CheckpointError, match="outlast-exists/a: FileExistsError"):
@@ -200,6 +200,6 @@ def test_the_second_run_in_a_place_is_refused_on_all_ranks(tmp_path: Path, schem
 @pytest.mark.process
 def test_the_writer_and_the_command_line_need_no_torch() -> None:
     """What the writer process and `outlast ckpt` import of the global tier brings torch nowhere near."""
-    modules = "assemble, blob, directory, manifest, ownership, packing, store, verified_file"
+    modules = "assemble, blob, directory, layout, manifest, store, verified_file"
     script = f"import sys; from outlast.checkpoint.dcp import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)

@@ -19,14 +19,14 @@ from lanes import Lanes, flat_state
 from s3_server import S3Server
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
-from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import load_resharded, read_rank
-from outlast.checkpoint.dcp.object_place import StoreRecords
+from outlast.checkpoint.dcp.directory import GlobalDirectory, StoreRecords
+from outlast.checkpoint.dcp.load import read_rank
 from outlast.checkpoint.dcp.reader import VerifiedReader
-from outlast.checkpoint.dcp.store import Store
+from outlast.checkpoint.dcp.reshard import load_resharded
+from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.state import decode
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
-from outlast.policy.lease import Owner
+from outlast.policy.lease import LeaseOwner
 from outlast.runtime.lease import InUse, Lease, decode_owner
 from outlast.runtime.processes import this_process
 
@@ -96,10 +96,10 @@ def test_a_generation_goes_to_s3_and_comes_back(server: S3Server, url: str) -> N
 
 def test_of_runs_that_claim_a_bucket_at_once_one_gets_it(server: S3Server, url: str) -> None:
     """The store makes an object once, whoever else asks for it at the same moment; the second run is refused."""
-    stores = [Store(f"{url}/race") for _ in range(6)]
+    stores = [ObjectStore(f"{url}/race") for _ in range(6)]
     gate = threading.Barrier(len(stores), timeout=100)
 
-    def claim(store: Store) -> bool:
+    def claim(store: ObjectStore) -> bool:
         gate.wait()
         return store.create("run.json", store.describe("").encode())
 
@@ -124,7 +124,7 @@ def test_a_bucket_has_one_live_owner(server: S3Server, url: str, monkeypatch: py
 
     def lease(run: str, machine: str) -> Lease:
         process = msgspec.structs.replace(here, machine=machine)
-        return Lease(records, Owner(token="", process=process, run=run))
+        return Lease(records, LeaseOwner(token="", process=process, run=run))
 
     many = [lease(f"run-{number}", "here") for number in range(4)]
     gate = threading.Barrier(len(many), timeout=100)
@@ -228,9 +228,9 @@ def test_a_server_killed_during_a_save_costs_that_save_only(mortal_server: S3Ser
 
 def test_a_silent_server_is_not_waited_for(server: S3Server, url: str) -> None:
     """Every operation ends within its time, as an error that names the object."""
-    patient = Store(url, timeout_s=100.0)  # a busy machine may take longer than a second where all is well
+    patient = ObjectStore(url, timeout_s=100.0)  # a busy machine may take longer than a second where all is well
     patient.write("there", b"x")
-    store = Store(url, timeout_s=1.0)
+    store = ObjectStore(url, timeout_s=1.0)
     server.stop()
     try:
         with pytest.raises(CheckpointError, match=f"{url}/there: the store did not answer within 1 s"):

@@ -8,25 +8,25 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.dcp.compose import compose
-from outlast.checkpoint.dcp.inventory import Inventory, Part, Report, Value
+from outlast.checkpoint.dcp.layout import Inventory, PlainValue, TensorPart, WriteReport, assign, compose
 from outlast.checkpoint.dcp.manifest import FileEntry, Where
-from outlast.checkpoint.dcp.ownership import assign
 from outlast.errors import CheckpointError
 
 
 def _part(
     name: str, digest: str = "d", *, shape: tuple[int, ...] = (8,), whole: tuple[int, ...] | None = None, at: int = 0
-) -> Part:
+) -> TensorPart:
     offset = (at, *(0 for _ in shape[1:]))
-    return Part(f"state.{name}", name, (name,), "F32", shape, whole or shape, offset, 4 * math.prod(shape), digest)
+    return TensorPart(
+        f"state.{name}", name, (name,), "F32", shape, whole or shape, offset, 4 * math.prod(shape), digest
+    )
 
 
 @st.composite
 def _inventories(draw: st.DrawFn) -> list[Inventory]:
     """Ranks with shared tensors, in one or two versions, and row-sharded ones, perhaps with empty shards."""
     world = draw(st.integers(1, 6))
-    parts: list[list[Part]] = [[] for _ in range(world)]
+    parts: list[list[TensorPart]] = [[] for _ in range(world)]
     for index in range(draw(st.integers(0, 5))):
         shape = (draw(st.integers(0, 50)),)
         for rank in range(world):
@@ -38,7 +38,8 @@ def _inventories(draw: st.DrawFn) -> list[Inventory]:
             at = sum(rows[:rank])
             parts[rank].append(_part(f"sharded{index}", "", shape=(rows[rank], 3), whole=(sum(rows), 3), at=at))
     values = [
-        tuple(Value(f"value{index}", (f"value{index}",)) for index in range(draw(st.integers(0, 3)))) for _ in parts
+        tuple(PlainValue(f"value{index}", (f"value{index}",)) for index in range(draw(st.integers(0, 3))))
+        for _ in parts
     ]
     return [Inventory(tuple(mine), mine_values) for mine, mine_values in zip(parts, values, strict=True)]
 
@@ -86,7 +87,7 @@ def test_the_manifest_leads_every_rank_to_its_parts(inventories: list[Inventory]
             return Where(0, start, 1, start, 1)
 
         tree = place()
-        report = Report(
+        report = WriteReport(
             (FileEntry(name=f"f{rank}", num_bytes=1, chunks=("x",)),),
             True,
             tree,

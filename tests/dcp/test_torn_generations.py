@@ -16,8 +16,9 @@ from lanes import Lanes, flat_state
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.checkpoint.catalogue.verification import verify
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import load_resharded, read_rank
+from outlast.checkpoint.dcp.load import read_rank
 from outlast.checkpoint.dcp.reader import VerifiedReader
+from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -234,14 +235,14 @@ def test_a_value_that_would_run_code_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "g"
     with Lanes(str(folder), 1) as lanes:
         flat = flat_state({"n": 3})
-        from outlast.checkpoint.dcp import step
+        from outlast.checkpoint.dcp import global_lane
 
-        value = step.Items.value
-        step.Items.value = lambda self, item: _dumped(Hostile())  # type: ignore[method-assign]
+        value = global_lane.Items.value
+        global_lane.Items.value = lambda self, item: _dumped(Hostile())  # type: ignore[method-assign]
         try:
             assert lanes.save([flat], 20) == [None]
         finally:
-            step.Items.value = value  # type: ignore[method-assign]
+            global_lane.Items.value = value  # type: ignore[method-assign]
     with pytest.raises(dcp.CheckpointException, match="must not be unpickled"):
         dcp.load({"n": 0}, storage_reader=VerifiedReader(folder / "step-20"))
     assert not (tmp_path / "owned").exists()

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from world_of_copies import ITERATIONS, NEWEST, Node, Spot, World
 
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.shard import shard_name
 from outlast.policy.recovery_point import Tier
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from outlast.checkpoint import frames as f
+from outlast.checkpoint import protocol as f
 from outlast.checkpoint.manifest import decode_manifest
-from outlast.checkpoint.writer_client import WriterClient
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterClient, WriterProcess
 
 __all__ = ["GatedNodes", "empty_memory"]
 

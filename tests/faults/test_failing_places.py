@@ -14,7 +14,7 @@ import pytest
 from gated_nodes import empty_memory
 from obedient_ranks import Ranks
 
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.incidents import EventKind, IncidentKind
 from outlast.journal import read
 

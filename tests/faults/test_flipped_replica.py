@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from world_of_copies import NEWEST, make_world
 
-from outlast.checkpoint.holdings import SHARD_PART
+from outlast.checkpoint.manifest import SHARD_PART
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from obedient_ranks import Ranks
 
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 
 
 @pytest.mark.slow

@@ -13,12 +13,10 @@ from typing import Any
 from gated_nodes import empty_memory
 from obedient_ranks import Ranks
 
-from outlast.checkpoint import frames as f
-from outlast.checkpoint.holdings import CopyKey
-from outlast.checkpoint.manifest import decode_manifest
+from outlast.checkpoint import protocol as f
+from outlast.checkpoint.manifest import CopyKey, decode_manifest
 from outlast.checkpoint.replica.replicator import Replicator, Target
-from outlast.checkpoint.writer_client import WriterClient
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterClient, WriterProcess
 from outlast.policy.recovery_point import Tier
 
 __all__ = ["ITERATIONS", "NEWEST", "Node", "Spot", "World", "make_world"]
@@ -121,7 +119,7 @@ class Node:
         os.pwrite(memory, data, 0)
         self.client.ask(f.Write(key=own, num_bytes=len(data), path=None), f.Written, timeout_s=60, fd=memory)
         os.close(memory)
-        self.client.ask(f.Keep(key=own, manifest=self.manifest), f.Done, timeout_s=60)
+        self.client.ask(f.KeepPart(key=own, manifest=self.manifest), f.Done, timeout_s=60)
 
 
 class World:

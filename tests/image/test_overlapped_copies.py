@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outlast.checkpoint.overlap import Guard, changed_only_by_step
+from outlast.checkpoint.arena import CopyGuard, changed_only_by_step
 from outlast.checkpoint.state import capture, flatten
 
 SIDE = 600
@@ -37,7 +37,7 @@ def test_only_what_step_alone_changes_is_copied_late() -> None:
 def test_a_step_waits_for_every_copy_and_once() -> None:
     """The optimizer's step waits for all copies that are under way; the next one has nothing to wait for."""
     model, optimizer = trained()
-    guard, waited = Guard(), list[str]()
+    guard, waited = CopyGuard(), list[str]()
     before = model[0].weight.detach().clone()  # type: ignore[index]
     seen = []
 
@@ -60,7 +60,7 @@ def test_a_step_waits_for_every_copy_and_once() -> None:
 def test_a_closed_guard_lets_the_optimizer_alone() -> None:
     """Closing waits a last time; afterwards steps are as they were before."""
     _, optimizer = trained()
-    guard, waited = Guard(), list[str]()
+    guard, waited = CopyGuard(), list[str]()
     guard.watch({"optim": optimizer}, lambda: waited.append("x"))
     guard.close()
     guard.close()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outlast.config import FaultToleranceConfig
 from outlast.policy.deadlines import Subject, Timeouts, deadlines, expired, wake_at_ns
-from outlast.policy.in_process import InProcessState
+from outlast.policy.inprocess_protocol import InProcessState
 from outlast.runtime.board import OpenSection, RankState
 
 S = 1_000_000_000
@@ -287,6 +287,6 @@ def test_sections_around_a_wrapped_function_count_until_it_is_called_again():
 
 
 def test_ranks_that_wait_in_a_wrapper_are_not_judged():
-    """A reserve, a rank that waits for the others to finish, and one that has left are never late."""
-    for state in (InProcessState.RESERVE, InProcessState.COMPLETED, InProcessState.LEFT):
+    """A spare, a rank that waits for the others to finish, and one that has left are never late."""
+    for state in (InProcessState.SPARE, InProcessState.COMPLETED, InProcessState.LEFT):
         assert subjects(restarting(state, last_heartbeat_ns=S), ALL, 9999) == []

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GENERATE = runpy.run_path(str(DOCS / "generate.py"))
 PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
+API = sorted((DOCS / "api").glob("*.md"))
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sh", ".sbatch"))
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
@@ -46,6 +47,30 @@ def test_every_table_has_a_place() -> None:
     """Each table that can be generated is shown on some page."""
     shown = re.findall(r"<!-- table: ([\w-]+) -->", "".join(page.read_text("utf-8") for page in PAGES))
     assert set(shown) == set(GENERATE["TABLES"])
+
+
+def test_every_config_class_has_a_table() -> None:
+    """Each class of settings is shown field by field: a setting that no page names does not exist for a user."""
+    import outlast.config
+
+    classes = {name for name in outlast.config.__all__ if name.endswith("Config")}
+    assert {cls.__name__ for cls in GENERATE["CONFIGS"].values()} == classes
+
+
+def test_every_public_module_has_a_page() -> None:
+    """The API reference has one page for each public module, built from its docstrings."""
+    surface = runpy.run_path(str(Path(__file__).with_name("test_surface.py")))
+    shown = re.findall(r"^::: ([\w.]+)", "".join(page.read_text("utf-8") for page in API), re.MULTILINE)
+    assert sorted(shown) == sorted(set(shown))
+    assert set(shown) >= set(surface["PUBLIC"])
+
+
+def test_contracts_are_paragraphs_in_the_reference() -> None:
+    """References and contracts of a docstring are readable in the API reference."""
+    convert = runpy.run_path(str(DOCS / "contracts.py"))["to_markdown"]
+    assert convert(
+        "Save, as :meth:`~Session.save` and ``x`` do.\n\nCollective: all ranks.\nBlocks: up to a second."
+    ) == ("Save, as `Session.save` and `x` do.\n\n\n**Collective**: all ranks.\n\n**Blocks**: up to a second.")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import signal
-
 import pytest
+from outlast.config import FaultToleranceConfig
+from outlast.incidents import EventKind
+from outlast.journal import read
+from outlast.ray.train_watch import TrainWatch
+from outlast.ray.train_watch import WorkerPlace
+from outlast.testing import RankProcesses
+from outlast.ray.train_watch import RunFacts
+
 
 ray = pytest.importorskip("ray")
 
-from outlast.config import FaultToleranceConfig  # noqa: E402
-from outlast.incidents import EventKind  # noqa: E402
-from outlast.journal import read  # noqa: E402
-from outlast.ray.train_watch import Briefing, TrainWatch, WorkerPlace  # noqa: E402
-from outlast.testing import RankProcesses  # noqa: E402
 
 PATIENCE_S = 100.0
 
@@ -45,7 +47,7 @@ def workers(tmp_path):
 @pytest.fixture
 def watches(ray_cluster, tmp_path):
     """A watch for each of the two machines."""
-    told = Briefing(
+    told = RunFacts(
         run_id="run",
         job="job",
         run_dir=str(tmp_path / "run"),

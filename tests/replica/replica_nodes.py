@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from outlast.checkpoint.holdings import CopyKey, HoldingsError
+from outlast.checkpoint.manifest import CopyKey, HoldingsError
 from outlast.checkpoint.replica.client import Target
 from outlast.checkpoint.replica.server import ReplicaServer
 

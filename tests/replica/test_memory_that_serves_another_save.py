@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from replica_nodes import KEY
 
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import ReplicaError, Target, fetch
 from outlast.checkpoint.replica.server import ReplicaServer
 from outlast.checkpoint.shard import CHUNK_BYTES, digest

@@ -9,41 +9,47 @@ import signal
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from http.server import ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
-
 import pytest
 import torch
-from scenes import Proof, Scene, differs
-
+from scenes import Proof
+from scenes import Scene
+from scenes import differs
 import outlast
 from outlast.checkpoint import manager
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.replica.client import Target
-from outlast.checkpoint.replication import plan_replication
-from outlast.config import (
-    CheckpointConfig,
-    Config,
-    FaultToleranceConfig,
-    HealthConfig,
-    InProcessRestartConfig,
-    PreemptionConfig,
-    ReplicaDigestConfig,
-    RerunStateMachineConfig,
-    StragglerDetectionConfig,
-)
-from outlast.errors import CheckpointError, ConfigError, ExitReason
+from outlast.config import CheckpointConfig
+from outlast.config import Config
+from outlast.config import FaultToleranceConfig
+from outlast.config import HealthConfig
+from outlast.config import InProcessRestartConfig
+from outlast.config import PreemptionConfig
+from outlast.config import ReplicaDigestConfig
+from outlast.config import RerunStateMachineConfig
+from outlast.config import StragglerDetectionConfig
+from outlast.errors import CheckpointError
+from outlast.errors import ConfigError
+from outlast.errors import ExitReason
 from outlast.inprocess import Wrapper
 from outlast.journal import read
-from outlast.numerics.injector import ErrorInjector
-from outlast.numerics.number_rules import NumberRules
-from outlast.policy.rerun_table import RunState
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.session import preemption
 from outlast.session.inprocess_scope import InProcessScope
-from outlast.session.saves import MIN_TIMED_STEPS, DueSave, SaveSchedule
+from outlast.session.saves import MIN_TIMED_STEPS
+from outlast.session.saves import DueSave
+from outlast.session.saves import SaveSchedule
+from outlast.checkpoint.places import plan_replication
+from outlast.env import WorkerEnv
+from outlast.numerics.validation import ErrorInjector
+from outlast.numerics.validation import StepValidation
+from outlast.policy.rerun import RunState
+
+
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -472,11 +478,13 @@ def runs_an_invalid_step_again(scene: Scene) -> None:
 
 def rejected(config: RerunStateMachineConfig) -> list[str | None]:
     """Return what is said of values one after the other."""
-    rules, said = NumberRules(config), []
+    validation, said = StepValidation(config, WorkerEnv(), "cpu"), []
     for value in [1.0, 50.0, 1.0, *[1.0] * 20, 30.0, float("nan")]:
-        rules.begin_run()
-        said.append(rules.reject("loss", value)[0])
-        rules.commit()
+        validation.begin_step(0)
+        validation.take_number(value, "loss", rejects=None, message="", tolerance=0.0)
+        judged = validation.judge()
+        said.append(None if judged is None else judged.rejected.message)
+        validation.end_step()
     return said
 
 

@@ -18,7 +18,7 @@ from outlast.bench.peer_figures import compared, missing_peers, times
 from outlast.bench.result import BenchResult
 from outlast.bench.rounds import Say
 from outlast.bench.state_size import NUM_TENSORS, TENSOR_BYTES
-from outlast.checkpoint.writer_process import WriterProcess
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.errors import OutlastError
 
 __all__ = ["measure"]

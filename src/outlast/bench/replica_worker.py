@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from outlast.bench.measuring import timed
 from outlast.bench.state_size import TENSOR_BYTES
-from outlast.checkpoint.holdings import CopyKey
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import Target, fetch, fetch_into, push
 from outlast.checkpoint.replica.server import ReplicaServer
 from outlast.checkpoint.shard import CHUNK_BYTES, digest, num_chunks

@@ -2,29 +2,39 @@
 
 Shared memory (``memfd``) that the writer owns has no name, so nothing is left behind by any death. Fresh pages cost
 several times the copy, so an arena is kept, and touched ahead.
+
+Parameters and optimizer states change in the optimizer's ``step()`` and nowhere else, so their copy may overlap the
+next forward and backward; a :class:`CopyGuard` has the next step wait for it. Everything else (buffers, scalars, what
+is not a module or an optimizer of torch) is copied before ``save()`` returns.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from outlast import clock
 from outlast.checkpoint.manifest import TensorEntry
-from outlast.checkpoint.shard import DTYPE_NAMES, Identity, Layout, Span
+from outlast.checkpoint.protocol import Take, Taken
+from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorSpan
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
+from outlast.checkpoint.writer_client import WriterClient
+from outlast.errors import CheckpointError
 
-__all__ = ["Arena", "Staged", "Stager"]
+__all__ = ["Arena", "ArenaPool", "CopyGuard", "Staged", "Stager", "changed_only_by_step"]
+
 
 PIECE_BYTES = 8 << 20
 SMALL_BYTES = 256 << 10
@@ -97,7 +107,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _CopyRun:
     """Small tensors of one type and device that lie side by side; or a large one."""
 
     begin: int
@@ -107,24 +117,24 @@ class _Run:
     is_small: bool
 
 
-def _runs(flat: FlatState, layout: Layout) -> Iterator[_Run]:
+def _runs(flat: FlatState, layout: ShardLayout) -> Iterator[_CopyRun]:
     small, begin, end, kind = list[int](), 0, 0, None
     for index, offset in zip(layout.order, layout.offsets, strict=True):
         named = flat.tensors[index]
         num_bytes = _num_bytes(named)
         is_small = num_bytes <= SMALL_BYTES
         if small and not (is_small and kind == (named.dtype, named.device) and end - begin < RUN_BYTES):
-            yield _Run(begin, end, small, is_small=True)
+            yield _CopyRun(begin, end, small, is_small=True)
             small = []
         if not is_small:
-            yield _Run(offset, offset + num_bytes, [index], is_small=False)
+            yield _CopyRun(offset, offset + num_bytes, [index], is_small=False)
             continue
         if not small:
             begin, kind = offset, (named.dtype, named.device)
         small.append(index)
         end = offset + num_bytes
     if small:
-        yield _Run(begin, end, small, is_small=True)
+        yield _CopyRun(begin, end, small, is_small=True)
 
 
 def _num_bytes(named: NamedTensor) -> int:
@@ -137,8 +147,8 @@ class Stager:
     def __init__(self) -> None:
         self._helpers = ThreadPoolExecutor(2, thread_name_prefix="outlast-stage")
         self._key: list[tuple[object, ...]] = []
-        self._layout = Layout(())
-        self._runs: list[_Run] = []
+        self._layout = ShardLayout(())
+        self._runs: list[_CopyRun] = []
         self._entries: tuple[int, list[TensorEntry]] = (-1, [])
 
     def size_of(self, flat: FlatState, identity: Identity) -> int:
@@ -187,12 +197,12 @@ class Stager:
         """End the helper threads. Blocks: up to the rest of one memory copy, since its arena gets another use."""
         self._helpers.shutdown(wait=True, cancel_futures=True)
 
-    def _place(self, flat: FlatState, identity: Identity) -> tuple[bytes, Span, int]:
+    def _place(self, flat: FlatState, identity: Identity) -> tuple[bytes, TensorSpan, int]:
         """Lay a state out; as the last one, if nothing but plain values changed."""
         key: list[tuple[object, ...]] = [named[1:] for named in flat.tensors]
         if key != self._key:
             self._key, self._entries = key, (-1, [])
-            self._layout = Layout(
+            self._layout = ShardLayout(
                 [
                     (named.name, _SHORT[named.dtype], named.shape, _num_bytes(named), named.dtype.itemsize)
                     for named in flat.tensors
@@ -239,7 +249,7 @@ class Stager:
         return self._entries[1]
 
 
-def _tree_entry(span: Span) -> TensorEntry:
+def _tree_entry(span: TensorSpan) -> TensorEntry:
     return TensorEntry(
         name=span.name,
         dtype=span.dtype,
@@ -270,3 +280,197 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     # From a device this is already the copy; it waits for the kernels queued before it.
     flat = tensor.cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy()
+
+
+log = logging.getLogger(__name__)
+
+
+class ArenaPool:
+    """Arenas that the writer owns, taken by the training thread and given back once nobody reads them.
+
+    Args:
+        writer: Who owns the memory.
+        rank: This rank.
+        limit_s: Longest time that :meth:`take` waits for an arena to come back.
+        answer_s: Longest time that the writer may take to answer; one that hangs is replaced after it.
+        may_steal: Whether the memory of the newest committed generation may be taken when the other arena is in use.
+    """
+
+    def __init__(self, writer: WriterClient, rank: int, *, limit_s: float, answer_s: float, may_steal: bool) -> None:
+        self._writer, self._rank, self._may_steal = writer, rank, may_steal
+        self._limit_s, self._answer_s = limit_s, answer_s
+        self._known: dict[int, Arena] = {}
+        self._busy: set[int] = set()
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._toucher: threading.Thread | None = None
+        self._is_given_up = False
+
+    def take(self, num_bytes: int) -> Arena:
+        """Return an arena of at least that size.
+
+        Raises:
+            CheckpointError: None came back in time, there is no memory, or no writer; or it is given up.
+
+        Blocks: while both are in use, up to the pool's limit.
+        """
+        end_ns = clock.now_ns() + int(self._limit_s * 1e9)
+        with self._changed:
+            while (arena := self._ask(num_bytes, self._may_steal)) is None:
+                left_s = (end_ns - clock.now_ns()) / 1e9
+                if self._is_given_up or left_s <= 0 or not self._changed.wait(left_s):
+                    raise CheckpointError("earlier saves neither end nor fail; does the store's host still run?")
+            return arena
+
+    def give_back(self, arena: Arena) -> None:
+        """Say that this process needs an arena no more. Idempotent. Thread: any."""
+        with self._changed:
+            self._busy.discard(arena.inode)
+            self._changed.notify_all()
+
+    def prepare(self, num_bytes: int) -> None:
+        """Have free arenas of that size touched in the background, so that the first save finds warm pages.
+
+        Blocks: never. Thread: the training thread.
+        """
+        if self._toucher is not None and self._toucher.is_alive():
+            return  # it is at it
+        try:
+            self._writer.start()  # here, since a process of its own dies with the thread that starts it
+        except CheckpointError:
+            return  # the save that needs it says so
+        self._toucher = threading.Thread(target=self._prepare, args=(num_bytes,), name="outlast-touch", daemon=True)
+        self._toucher.start()
+
+    def stop(self) -> None:
+        """Touch nothing more."""
+        self._stop.set()
+
+    def give_up(self) -> None:
+        """Have :meth:`take` wait no more. Thread: any."""
+        self._is_given_up = True
+        if self._changed.acquire(blocking=False):  # else the writer is being asked; the next call comes through
+            self._changed.notify_all()
+            self._changed.release()
+
+    def close(self) -> None:
+        """Unmap all arenas; the writer keeps what it keeps."""
+        self.stop()
+        if self._toucher is not None:
+            self._toucher.join(2.0)
+        with self._changed:
+            for arena in self._known.values():
+                arena.close()
+            self._known.clear()
+
+    def _ask(self, num_bytes: int, may_steal: bool) -> Arena | None:
+        request = Take(rank=self._rank, num_bytes=num_bytes, busy=tuple(self._busy), may_steal=may_steal)
+        taken, fd = self._writer.ask(request, Taken, timeout_s=self._answer_s)
+        if fd is None:
+            return None
+        inode = os.fstat(fd).st_ino
+        if inode in self._known:
+            os.close(fd)
+        else:
+            self._forget_dropped(inode)
+            self._known[inode] = Arena(fd, taken.num_bytes)
+        self._busy.add(inode)
+        return self._known[inode]
+
+    def _forget_dropped(self, newest: int) -> None:
+        """Unmap what the writer has replaced by larger memory: only what is in use and one more can still be its."""
+        idle = [inode for inode in self._known if inode not in self._busy and inode != newest]
+        for inode in idle[:-1]:
+            self._known.pop(inode).close()
+
+    def _prepare(self, num_bytes: int) -> None:
+        """Take all free arenas, give them back, and touch them. Thread: the toucher's."""
+        arenas = []
+        with self._changed:
+            try:
+                while (arena := self._ask(num_bytes, False)) is not None:
+                    arenas.append(arena)
+            except CheckpointError as error:
+                log.debug("no memory is prepared for saves: %s", error)  # the save that needs it says so
+        for arena in arenas:
+            self.give_back(arena)
+        for arena in arenas:
+            arena.touch(self._stop)
+
+
+DEFERRABLE_BYTES = 1 << 20
+"""Tensors below this are copied at once: a step counter may change anywhere, and nothing is won."""
+
+
+def changed_only_by_step(state: Mapping[str, Any], flat: FlatState) -> frozenset[str]:
+    """Return the names of the tensors that only a ``step()`` of an optimizer in ``state`` changes.
+
+    Args:
+        state: As given to ``save()``.
+        flat: The same, taken apart.
+    """
+    late = {_address(tensor) for optimizer in _optimizers(state) for tensor in _tensors_of(optimizer)}
+    return frozenset(
+        named.name
+        for named in flat.tensors
+        if named.tensor.device.type == "cpu"
+        and named.tensor.numel() * named.tensor.element_size() >= DEFERRABLE_BYTES
+        and named.tensor.data_ptr() in late
+    )
+
+
+class CopyGuard:
+    """Wait for copies before an optimizer changes what is being copied."""
+
+    def __init__(self) -> None:
+        self.stall_s = 0.0
+        """Seconds that :meth:`wait` took so far."""
+        self._waits: list[Callable[[], None]] = []
+        self._hooks: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def watch(self, state: Mapping[str, Any], wait: Callable[[], None]) -> None:
+        """Have ``wait`` called before the next step of any optimizer in ``state``."""
+        with self._lock:
+            self._waits.append(wait)
+        for optimizer in _optimizers(state):
+            if id(optimizer) not in self._hooks:
+                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(lambda *_: self.wait())
+
+    def wait(self) -> None:
+        """Wait for all copies that are under way. Thread: any. Blocks: up to the rest of one memory copy."""
+        with self._lock:
+            waits, self._waits = self._waits, []
+        if waits:
+            started_ns = clock.now_ns()
+            for wait in waits:
+                wait()
+            self.stall_s += (clock.now_ns() - started_ns) / 1e9
+
+    def close(self) -> None:
+        """Wait a last time, and let the optimizers alone. Idempotent."""
+        self.wait()
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+
+def _optimizers(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:
+    for value in state.values():
+        if isinstance(value, torch.optim.Optimizer):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _optimizers(value)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for values in optimizer.state.values():
+        if isinstance(values, Mapping):
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.detach().data_ptr())

@@ -14,16 +14,16 @@ import msgspec
 
 from outlast.decoding import from_json
 from outlast.errors import Untrusted
-from outlast.policy.directory_owner import Owner, Step, find_owner, judge_claim
+from outlast.policy.lease import ClaimStep, DirectoryRun, find_owner, judge_claim
 
 __all__ = [
     "NEW",
     "RUN",
     "Claim",
+    "ClaimedPlace",
+    "DirectoryContent",
+    "DirectoryRefused",
     "Held",
-    "Place",
-    "Refused",
-    "Seen",
     "decode_hint",
     "encode_hint",
     "look_at",
@@ -36,11 +36,11 @@ MAX_TRIES = 3
 """To be the first in a directory where others try, too."""
 
 
-class Refused(Untrusted):
+class DirectoryRefused(Untrusted):
     """The directory is another run's: no save of this run can go there, now or later."""
 
 
-class Place(Protocol):
+class ClaimedPlace(Protocol):
     """A folder of the local tier, or the global tier."""
 
     @property
@@ -64,40 +64,40 @@ class Held(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class DirectoryContent:
     """What lay in a directory when a run began: nothing, unless it is said."""
 
     hint: str | None = None
     generations: tuple[int, ...] = ()
 
 
-NEW = Seen()
+NEW = DirectoryContent()
 """An empty directory."""
 
 
-class _Run(msgspec.Struct, frozen=True):
+class _RunHint(msgspec.Struct, frozen=True):
     run: str
 
 
 def encode_hint(run: str) -> bytes:
     """Return the content of ``run.json``."""
-    return msgspec.json.encode(_Run(run))
+    return msgspec.json.encode(_RunHint(run))
 
 
 def decode_hint(data: bytes) -> str | None:
     """Return the run that ``run.json`` names; ``None``: it cannot be read."""
     try:
-        return from_json(data, _Run).run or None
+        return from_json(data, _RunHint).run or None
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
-def look_at(place: Place) -> Seen:
+def look_at(place: ClaimedPlace) -> DirectoryContent:
     """Return what lies in a directory. Raises: CheckpointError, OSError."""
-    return Seen(place.hint(), tuple(place.generations()))
+    return DirectoryContent(place.hint(), tuple(place.generations()))
 
 
-def owner_of(place: Place) -> Owner | None:
+def owner_of(place: ClaimedPlace) -> DirectoryRun | None:
     """Return the run that a directory belongs to, by its manifests and hint; ``None`` = nobody's.
 
     Raises:
@@ -118,7 +118,7 @@ class Claim:
     Thread: one.
     """
 
-    def __init__(self, place: Place, run: str, seen: Seen | None, lease: Held | None = None) -> None:
+    def __init__(self, place: ClaimedPlace, run: str, seen: DirectoryContent | None, lease: Held | None = None) -> None:
         self._place, self._run, self._seen, self._lease = place, run, seen, lease
         self._left: Counter[str] | None = None
         self.is_held = False
@@ -128,7 +128,7 @@ class Claim:
         """Make the claim, or compare it with what lies there now; a hint that is lost or wrong is written again.
 
         Raises:
-            Refused: The directory is another run's.
+            DirectoryRefused: The directory is another run's.
             CheckpointError: A store does not answer.
             OSError: A folder cannot be written to.
         """
@@ -158,18 +158,18 @@ class Claim:
         seen = look_at(self._place)
         owner = find_owner(seen.hint, self._place.named_runs(), own=self._run)
         step = judge_claim(self._run, owner, seen.hint, is_unchanged=not self.is_held and seen == self._seen)
-        if step is Step.CREATE:
+        if step is ClaimStep.CREATE:
             return self._place.create_hint(self._run)
-        if step is Step.WRITE:
+        if step is ClaimStep.WRITE:
             if owner is not None and owner.run != self._run:
                 self._left = Counter(self._place.named_runs())
                 if look_at(self._place) != seen:
                     return False  # it changed meanwhile
             self._place.write_hint(self._run)
-        elif step is Step.REFUSE:
+        elif step is ClaimStep.REFUSE:
             assert owner is not None
             self.is_held = False
-            raise Refused(
+            raise DirectoryRefused(
                 f"{self._place.url} belongs to run {owner.run}, which saves there; this training is run {self._run} "
                 "and saves nothing there; give it a directory of its own"
             )

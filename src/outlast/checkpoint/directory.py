@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outlast.checkpoint.claim import RUN, decode_hint, encode_hint
-from outlast.checkpoint.holdings import SHARD_PART, CopyKey
-from outlast.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
-from outlast.checkpoint.seal import run_of
+from outlast.checkpoint.manifest import MANIFEST, SHARD_PART, CopyKey, Manifest, decode_manifest, run_of
 from outlast.checkpoint.shard import shard_name
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import create_atomically, fsync_folder, write_atomically
 from outlast.runtime.lease import FolderRecords
 
-__all__ = ["SUSPECT", "TRACKER", "Attempt", "Directory", "part_name"]
+__all__ = ["SUSPECT", "TRACKER", "Directory", "SaveAttempt", "part_name"]
 
 SUSPECT = "suspect"
 """Folder of what was saved for diagnosis."""
@@ -36,7 +34,7 @@ _PASSED = re.compile(r"step-\d+\.(?:tmp|aside)-(?P<job>.+)-(?P<cycle>\d+)-(?P<to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class SaveAttempt:
     """Names one attempt to save, among all attempts of all processes."""
 
     job: str
@@ -64,7 +62,7 @@ class Directory:
         """Return the folder of a committed generation."""
         return self.path / f"step-{iteration}"
 
-    def temporary(self, iteration: int, attempt: Attempt | str) -> Path:
+    def temporary(self, iteration: int, attempt: SaveAttempt | str) -> Path:
         """Return the folder of an attempt."""
         return self.path / f"step-{iteration}.tmp-{attempt}"
 
@@ -136,7 +134,7 @@ class Directory:
         """Name the run that the folder belongs to, whatever it was named before."""
         write_atomically(self.path / RUN, encode_hint(run))
 
-    def commit(self, iteration: int, attempt: Attempt) -> None:
+    def commit(self, iteration: int, attempt: SaveAttempt) -> None:
         """Give an attempt its final name; what has that name already is set aside, not written to."""
         final = self.generation(iteration)
         if final.exists():
@@ -148,7 +146,7 @@ class Directory:
         """Set the tracker."""
         write_atomically(self.path / TRACKER, f"step-{iteration}\n".encode())
 
-    def remove_stale(self, attempt: Attempt) -> list[str]:
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.
 
         Only what is provably not in use: of these processes' earlier attempts, which are decided, and of earlier
@@ -171,7 +169,7 @@ class Directory:
                 removed.append(name)
         return removed
 
-    def discard(self, iteration: int, attempt: Attempt) -> None:
+    def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         """Delete what a failed attempt wrote: its room may be what the next one lacks."""
         shutil.rmtree(self.temporary(iteration, attempt), ignore_errors=True)
 

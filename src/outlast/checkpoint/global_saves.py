@@ -8,7 +8,7 @@ from typing import Any
 from outlast.checkpoint.claim import Held
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.lane import GlobalLane, GlobalRetention, GlobalSave
+from outlast.checkpoint.dcp.global_lane import GlobalLane, GlobalRetention, GlobalSave
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.save import Save
 from outlast.checkpoint.writer_client import WriterClient

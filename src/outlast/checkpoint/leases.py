@@ -11,13 +11,13 @@ from typing import Protocol
 
 from msgspec import structs
 
-from outlast.checkpoint.claim import Place as Claimed
-from outlast.checkpoint.claim import Refused, owner_of
+from outlast.checkpoint.claim import ClaimedPlace as Claimed
+from outlast.checkpoint.claim import DirectoryRefused, owner_of
 from outlast.checkpoint.places import Places
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, OutlastError
-from outlast.policy.lease import Owner, is_same_training
+from outlast.policy.lease import LeaseOwner, is_same_training
 from outlast.runtime.lease import InUse, Lease, Records
 from outlast.runtime.processes import this_process, this_program
 
@@ -45,7 +45,7 @@ class DirectoryLease:
     """
 
     def __init__(
-        self, place: _Place, own: Owner, *, may_resume_other: bool, on_lost: Callable[[Refused], None]
+        self, place: _Place, own: LeaseOwner, *, may_resume_other: bool, on_lost: Callable[[DirectoryRefused], None]
     ) -> None:
         self._place, self._own, self._may_resume_other = place, own, may_resume_other
         self._lease = Lease(place.owners, own, follow=self._follow, on_lost=lambda lost: on_lost(self._refused(lost)))
@@ -54,7 +54,7 @@ class DirectoryLease:
         """Take the directory, or compare: the directory is still this run's.
 
         Raises:
-            Refused: It is another run's.
+            DirectoryRefused: It is another run's.
             CheckpointError: A store does not answer.
             OSError: A folder cannot be written to.
         """
@@ -71,22 +71,22 @@ class DirectoryLease:
         """Let go of the directory; see :meth:`Lease.release`."""
         self._lease.release(is_idle=is_idle)
 
-    def _refused(self, error: InUse) -> Refused:
+    def _refused(self, error: InUse) -> DirectoryRefused:
         is_named = error.owner.series != self._own.series  # else it would go on from what that one saved
         who = f"this training is run {self._own.series} and" if is_named else "this training"
         remedy = "end one of the two" if error.was_lost else "wait until that one has ended"
         if error.owner.process == self._own.process:
             remedy = "close the manager or session of this process that has it"
-        return Refused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
+        return DirectoryRefused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
 
-    def _follow(self, before: Owner) -> Owner:
+    def _follow(self, before: LeaseOwner) -> LeaseOwner:
         """Say whose generations this run goes on from, if they are not its own.
 
         Returns:
             What this run says of itself: without a name of its own it has that of the training with which it goes on.
 
         Raises:
-            Refused: They are another training's.
+            DirectoryRefused: They are another training's.
         """
         is_same = is_same_training(before, self._own)
         own = self._own if self._own.names or not is_same else structs.replace(self._own, names=before.names)
@@ -104,7 +104,7 @@ class DirectoryLease:
             own_name = _name(self._own, before).rstrip(",")
             option = " (--resume-from-other-run)" if self._own.outlives else ""
             remedy = f"to go on from there set checkpoint.resume_from_other_run = true{option}, else {_REMEDY}"
-            raise Refused(f"{what}; this is {own_name}; {remedy}")
+            raise DirectoryRefused(f"{what}; this is {own_name}; {remedy}")
         return own
 
     def _goes_on(self) -> bool:
@@ -124,7 +124,7 @@ class Leases:
     """
 
     def __init__(
-        self, config: CheckpointConfig, place: WorkerEnv, places: Places, *, on_lost: Callable[[Refused], None]
+        self, config: CheckpointConfig, place: WorkerEnv, places: Places, *, on_lost: Callable[[DirectoryRefused], None]
     ) -> None:
         self.near: DirectoryLease | None = None
         """On this node's folder, on the rank that leads it."""
@@ -138,7 +138,7 @@ class Leases:
         if places.directory is not None and rank == 0:
             self.far = DirectoryLease(places.directory, own, may_resume_other=other, on_lost=on_lost)
 
-    def acquire(self) -> Refused | None:
+    def acquire(self) -> DirectoryRefused | None:
         """Take this rank's directories; return why that is refused.
 
         One that cannot be written to may be loaded from all the same: its saves are going to fail with that error.
@@ -149,7 +149,7 @@ class Leases:
             try:
                 if lease is not None and is_reachable:
                     lease.hold()
-            except Refused as error:
+            except DirectoryRefused as error:
                 return error
             except (CheckpointError, OSError) as error:
                 log.debug("a directory cannot be taken yet: %s", error)
@@ -162,10 +162,10 @@ class Leases:
                 lease.release(is_idle=is_idle)
 
 
-def describe_run(place: WorkerEnv, series: str) -> Owner:
+def describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
     """Return what a worker's run says of itself."""
     has_job = place.launcher in ("outlast", "ray")
-    return Owner(
+    return LeaseOwner(
         token="",
         process=this_process(),
         run=place.run_id,
@@ -181,7 +181,7 @@ def describe_run(place: WorkerEnv, series: str) -> Owner:
     )
 
 
-def _name(owner: Owner, other: Owner) -> str:
+def _name(owner: LeaseOwner, other: LeaseOwner) -> str:
     """Return who a run is, by what tells it from another one."""
     name = f"the run with {' and '.join(owner.names)}" if owner.names else f"run {owner.run}"
     if owner.script is None or (owner.names and other.names):

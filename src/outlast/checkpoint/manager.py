@@ -5,38 +5,111 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
-
 from outlast import clock
-from outlast.checkpoint.claim import Refused
-from outlast.checkpoint.commit import GRACE_S
-from outlast.checkpoint.directory import Attempt
-from outlast.checkpoint.handle import SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.launcher_report import LauncherReport
 from outlast.checkpoint.leases import Leases
-from outlast.checkpoint.load import Loaded, Restored
-from outlast.checkpoint.loading import Loader
 from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.overlap import Guard, changed_only_by_step
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.pipeline import Pipeline
-from outlast.checkpoint.places import agree_places, is_initialised, place_here
-from outlast.checkpoint.replication import say_what_is_off
-from outlast.checkpoint.report import Reporter
+from outlast.checkpoint.places import agree_places
 from outlast.checkpoint.save import Save
-from outlast.checkpoint.save_request import check_may_save, checked_iteration, wanted_tiers
-from outlast.checkpoint.state import capture, flatten, without_collection
+from outlast.checkpoint.state import capture
+from outlast.checkpoint.state import flatten
+from outlast.checkpoint.state import without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError, ConfigError
+from outlast.errors import CheckpointError
+from outlast.errors import ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.journal import Journal
 from outlast.runtime.random_numbers import capture_random
+import operator
+from outlast.checkpoint.arena import CopyGuard
+from outlast.checkpoint.arena import changed_only_by_step
+from outlast.checkpoint.claim import DirectoryRefused
+from outlast.checkpoint.directory import SaveAttempt
+from outlast.checkpoint.near_lane import GRACE_S
+from outlast.checkpoint.outcomes import Reporter
+from outlast.checkpoint.places import Places
+from outlast.checkpoint.places import say_what_is_off
+from outlast.checkpoint.recovery import Loaded
+from outlast.checkpoint.recovery import Loader
+from outlast.checkpoint.recovery import Restored
+from outlast.checkpoint.save import SaveHandle
+from outlast.checkpoint.save import SaveResult
+from outlast.checkpoint.save import wait_for_all
+from outlast.runtime.group import current_place
+from outlast.runtime.group import is_initialised
 
-__all__ = ["CheckpointManager"]
+
+__all__ = ["CheckpointManager", "check_may_save", "checked_iteration", "wanted_tiers"]
+
+
+def check_may_save(places: Places, *, is_closed: bool, is_loaded: bool) -> None:
+    """Refuse a save where it could not be told apart from what others saved.
+
+    Beside generations that were not loaded, those would be taken for newer than what this training saves, and be
+    loaded in its place.
+
+    Args:
+        places: What there is.
+        is_closed: The manager is closed.
+        is_loaded: What there is was loaded, or nothing is there.
+
+    Raises:
+        CheckpointError: So it is.
+    """
+    if is_closed:
+        raise CheckpointError("the manager is closed")
+    if not is_loaded:
+        newest = max(places.generations, default="unknown")
+        raise CheckpointError(
+            f"there are generations (newest: {newest}) that this training did not load; call load_latest() first, "
+            "or give an empty directory"
+        )
+
+
+def checked_iteration(iteration: int) -> int:
+    """Return a number of optimizer steps. Raises: ConfigError, when it is none."""
+    try:
+        number = operator.index(iteration)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"iteration={iteration!r} must be the number of optimizer steps done, 0 or more")
+    return number
+
+
+def wanted_tiers(places: Places, tiers: Collection[str] | None) -> frozenset[Tier]:
+    """Return those of the tiers asked for that exist here.
+
+    Args:
+        places: What there is.
+        tiers: Their names; ``None`` = all.
+
+    Raises:
+        ConfigError: There is no such tier, or none of them is configured.
+    """
+    there = {Tier.MEMORY} if places.memory else set[Tier]()
+    there |= {Tier.LOCAL} if places.local is not None else set()
+    there |= {Tier.REPLICA} if places.targets else set()
+    there |= {Tier.GLOBAL} if places.directory is not None else set()
+    if tiers is None:
+        return frozenset(there)
+    names = {str(tier): tier for tier in Tier}
+    if unknown := [name for name in tiers if name not in names]:
+        raise ConfigError(f"there is no tier {unknown[0]!r}; the tiers are {', '.join(names)}")
+    wanted = frozenset(names[name] for name in tiers) & there
+    if not wanted:
+        raise ConfigError(f"none of the tiers {', '.join(tiers)} is configured; there are {sorted(map(str, there))}")
+    return wanted
+
 
 log = logging.getLogger(__name__)
 KEEPER_PATIENCE_S = 20.0
@@ -75,7 +148,7 @@ class CheckpointManager:
         writer_arguments: tuple[str, ...] = (),
     ) -> None:
         self.config = config
-        self._place = place = env if env is not None else place_here()
+        self._place = place = env if env is not None else current_place()
         self._reporter = Reporter(place, journal)
         if place.world_size > 1 and not is_initialised():
             raise ConfigError(
@@ -120,7 +193,7 @@ class CheckpointManager:
             self._pipeline.arenas,
             topology=topology_digest(place.world_size),
         )
-        self._guard = Guard()
+        self._guard = CopyGuard()
         self._ordinal = 0
         self._may_save = not self._places.generations and self._places.global_error is None
         self._newest: SaveHandle | None = None
@@ -166,7 +239,7 @@ class CheckpointManager:
         refused = self._leases.acquire()
         told = self._peers.gather(str(refused or "").encode())
         if text := next(filter(None, told), b"").decode():
-            error = Refused(text)
+            error = DirectoryRefused(text)
             self._note_refused(error)
             raise error
 
@@ -391,7 +464,7 @@ class CheckpointManager:
 
     # -- loading -----------------------------------------------------------------------------------------------
 
-    def _note_refused(self, error: Refused) -> None:
+    def _note_refused(self, error: DirectoryRefused) -> None:
         """Take note of why no save can succeed. Thread: any."""
         self._pipeline.outcomes.refusal = error
 
@@ -422,11 +495,11 @@ class CheckpointManager:
             limit = self.config.max_consecutive_save_failures
             self._pipeline.outcomes.check(limit, rank=self._place.global_rank, iteration=iteration)
 
-    def _next_attempt(self) -> Attempt:
+    def _next_attempt(self) -> SaveAttempt:
         """Name an attempt; failed ones count, so that the ranks' counts stay alike."""
         place, ordinal = self._place, self._ordinal
         self._ordinal += 1
-        return Attempt(job=place.job, cycle=place.cycle, token=self._places.token, ordinal=ordinal)
+        return SaveAttempt(job=place.job, cycle=place.cycle, token=self._places.token, ordinal=ordinal)
 
     def _submit(self, save: Save) -> None:
         self._pending = [*(pending for pending in self._pending if not pending.done), save.handle]
@@ -440,7 +513,7 @@ class CheckpointManager:
         """Have memory ready for the first save, which is going to be about as large as the state is now."""
         self._pipeline.prepare(
             flatten({"state": capture(state), "random": capture_random()}),
-            Attempt(job=self._place.job, cycle=0, token=self._places.token, ordinal=0),
+            SaveAttempt(job=self._place.job, cycle=0, token=self._places.token, ordinal=0),
         )
 
     # -- ending ------------------------------------------------------------------------------------------------

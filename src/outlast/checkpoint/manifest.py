@@ -1,25 +1,112 @@
-"""The manifest of a generation: what belongs to it, and by which digests it is known."""
+"""What a generation consists of: its manifest, and the keys of its parts. Nothing here imports torch.
+
+A manifest's file holds the manifest and its SHA-256, so that a later change shows; the global tier's manifest
+(:mod:`outlast.checkpoint.dcp.manifest`) is sealed the same way. A part is one rank's shard, or what is derived from it:
+:class:`CopyKey` names it, and :class:`Holdings` is the interface between what keeps parts and what transfers them.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from outlast.checkpoint.seal import seal, unseal
 from outlast.checkpoint.shard import num_chunks
-from outlast.errors import Corrupt
+from outlast.decoding import from_json
+from outlast.errors import CheckpointError, Corrupt, Untrusted
 
 __all__ = [
     "MANIFEST",
+    "MANIFEST_PART",
     "SCHEMA",
+    "SHARD_PART",
+    "CopyKey",
+    "Holdings",
+    "HoldingsError",
+    "Incoming",
     "Manifest",
     "ShardEntry",
     "TensorEntry",
     "decode_manifest",
     "encode_manifest",
+    "run_of",
+    "seal",
     "topology_digest",
+    "unseal",
 ]
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+MAX_SCHEMA = 1
+"""Up to which manifests of any tier name their run in the same field."""
+
+
+class _Sealed(msgspec.Struct, frozen=True):
+    manifest: msgspec.Raw
+    sha256: str
+
+
+class _Schema(msgspec.Struct, frozen=True):
+    schema: int
+
+
+class _Named(msgspec.Struct, frozen=True):
+    schema: int
+    run: str
+    iteration: int
+
+
+def seal(manifest: msgspec.Struct) -> bytes:
+    """Return the file of a manifest. Equal manifests give equal bytes."""
+    body = msgspec.json.encode(manifest)
+    return msgspec.json.encode(_Sealed(msgspec.Raw(body), hashlib.sha256(body).hexdigest()))
+
+
+def unseal(data: bytes, kind: type[T], *, schema: int) -> tuple[T, str]:
+    """Read the file of a manifest.
+
+    Args:
+        data: The file.
+        kind: The manifest's type, which has a field ``schema``.
+        schema: The newest that this version knows.
+
+    Returns:
+        The manifest and its SHA-256.
+
+    Raises:
+        Corrupt: It is not a manifest, or was changed after it was written.
+        Untrusted: A later version of this package wrote it.
+    """
+    try:
+        sealed = from_json(data, _Sealed)
+        body = bytes(sealed.manifest)
+        if hashlib.sha256(body).hexdigest() != sealed.sha256:
+            raise Corrupt("the manifest differs from its own SHA-256")
+        found = from_json(body, _Schema).schema
+        if found > schema:
+            raise Untrusted(f"the manifest has schema {found}, this version reads up to {schema}; update outlast")
+        return from_json(body, kind), sealed.sha256
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Corrupt(f"the manifest cannot be read ({error})") from error
+
+
+def run_of(data: bytes, iteration: int) -> str | None:
+    """Return the run that the file of a manifest names, whichever tier's it is.
+
+    Args:
+        data: The file.
+        iteration: Of the generation in whose folder it lies.
+
+    Returns:
+        The run; ``None``: it cannot be trusted, or is another generation's.
+    """
+    try:
+        named, _ = unseal(data, _Named, schema=MAX_SCHEMA)
+    except CheckpointError:
+        return None
+    return named.run if named.iteration == iteration else None
+
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -112,3 +199,56 @@ def decode_manifest(data: bytes) -> tuple[Manifest, str]:
     if len(manifest.shards) != manifest.world_size:
         raise Corrupt("the manifest lacks ranks")
     return manifest, sha256
+
+
+SHARD_PART = ""
+"""A rank's whole shard."""
+MANIFEST_PART = "manifest"
+"""The generation's manifest; its rank is 0 by convention."""
+
+
+class HoldingsError(Exception):
+    """A part cannot be taken in or given out; says why in one line."""
+
+
+class CopyKey(msgspec.Struct, frozen=True, order=True):
+    """Names one part of one generation."""
+
+    iteration: int
+    attempt: str
+    rank: int
+    """The rank whose state it is; of a parity, the rank on whose node it lies."""
+    part: str = SHARD_PART
+
+
+class Incoming(Protocol):
+    """A part that is being received."""
+
+    fd: int
+    """Where its bytes go: a file of ``num_bytes`` zeros that can be written at any offset and mapped."""
+
+    def keep(self) -> None:
+        """Make it durable, as far as its place is, and give it out from now on. Raises: HoldingsError."""
+
+    def drop(self) -> None:
+        """Forget it. Idempotent; does nothing after :meth:`keep`."""
+
+
+class Holdings(Protocol):
+    """A node's parts. Thread: any."""
+
+    def receive(self, key: CopyKey, num_bytes: int) -> Incoming:
+        """Make room for a part; one that is there already is replaced once the new one is kept.
+
+        Raises:
+            HoldingsError: There is no room, or nothing is kept here.
+        """
+
+    def open(self, key: CopyKey) -> tuple[int, int] | None:
+        """Return a readable descriptor, which the caller closes, and the bytes of a part; ``None`` = not here."""
+
+    def is_unchanged(self, key: CopyKey, fd: int) -> bool:
+        """Return whether what :meth:`open` gave out for a part still is that part.
+
+        Memory serves the next save when its generation is old, whoever reads it; what was read before it is unchanged.
+        """

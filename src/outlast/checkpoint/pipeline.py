@@ -6,18 +6,15 @@ import dataclasses
 from collections.abc import Callable
 
 from outlast import clock
-from outlast.checkpoint.arena import Arena, Stager
-from outlast.checkpoint.arena_pool import ArenaPool
-from outlast.checkpoint.commit import Committer, Retention
-from outlast.checkpoint.directory import Attempt
+from outlast.checkpoint.arena import Arena, ArenaPool, Stager
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.global_saves import GlobalSaves
 from outlast.checkpoint.leases import Leases
 from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.outcomes import Outcomes
+from outlast.checkpoint.near_lane import Committer, Retention
+from outlast.checkpoint.outcomes import Outcomes, Reporter
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places
-from outlast.checkpoint.replication import plan_replication
-from outlast.checkpoint.report import Reporter
+from outlast.checkpoint.places import Places, plan_replication
 from outlast.checkpoint.save import Save
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState
@@ -118,7 +115,7 @@ class Pipeline:
         if self._global is not None:
             self._global.start_from((number for number, tiers in known.items() if Tier.GLOBAL in tiers), not_finite)
 
-    def prepare(self, flat: FlatState, attempt: Attempt) -> None:
+    def prepare(self, flat: FlatState, attempt: SaveAttempt) -> None:
         """Have memory ready for the first save, which is going to be about as large as the state is now."""
         self.arenas.prepare(self._stager.size_of(flat, self._identity(0, attempt)) + (1 << 16))
 
@@ -181,7 +178,7 @@ class Pipeline:
         assert self._global is not None
         self._global.submit(save)
 
-    def _identity(self, iteration: int, attempt: Attempt) -> Identity:
+    def _identity(self, iteration: int, attempt: SaveAttempt) -> Identity:
         return Identity(
             run=self._places.run,
             topology=self._topology,

@@ -1,31 +1,44 @@
-"""Where the ranks save, and what they know of each other's places: one agreement at the start."""
+"""Where the ranks save and who leads a node: one agreement at the start; and what leaves a node with each save.
+
+What leaves it are whole copies to partners, or blocks for the parities of its group.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from outlast.checkpoint import frames as f
-from outlast.checkpoint.claim import Seen, look_at
+from outlast.checkpoint import protocol as f
+from outlast.checkpoint.claim import DirectoryContent, look_at
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.manifest import decode_manifest
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.replica.replicator import Target
+from outlast.checkpoint.replica.parity import holders_of
+from outlast.checkpoint.replica.replicator import Holder, Target
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
-from outlast.env import WorkerEnv, clean_name, read_worker
-from outlast.errors import CheckpointError, ConfigError, Unavailable
-from outlast.policy.directory_owner import Evidence, choose_run, find_owner
-from outlast.runtime.endpoints import address_towards
+from outlast.env import WorkerEnv, clean_name
+from outlast.errors import CheckpointError, ConfigError, OutlastError, Unavailable
+from outlast.policy.lease import RunEvidence, choose_run, find_owner
+from outlast.policy.partners import choose_partners, parity_groups
+from outlast.runtime.addresses import own_address
 
-__all__ = ["Places", "agree_places", "is_initialised", "place_here"]
+__all__ = [
+    "Places",
+    "Replication",
+    "agree_places",
+    "group_of",
+    "plan_replication",
+    "say_what_is_off",
+]
+
 
 SECRET_BYTES = 32
 SERVE_TIMEOUT_S = 30.0
@@ -57,9 +70,9 @@ class Places:
     """Generations that some rank sees in some tier, whole or not."""
     global_error: str | None
     """Why rank 0 could not look into the global tier; ``None``: it could, or there is none."""
-    seen_local: Seen | None
+    seen_local: DirectoryContent | None
     """What lay in this node's folder at the start; ``None``: there is none."""
-    seen_global: Seen | None
+    seen_global: DirectoryContent | None
     """What lay in the global tier then, on rank 0; ``None``: it could not be looked into, or there is none."""
 
     def is_leader(self, rank: int) -> bool:
@@ -71,15 +84,15 @@ class Places:
         return tuple(other for other, node in enumerate(self.nodes) if node == self.nodes[rank])
 
 
-class _Seen(msgspec.Struct, frozen=True, kw_only=True):
+class _RankView(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank sees."""
 
     node: str
     ranks: tuple[int, ...]
     """The ranks that see the same local folder."""
-    near: tuple[Evidence, ...] = ()
+    near: tuple[RunEvidence, ...] = ()
     """Of this node's memory, and, for the lowest of these ranks, its folder."""
-    far: Evidence | None = None
+    far: RunEvidence | None = None
     """Of the global tier, on rank 0."""
     generations: tuple[int, ...] = ()
     host: str = ""
@@ -122,7 +135,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     _raise_first([data.decode() for data in peers.gather(problem.encode())])
     replicates = config.replication is not False and can_hold and peers.world_size > 1
     seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, secret if replicates else None)
-    everyone = [from_json(data, _Seen) for data in peers.gather(msgspec.json.encode(seen))]
+    everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
     if probe is not None:
         probe.unlink(missing_ok=True)
     _raise_first([one.error or "" for one in everyone])
@@ -164,9 +177,9 @@ def _look(
     peers: Peers,
     writer: WriterClient,
     secret: bytes | None,
-) -> tuple[_Seen, Seen | None, Seen | None]:
+) -> tuple[_RankView, DirectoryContent | None, DirectoryContent | None]:
     """Return what all ranks have to know of what this one sees, and what lies in the local and the global tier."""
-    ranks, generations, near = [peers.rank], set[int](), list[Evidence]()
+    ranks, generations, near = [peers.rank], set[int](), list[RunEvidence]()
     seen_local, seen_global = None, None
     far, global_error, host, port = None, None, "", 0
     if directory is not None and peers.rank == 0:
@@ -194,17 +207,17 @@ def _look(
             held, _ = writer.ask(f.List(), f.Listed, timeout_s=SERVE_TIMEOUT_S)
             manifests = [decode_manifest(one.manifest)[0] for one in held.generations]
             generations.update(manifest.iteration for manifest in manifests)
-            near += [Evidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
+            near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
         if secret is not None:
-            host = address_towards(place.master_addr or "localhost")
+            host = own_address(place.master_addr)
             folder = os.fspath(local.path) if local is not None else None
             serving, _ = writer.ask(
                 f.Serve(host=host, secret=secret, folder=folder), f.Serving, timeout_s=SERVE_TIMEOUT_S
             )
             port = serving.port
-    except (OSError, CheckpointError) as error:
-        return _Seen(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}"), None, None
-    seen = _Seen(
+    except (OSError, OutlastError) as error:
+        return _RankView(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}"), None, None
+    seen = _RankView(
         node=place.node,
         ranks=tuple(ranks),
         near=tuple(near),
@@ -217,14 +230,14 @@ def _look(
     return seen, seen_local, seen_global
 
 
-def _evidence(seen: Seen, runs: Iterator[str]) -> Evidence:
+def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> RunEvidence:
     """Return what a place says of its run, by what was seen there and the runs that its manifests name."""
     owner = find_owner(seen.hint, runs)
     proven = owner.run if owner is not None and owner.is_proven else None
-    return Evidence(seen.hint, proven, max(seen.generations, default=0))
+    return RunEvidence(seen.hint, proven, max(seen.generations, default=0))
 
 
-def _name_nodes(everyone: list[_Seen], *, by_folder: bool) -> tuple[str, ...]:
+def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...]:
     """Return each rank's node; two machines of one name that do not share a folder are told apart."""
     if not by_folder:
         return tuple(one.node for one in everyone)
@@ -270,18 +283,58 @@ def _raise_first(errors: list[str]) -> None:
             raise Unavailable(f"the checkpoint directory cannot be used: {error}")
 
 
-def is_initialised() -> bool:
-    """Return whether ``torch.distributed`` is in use."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
+log = logging.getLogger(__name__)
 
 
-def place_here() -> WorkerEnv:
-    """Return this worker's place, as the environment and ``torch.distributed`` say."""
-    place = read_worker()
-    if not is_initialised():
-        return place
-    import torch.distributed as dist
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replication:
+    """Who takes what of one rank's shard."""
 
-    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
+    targets: tuple[Target, ...] = ()
+    """Writers that take a whole copy."""
+    holders: tuple[Holder, ...] = ()
+    """Members of the rank's parity group, each of which takes a block."""
+    parity: int = 0
+    """Nodes whose shards share one parity; 0 = copies, or nothing."""
+    timeout_s: float = 10.0
+    """Seconds without progress after which another node is given up."""
+
+
+def plan_replication(config: CheckpointConfig, places: Places, rank: int) -> Replication:
+    """Return what leaves a rank's node; nothing where there is no other node that could take it."""
+    timeout_s = config.replication_timeout
+    if not places.targets:
+        return Replication(timeout_s=timeout_s)
+    if not config.replication_parity:
+        partners = choose_partners(places.nodes, factor=config.replication_factor, jump=config.replication_jump)[rank]
+        targets = tuple(places.targets[places.nodes[partner]] for partner in partners)
+        return Replication(targets=targets, timeout_s=timeout_s)
+    members = holders_of(group_of(places.nodes, config.replication_parity, rank), rank)
+    holders = tuple(Holder(member, places.targets[places.nodes[member]]) for member in members)
+    return Replication(holders=holders, parity=config.replication_parity, timeout_s=timeout_s)
+
+
+def group_of(nodes: Sequence[str], parity: int, rank: int) -> tuple[int, ...]:
+    """Return the ranks with which a rank shares parities, itself included."""
+    return next(group for group in parity_groups(nodes, parity) if rank in group)
+
+
+def say_what_is_off(config: CheckpointConfig, places: Places) -> None:
+    """Say in the log why there are fewer copies than one might think, or others. Rank 0 does."""
+    if config.non_persistent_local_ckpt_algo == "fully_parallel" and places.local is not None:
+        log.info(
+            "non_persistent_local_ckpt_algo=fully_parallel is understood as atomic: each rank's local file holds all "
+            "of its own state, so that a lost node takes no other rank's along"
+        )
+    if config.replication is False:
+        return
+    if places.local is None and not places.memory:
+        return
+    if len(places.leaders) == 1:
+        log.debug("one node: nothing is copied to other nodes")
+    elif config.replication_factor > len(places.leaders):
+        log.warning(
+            "replication_factor=%d is more than the number of nodes: each shard has %d copies",
+            config.replication_factor,
+            len(places.leaders),
+        )

@@ -1,17 +1,120 @@
-"""One save on its way to its tiers, and what is in them already."""
+"""One save: its record on the way through the lanes, the handle its caller holds, and what is committed already."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from outlast import clock
 from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.directory import Attempt
-from outlast.checkpoint.handle import SaveHandle
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.manifest import TensorEntry
+from outlast.errors import CheckpointError, DeadlineExceeded
 from outlast.policy.recovery_point import Tier
 
-__all__ = ["Known", "Save"]
+__all__ = ["Known", "Save", "SaveHandle", "SaveResult", "wait_for_all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveResult:
+    """A committed save."""
+
+    generation: int
+    num_bytes: int
+    """Of this rank's shard."""
+    duration_s: float
+    """From the call to the commit."""
+    stall_s: float
+    """What the training thread waited."""
+
+
+class SaveHandle:
+    """Wait for a save's commit, or ask for it.
+
+    Args:
+        iteration: Number of optimizer steps that the saved state had done.
+        limit_s: Seconds from now after which nobody waits any more, whatever became of the save.
+        attempt: Names what is saved.
+
+    Thread: any.
+    """
+
+    def __init__(self, iteration: int, *, limit_s: float, attempt: str = "") -> None:
+        self.iteration = iteration
+        """Number of optimizer steps that the saved state had done."""
+        self.attempt = attempt
+        """The attempt that the saved state bears: two of one iteration are two states."""
+        self._limit_ns = clock.now_ns() + int(limit_s * 1e9)
+        self._finished = threading.Event()
+        self._result: SaveResult | None = None
+        self._error: CheckpointError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the save is committed or has failed."""
+        return self._finished.is_set()
+
+    @property
+    def result(self) -> SaveResult | None:
+        """The committed save; ``None`` while it is under way, or when it failed."""
+        return self._result
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why the save failed; ``None`` while it is under way, or when it is committed."""
+        return self._error
+
+    def wait(self, timeout_s: float | None = None) -> SaveResult:
+        """Wait for the commit and return it.
+
+        Raises:
+            CheckpointError: The save failed; earlier generations are what they were.
+            DeadlineExceeded: It was neither committed nor failed in time; it goes on.
+
+        Blocks: up to ``timeout_s``; ``None``: until the save's own deadline, which also passes when the store of the
+            ranks does not answer.
+        """
+        left_s = max(0.0, (self._limit_ns - clock.now_ns()) / 1e9)
+        if not self._finished.wait(left_s if timeout_s is None else timeout_s):
+            text = f"the save of iteration {self.iteration} is neither committed nor failed"
+            if timeout_s is None:
+                raise DeadlineExceeded(f"{text} at its deadline; is rank 0, which hosts the store, stopped?")
+            raise DeadlineExceeded(f"{text} after {timeout_s} s; wait longer", iteration=self.iteration)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def succeed(self, result: SaveResult) -> None:
+        """Say that the save is committed; what was said first stays."""
+        if not self._finished.is_set():
+            self._result = result
+            self._finished.set()
+
+    def fail(self, error: CheckpointError) -> None:
+        """Say that the save failed; what was said first stays."""
+        if not self._finished.is_set():
+            self._error = error
+            self._finished.set()
+
+
+def wait_for_all(handles: Iterable[SaveHandle], timeout_s: float) -> None:
+    """Wait until each save is committed or has failed; what failed is in its handle.
+
+    Raises:
+        DeadlineExceeded: One of them still is under way.
+
+    Blocks: up to ``timeout_s``.
+    """
+    end_ns = clock.now_ns() + int(timeout_s * 1e9)
+    for handle in handles:
+        try:
+            handle.wait(max(0.0, (end_ns - clock.now_ns()) / 1e9))
+        except DeadlineExceeded:
+            raise
+        except CheckpointError:
+            continue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +122,7 @@ class Save:
     """One save, staged or failed at that."""
 
     iteration: int
-    attempt: Attempt
+    attempt: SaveAttempt
     handle: SaveHandle
     started_ns: int
     stall_s: float

@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from outlast.checkpoint import frames as f
+from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import GlobalManifest
 from outlast.checkpoint.directory import part_name
-from outlast.checkpoint.holdings import SHARD_PART, CopyKey
-from outlast.checkpoint.manifest import Manifest, decode_manifest
+from outlast.checkpoint.manifest import SHARD_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places
+from outlast.checkpoint.places import Places, group_of
 from outlast.checkpoint.replica.parity import PARITY_PART
-from outlast.checkpoint.replication import group_of
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.shard_reader import check_shard
 from outlast.checkpoint.writer_client import WriterClient
@@ -25,7 +23,7 @@ from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
 
-__all__ = ["PARITY", "Held", "Rejection", "Table", "check_manifest", "gather_copies", "reject"]
+__all__ = ["PARITY", "HeldGeneration", "Rejection", "Table", "check_manifest", "gather_copies", "reject"]
 
 LIST_TIMEOUT_S = 30.0
 NUM_LISTERS = 8
@@ -49,7 +47,7 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
         return f"generation {self.generation}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
     """One generation in one place, with the ranks whose parts are there."""
 
     generation: int
@@ -66,7 +64,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Listing(msgspec.Struct, frozen=True):
-    held: list[Held]
+    held: list[HeldGeneration]
     rejected: list[Rejection]
 
 
@@ -123,7 +121,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topolog
     return table
 
 
-def _enter(table: Table, held: Held, rank: int, places: Places) -> None:
+def _enter(table: Table, held: HeldGeneration, rank: int, places: Places) -> None:
     """Enter what one rank reported: its own copies, and what its node, if it speaks for it, gives to others."""
     if held.tier == Tier.GLOBAL:
         for copies in table.copies:
@@ -139,7 +137,7 @@ def _enter(table: Table, held: Held, rank: int, places: Places) -> None:
             table.copies[other].add(Copy(held.generation, held.attempt, Tier.REPLICA, node))
 
 
-def _note_members(table: Table, helds: list[Held], node: str) -> None:
+def _note_members(table: Table, helds: list[HeldGeneration], node: str) -> None:
     """Note of which parity groups a node holds what has to be together: a rank's shard and its parity."""
     shards = {(held.attempt, rank) for held in helds for rank in held.ranks}
     for held in helds:
@@ -148,7 +146,7 @@ def _note_members(table: Table, helds: list[Held], node: str) -> None:
                 table.members.setdefault(held.attempt, {})[rank] = node
 
 
-def _enter_rebuildable(table: Table, held: Held) -> None:
+def _enter_rebuildable(table: Table, held: HeldGeneration) -> None:
     """Enter what can be rebuilt because all others of its group are there."""
     there = table.members.get(held.attempt, {})
     for group in set(held.groups.values()):
@@ -236,7 +234,7 @@ def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> 
                 mine.rejected.append(found)
             else:
                 mine.held.append(
-                    Held(
+                    HeldGeneration(
                         generation=found.iteration,
                         attempt=found.attempt,
                         restored_attempt=found.restored_attempt,
@@ -271,8 +269,8 @@ def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str) 
     return Rejection(generation=generation, tier=str(tier), rank=rank, file=file, reason=str(error), kind=kind)
 
 
-def _held(manifest: Manifest, tier: Tier, ranks: tuple[int, ...], parities: Sequence[int]) -> Held:
-    return Held(
+def _held(manifest: Manifest, tier: Tier, ranks: tuple[int, ...], parities: Sequence[int]) -> HeldGeneration:
+    return HeldGeneration(
         generation=manifest.iteration,
         attempt=manifest.attempt,
         restored_attempt=manifest.restored_attempt,

@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outlast.checkpoint.directory import Directory, part_name
-from outlast.checkpoint.holdings import MANIFEST_PART, CopyKey, HoldingsError
-from outlast.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
+from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, HoldingsError, Manifest, decode_manifest
 from outlast.env import clean_name
 from outlast.errors import CheckpointError
 
-__all__ = ["NUM_IMAGES", "Image", "Kept", "Vault"]
+__all__ = ["NUM_IMAGES", "Image", "KeptGeneration", "Vault"]
 
 NUM_IMAGES = 2
 """Of a rank: one is staged and written while the other is kept."""
@@ -68,7 +67,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptGeneration:
     """A committed generation of which parts are held in memory."""
 
     manifest: bytes
@@ -76,7 +75,7 @@ class Kept:
 
 
 @dataclass(slots=True)
-class _Generation:
+class _MemoryGeneration:
     manifest: bytes
     facts: Manifest
     held: set[CopyKey] = field(default_factory=set)
@@ -92,7 +91,7 @@ class Vault:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._images: list[Image] = []
-        self._generations: dict[tuple[int, str], _Generation] = {}
+        self._generations: dict[tuple[int, str], _MemoryGeneration] = {}
         self._folder: Directory | None = None
 
     # -- staging -----------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ class Vault:
         with self._lock:
             if manifest is not None:
                 facts, _ = decode_manifest(manifest)
-                self._generations[key.iteration, key.attempt] = _Generation(manifest, facts)
+                self._generations[key.iteration, key.attempt] = _MemoryGeneration(manifest, facts)
             for image in self._images:
                 if image.key is None or (image.key.iteration, image.key.attempt) != (key.iteration, key.attempt):
                     continue
@@ -187,7 +186,7 @@ class Vault:
                 if image.key is not None and (image.key.iteration, image.key.attempt) == (iteration, attempt):
                     self._release(image)
 
-    def list(self) -> list[Kept]:
+    def list(self) -> list[KeptGeneration]:
         """Return what of committed generations lies in memory."""
         with self._lock:
             kept = []
@@ -200,7 +199,7 @@ class Vault:
                     )
                 )
                 if parts:
-                    kept.append(Kept(generation.manifest, parts))
+                    kept.append(KeptGeneration(generation.manifest, parts))
             return kept
 
     # -- holdings: what comes from other nodes, and goes to them -----------------------------------------------

@@ -19,15 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outlast import logs
-from outlast.checkpoint import frames as f
+from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.assemble import Assemble, assemble
-from outlast.checkpoint.durable import digest_image, write_image
-from outlast.checkpoint.finite import Numbers
-from outlast.checkpoint.holdings import HoldingsError
+from outlast.checkpoint.durable import Numbers, digest_image, write_image
+from outlast.checkpoint.manifest import HoldingsError
 from outlast.checkpoint.replica.client import ReplicaError, fetch, read_small
-from outlast.checkpoint.replica.parity import blocks_of
-from outlast.checkpoint.replica.rebuild import rebuild
-from outlast.checkpoint.replica.replicator import Outcome, Replicator
+from outlast.checkpoint.replica.parity import blocks_of, rebuild
+from outlast.checkpoint.replica.replicator import CopyOutcome, Replicator
 from outlast.checkpoint.replica.server import ReplicaServer
 from outlast.checkpoint.vault import Image, Vault
 from outlast.runtime.processes import die_with_parent
@@ -82,7 +80,7 @@ class Writer:
                     return (f.Taken(num_bytes=0), None) if image is None else _give(image)
                 case f.Write():
                     return self._write(request, _needed(fd)), None
-                case f.Keep():
+                case f.KeepPart():
                     self._vault.keep(request.key, request.manifest, in_memory=request.in_memory)
                 case f.Discard():
                     self._vault.discard(request.iteration, request.attempt)
@@ -112,9 +110,9 @@ class Writer:
             return f.Done(), None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            return f.Refused(error=f"{where}{error.strerror or error}"), None
+            return f.WriterRefusal(error=f"{where}{error.strerror or error}"), None
         except (HoldingsError, ReplicaError, MemoryError, ValueError) as error:
-            return f.Refused(error=str(error) or type(error).__name__), None
+            return f.WriterRefusal(error=str(error) or type(error).__name__), None
 
     # -- shards ------------------------------------------------------------------------------------------------
 
@@ -165,14 +163,14 @@ class Writer:
             os.kill(os.getpid(), signal.SIGKILL)
         return write_image(data, path, look=look), not infinite.is_set()
 
-    def _replicate(self, request: f.Write, image: Image) -> tuple[Outcome, ...]:
+    def _replicate(self, request: f.Write, image: Image) -> tuple[CopyOutcome, ...]:
         with self._lock:
             replicator = self._replicator
         targets = request.targets or tuple(holder.target for holder in request.holders)
         if not targets:
             return ()
         if replicator is None:
-            return tuple(Outcome(target.node, None, "this writer has no key", True) for target in targets)
+            return tuple(CopyOutcome(target.node, None, "this writer has no key", True) for target in targets)
         if request.holders:
             return replicator.replicate_blocks(
                 request.key, image.fd, request.num_bytes, request.holders, timeout_s=request.timeout_s

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-
 import click
 from click.shell_completion import CompletionItem
-
-from outlast.cli.group import HELP, Group
-from outlast.errors import ConfigError, ExitReason
+from outlast.cli.group import HELP
+from outlast.errors import ConfigError
+from outlast.errors import ExitReason
 from outlast.version import __version__
+from outlast.cli.group import CommandGroup
+
+
 
 __all__ = ["cli", "main"]
 
@@ -44,7 +46,7 @@ _PLAINLY = {
 """What click says of values, in plain words."""
 
 
-class _LazyGroup(Group):
+class _LazyGroup(CommandGroup):
     """Import a command only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

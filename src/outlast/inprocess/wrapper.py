@@ -13,9 +13,9 @@ from outlast.config import Config
 from outlast.config.files import load_config
 from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.errors import ConfigError
-from outlast.inprocess.handle import handle_parameter
+from outlast.inprocess.call import handle_parameter
 from outlast.inprocess.plugins import Plugins
-from outlast.inprocess.rank import Rank
+from outlast.inprocess.rank import WrappedRank
 
 __all__ = ["Wrapper"]
 
@@ -36,10 +36,10 @@ class Wrapper:
             ...
 
     The function runs on every active rank. When it raises on one, when a rank dies or hangs, it is left on all of them
-    and called again with the same arguments, on the ranks that live; reserves take the places of those that do not.
+    and called again with the same arguments, on the ranks that live; spares take the places of those that do not.
     For each call RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and process groups are made in the function;
     they are gone when it is called again, and when the call returns. That is once the function has returned on all
-    active ranks: with its value there, with ``None`` on reserves. ``SystemExit`` ends the function like a return, and
+    active ranks: with its value there, with ``None`` on spares. ``SystemExit`` ends the function like a return, and
     is raised again at the end.
 
     Args:
@@ -104,7 +104,7 @@ class Wrapper:
 
         @functools.wraps(function)
         def protected(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            value: R | None = Rank(self.config, self._plugins).run(function, args, kwargs)
+            value: R | None = WrappedRank(self.config, self._plugins).run(function, args, kwargs)
             return value
 
         return protected

@@ -18,18 +18,23 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
 import msgspec
-
 from outlast.decoding import json_decoder
 from outlast.monitor import stacks
-from outlast.monitor.collectives import Books, count_collectives, read_books, waits_in
-from outlast.policy.culprit import Position
+from outlast.monitor.collectives import Books
+from outlast.monitor.collectives import count_collectives
+from outlast.monitor.collectives import read_books
+from outlast.monitor.collectives import waits_in
 from outlast.policy.deadlines import Expired
-from outlast.runtime.board import Board, RankState
+from outlast.runtime.board import Board
+from outlast.runtime.board import RankState
+from outlast.policy.causes import Position
+
+
 
 __all__ = ["ANSWER", "ANSWER_S", "BOOKS_S", "DUMP_S", "QUESTION", "Responder", "address", "examine"]
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from typing import Any
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
-from outlast.policy.rerun import Replay, decode_replay
+from outlast.policy.rerun import Replay
+from outlast.policy.rerun import decode_replay
 from outlast.runtime.journal import Journal
 from outlast.session.step_consensus import StepConsensus
+
 
 if TYPE_CHECKING:
     from outlast.chaos.armed import ArmedFaults
     from outlast.config import RerunStateMachineConfig
-    from outlast.numerics.batches import ReplayableIterator
-    from outlast.numerics.decision import Decision
-    from outlast.numerics.rerun_machine import RerunStateMachine
+    from outlast.numerics.replay import ReplayableIterator
+    from outlast.numerics.rerun_machine import RerunStateMachine, StepDecision
 
 __all__ = ["Attempt", "Attempts"]
 

@@ -20,7 +20,7 @@ from outlast.monitor.rank_monitor import SectionTimer
 from outlast.policy.rerun import Diagnosis, Finding
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import device_name
-from outlast.runtime.diagnoses import write_diagnosis
+from outlast.runtime.diagnoses import leave_diagnosis
 from outlast.runtime.journal import Journal
 
 if TYPE_CHECKING:
@@ -134,10 +134,9 @@ class ReplicaWatch:
         place: WorkerEnv,
         journal: Journal,
     ) -> None:
-        from outlast.numerics.findings import Findings
         from outlast.numerics.replica_digest import ReplicaDigest
 
-        self._findings = Findings(place, journal)
+        self._place, self._journal = place, journal
         self._digest = ReplicaDigest(state, group=among, interval=config.interval, place=place)
         self._checked: int | None = None
 
@@ -173,18 +172,17 @@ class ReplicaWatch:
             blamed, others = agreement.undecided[0], agreement.undecided
             finding, code = Finding.SPLIT, ExitReason.RESUME_TO_DISAMBIGUATE
         is_known = finding == Finding.PERSISTENT
-        self._findings.leave(
-            Diagnosis(
-                finding=finding,
-                rank=blamed.rank,
-                node=blamed.node if is_known else "",
-                device=blamed.device if is_known else "",
-                iteration=agreement.iteration,
-                what=blamed.tensor or "state",
-                message=agreement.describe(),
-                rejected_ranks=tuple(one.rank for one in others),
-            )
+        diagnosis = Diagnosis(
+            finding=finding,
+            rank=blamed.rank,
+            node=blamed.node if is_known else "",
+            device=blamed.device if is_known else "",
+            iteration=agreement.iteration,
+            what=blamed.tensor or "state",
+            message=agreement.describe(),
+            rejected_ranks=tuple(one.rank for one in others),
         )
+        leave_diagnosis(self._place, diagnosis, self._journal)
         return code
 
 
@@ -283,14 +281,7 @@ class SlowRanks:
             what=one.section,
             message="; ".join((one.describe(), *causes)),
         )
-        if rank == place.global_rank:
-            log.error("%s", diagnosis.describe())
-        if place.run_dir is None:
-            return
-        try:
-            write_diagnosis(place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
-        except OSError as error:
-            log.error("the slow rank cannot be reported to the launcher (%s), which uses the exit code alone", error)
+        leave_diagnosis(place, diagnosis)
 
     def close(self) -> None:
         """Take away what was put around modules, optimizers and functions. Idempotent. Blocks: never."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import random
 import re
 from collections.abc import Iterable
-
 from outlast import env
-from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
+from outlast.config import CheckpointConfig
+from outlast.config import Config
+from outlast.config import FaultToleranceConfig
 from outlast.config.fault_tolerance import LAUNCHERS_OWN
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
@@ -23,6 +23,7 @@ from outlast.runtime.processes import describe_self
 from outlast.runtime.slurm_job import log_job_info
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.version import __version__
+
 
 __all__ = [
     "announce_session",

@@ -17,8 +17,8 @@ from typing import TypeAlias
 import msgspec
 import xxhash
 
-from outlast.checkpoint.dcp.store import Store, is_remote, local_path, open_store
-from outlast.checkpoint.finite import MAY_BE_INFINITE, is_finite
+from outlast.checkpoint.dcp.store import ObjectStore, is_remote, local_path, open_store
+from outlast.checkpoint.durable import MAY_BE_INFINITE, is_finite
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.errors import CheckpointError
 
@@ -172,7 +172,7 @@ class _Source:
             self._chunks[index] = digest
 
 
-def _upload(store: Store, name: str, source: _Source, timeout_s: float) -> None:
+def _upload(store: ObjectStore, name: str, source: _Source, timeout_s: float) -> None:
     if len(source) > MAX_PARTS * PART_BYTES:
         raise CheckpointError(f"{store.describe(name)}: {len(source)} bytes are too many for one object")
     if store.is_s3:

@@ -63,7 +63,7 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _ZipRecord:
     name: bytes
     size: int
     offset: int
@@ -88,9 +88,9 @@ def tensor_blob(dtype: str, shape: tuple[int, ...], num_bytes: int) -> Blob:
         (b"byteorder", b"little"),
         (b"version", b"3\n"),
     ):
-        records.append(_Record(name, len(content), len(prefix)))
+        records.append(_ZipRecord(name, len(content), len(prefix)))
         prefix += _local_header(name, len(content), padding=0) + content
-    records.append(_Record(b"data/0", num_bytes, len(prefix)))
+    records.append(_ZipRecord(b"data/0", num_bytes, len(prefix)))
     unpadded = len(prefix) + len(_local_header(b"data/0", num_bytes, padding=4))
     prefix += _local_header(b"data/0", num_bytes, padding=4 + -unpadded % ALIGNMENT)
     return Blob(bytes(prefix), _directory(records, len(prefix) + num_bytes))
@@ -115,7 +115,7 @@ def _local_header(name: bytes, size: int, *, padding: int) -> bytes:
     )
 
 
-def _directory(records: list[_Record], start: int) -> bytes:
+def _directory(records: list[_ZipRecord], start: int) -> bytes:
     """Return the archive's directory, which lies at ``start``."""
     entries = bytearray()
     for record in records:

@@ -1,29 +1,304 @@
 """The global tier's place: the names in it, what commits a generation, and how one is deleted.
 
 On a file system an attempt is a folder of its own, and its rename the commit, as in the local tier. An object store
-has no rename: an attempt's files, whose names carry the attempt, lie in the generation's folder, and the manifest, put
-last, is the commit. Nothing here imports torch.
+has no rename: an attempt's files, whose names carry the attempt so that no late upload changes what is committed, lie
+in the generation's folder, and the manifest, put last, is the commit. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
-from outlast.checkpoint.claim import owner_of
-from outlast.checkpoint.dcp.file_place import FilePlace
-from outlast.checkpoint.dcp.manifest import GlobalManifest, decode_global_manifest
-from outlast.checkpoint.dcp.object_place import ObjectPlace, StoreRecords
-from outlast.checkpoint.dcp.store import is_remote
-from outlast.checkpoint.directory import SUSPECT, Attempt
-from outlast.errors import Incomplete
-from outlast.runtime.lease import FolderRecords, Records
+from outlast.checkpoint.claim import RUN, decode_hint, encode_hint, owner_of
+from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, decode_global_manifest, encode_global_manifest
+from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
+from outlast.checkpoint.directory import SUSPECT, TRACKER, Directory, SaveAttempt
+from outlast.checkpoint.manifest import MANIFEST, run_of
+from outlast.env import clean_name
+from outlast.errors import CheckpointError, Incomplete
+from outlast.runtime.files import fsync_folder
+from outlast.runtime.lease import FOLDER, FolderRecords, Records
 
-__all__ = ["GlobalDirectory"]
+__all__ = ["FilePlace", "GlobalDirectory", "ObjectPlace", "StoreRecords", "parse_tracker"]
 
 
-class Place(Protocol):
+class FilePlace:
+    """A folder of generations; an attempt is a folder beside them, and becomes one by its rename.
+
+    Args:
+        url: A path, or ``file://`` and a path.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._directory = Directory(local_path(url))
+        self.url = os.fspath(self._directory.path)
+
+    def generations(self) -> list[int]:
+        return self._directory.generations()
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.url))
+        except FileNotFoundError:
+            return []
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        with open(self._path(name), "rb") as file:
+            file.seek(start or 0)
+            return file.read() if end is None else file.read(end - (start or 0))
+
+    def read_into(self, name: str, start: int, target: memoryview) -> int:
+        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(target) and (count := os.preadv(fd, [target[done:]], start + done)):
+                done += count
+            return done
+        finally:
+            os.close(fd)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        root = self._path(folder)
+        return {os.path.relpath(path, root): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}
+
+    def hint(self) -> str | None:
+        return self._directory.hint()
+
+    def named_runs(self) -> Iterator[str]:
+        return self._directory.named_runs()
+
+    def create_hint(self, run: str) -> bool:
+        return self._directory.create_hint(run)
+
+    def write_hint(self, run: str) -> None:
+        self._directory.write_hint(run)
+
+    def latest(self) -> int | None:
+        try:
+            return parse_tracker(self._path(TRACKER).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
+        return self._directory.temporary(iteration, attempt).name
+
+    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
+        return f"__{rank}_{index}.distcp"
+
+    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
+        folder = self._directory.temporary(iteration, attempt)
+        check_files(manifest, self.sizes(folder.name))
+        for name, data in ((METADATA, metadata), (MANIFEST, encode_global_manifest(manifest))):
+            with open(folder / name, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        fsync_folder(folder)
+        self._directory.commit(iteration, attempt)
+
+    def point_to(self, iteration: int) -> None:
+        self._directory.point_to(iteration)
+
+    def discard(self, iteration: int, attempt: SaveAttempt) -> None:
+        self._directory.discard(iteration, attempt)
+
+    def remove(self, iteration: int) -> None:
+        self._directory.remove(iteration)
+
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
+        return self._directory.remove_stale(attempt) if self._directory.path.is_dir() else []
+
+    def _path(self, name: str) -> Path:
+        return self._directory.path / name
+
+
+def check_files(manifest: GlobalManifest, sizes: dict[str, int]) -> None:
+    """Check that all files of a generation are there and as long as they should be.
+
+    Raises:
+        Incomplete: One is not.
+    """
+    for file in manifest.files:
+        size = sizes.get(file.name)
+        if size is None:
+            raise Incomplete(f"{file.name} is missing; is it the same place for all ranks?")
+        if size != file.num_bytes:
+            raise Incomplete(f"{file.name} is {size} bytes long instead of {file.num_bytes}")
+
+
+def parse_tracker(data: bytes) -> int | None:
+    """Return the generation that a tracker names; ``None``: it cannot be read."""
+    prefix, _, number = data.decode(errors="replace").strip().partition("-")
+    return int(number) if prefix == "step" and number.isdecimal() else None
+
+
+_GENERATION = re.compile(r"step-(\d+)")
+_RECORD = re.compile(r"(\d+)\.json")
+_FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
+
+
+class ObjectPlace:
+    """Objects below a URL.
+
+    Args:
+        url: As fsspec takes it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._store = open_store(self.url)
+
+    def generations(self) -> list[int]:
+        found = (_GENERATION.fullmatch(name) for name in self._store.names())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def names(self) -> list[str]:
+        return self._store.names()
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        return self._store.read(name, start, end)
+
+    def read_into(self, name: str, start: int, target: memoryview) -> int:
+        data = self._store.read(name, start, start + len(target))
+        target[: len(data)] = data
+        return len(data)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return self._store.sizes(folder)
+
+    def hint(self) -> str | None:
+        try:
+            return decode_hint(self._store.read(RUN))
+        except FileNotFoundError:
+            return None
+
+    def named_runs(self) -> Iterator[str]:
+        for place in (self, ObjectPlace(f"{self.url}/{SUSPECT}")):
+            for iteration in place.generations():
+                try:
+                    run = run_of(place.read(f"step-{iteration}/{MANIFEST}"), iteration)
+                except FileNotFoundError:
+                    continue
+                if run is not None:
+                    yield run
+
+    def create_hint(self, run: str) -> bool:
+        return self._store.create(RUN, encode_hint(run))
+
+    def write_hint(self, run: str) -> None:
+        self._store.write(RUN, encode_hint(run))
+
+    def latest(self) -> int | None:
+        try:
+            return parse_tracker(self._store.read(TRACKER))
+        except FileNotFoundError:
+            return None
+
+    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
+        return f"step-{iteration}"
+
+    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
+        return f"__{rank}_{index}.{attempt}.distcp"
+
+    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
+        folder = f"step-{iteration}"
+        check_files(manifest, self._store.sizes(folder))
+        replaced = self._committed_files(folder)
+        self._store.write(f"{folder}/{METADATA}", metadata)
+        self._store.write(f"{folder}/{MANIFEST}", encode_global_manifest(manifest))
+        # What an earlier attempt at this iteration had committed is nobody's any more; another's upload may go on.
+        self._remove(folder, (replaced or set()) - {file.name for file in manifest.files})
+
+    def point_to(self, iteration: int) -> None:
+        self._store.write(TRACKER, f"step-{iteration}\n".encode())
+
+    def discard(self, iteration: int, attempt: SaveAttempt) -> None:
+        folder = f"step-{iteration}"
+        self._remove(folder, {name for name in self._store.sizes(folder) if name.endswith(f".{attempt}.distcp")})
+
+    def remove(self, iteration: int) -> None:
+        folder = f"step-{iteration}"
+        names = set(self._store.sizes(folder))
+        self._store.remove([f"{folder}/{MANIFEST}"])  # first: what is left then is no generation
+        self._remove(folder, names - {MANIFEST})
+
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
+        removed = []
+        for iteration in self.generations():
+            folder = f"step-{iteration}"
+            stale = {name for name in self._store.sizes(folder) if _is_stale(name, attempt)}
+            committed = self._committed_files(folder) if stale else None
+            if committed is None:
+                continue  # nobody knows what belongs to it
+            stale -= committed
+            self._remove(folder, stale)
+            removed += [f"{folder}/{name}" for name in sorted(stale)]
+        return removed
+
+    def _committed_files(self, folder: str) -> set[str] | None:
+        """Return the files that a generation's manifest names; ``None`` when it cannot be trusted."""
+        try:
+            data = self._store.read(f"{folder}/{MANIFEST}")
+        except FileNotFoundError:
+            return set()
+        try:
+            return {file.name for file in decode_global_manifest(data).files}
+        except CheckpointError:
+            return None
+
+    def _remove(self, folder: str, names: set[str]) -> None:
+        self._store.remove(f"{folder}/{name}" for name in sorted(names))
+
+
+class StoreRecords:
+    """Records of a place's owners, as objects in it; see :mod:`outlast.runtime.lease`.
+
+    Args:
+        url: Of the place, as fsspec takes it.
+    """
+
+    renew_s = 10.0
+    """A request each time, which stores charge for."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._store = open_store(self.url)
+
+    def numbers(self) -> list[int]:
+        found = (_RECORD.fullmatch(name) for name in self._store.sizes(FOLDER))
+        return [int(match[1]) for match in found if match]
+
+    def read(self, number: int) -> bytes:
+        return self._store.read(f"{FOLDER}/{number}.json")
+
+    def create(self, number: int, data: bytes) -> bool:
+        return self._store.create(f"{FOLDER}/{number}.json", data)
+
+    def renew(self, number: int, data: bytes) -> None:
+        self._store.write(f"{FOLDER}/{number}.json", data)
+
+    def remove(self, number: int) -> None:
+        self._store.remove([f"{FOLDER}/{number}.json"])
+
+    def forget(self) -> None:
+        pass  # a folder is nothing but the names of its objects
+
+
+def _is_stale(name: str, attempt: SaveAttempt) -> bool:
+    """Whether a file is of an attempt of this job that is decided or whose processes are gone."""
+    match = _FILE.fullmatch(name)
+    if match is None or match["job"] != clean_name(attempt.job):
+        return False
+    if match["token"] == attempt.token:
+        return int(match["ordinal"]) < attempt.ordinal
+    return int(match["cycle"]) <= attempt.cycle
+
+
+class GlobalPlace(Protocol):
     """What differs between a file system and an object store."""
 
     url: str
@@ -48,19 +323,19 @@ class Place(Protocol):
 
     def latest(self) -> int | None: ...
 
-    def attempt_folder(self, iteration: int, attempt: Attempt) -> str: ...
+    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str: ...
 
-    def file_name(self, rank: int, index: int, attempt: Attempt) -> str: ...
+    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str: ...
 
-    def commit(self, iteration: int, attempt: Attempt, manifest: GlobalManifest, metadata: bytes) -> None: ...
+    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None: ...
 
     def point_to(self, iteration: int) -> None: ...
 
-    def discard(self, iteration: int, attempt: Attempt) -> None: ...
+    def discard(self, iteration: int, attempt: SaveAttempt) -> None: ...
 
     def remove(self, iteration: int) -> None: ...
 
-    def remove_stale(self, attempt: Attempt) -> list[str]: ...
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]: ...
 
 
 class GlobalDirectory:
@@ -74,7 +349,7 @@ class GlobalDirectory:
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         text = os.fspath(url)
-        self._place: Place = ObjectPlace(text) if is_remote(text) else FilePlace(text)
+        self._place: GlobalPlace = ObjectPlace(text) if is_remote(text) else FilePlace(text)
 
     @property
     def url(self) -> str:
@@ -162,11 +437,11 @@ class GlobalDirectory:
 
     # -- saving ------------------------------------------------------------------------------------------------
 
-    def attempt_folder(self, iteration: int, attempt: Attempt) -> str:
+    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
         """Return the folder that an attempt's files go to."""
         return self._place.attempt_folder(iteration, attempt)
 
-    def file_name(self, rank: int, index: int, attempt: Attempt) -> str:
+    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
         """Return the name of a rank's file of an attempt."""
         return self._place.file_name(rank, index, attempt)
 
@@ -178,7 +453,7 @@ class GlobalDirectory:
         """Name the run that the place belongs to, whatever it was named before."""
         self._place.write_hint(run)
 
-    def commit(self, iteration: int, attempt: Attempt, manifest: GlobalManifest, metadata: bytes) -> None:
+    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
         """Make an attempt, all of whose files are there, the generation of its iteration.
 
         A generation that has its place already is replaced in one step; on a file system it is set aside.
@@ -198,7 +473,7 @@ class GlobalDirectory:
         """Set the tracker."""
         self._place.point_to(iteration)
 
-    def discard(self, iteration: int, attempt: Attempt) -> None:
+    def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         """Delete what a failed attempt wrote: its room may be what the next one lacks."""
         self._place.discard(iteration, attempt)
 
@@ -206,7 +481,7 @@ class GlobalDirectory:
         """Delete a generation, so that no half of it is ever taken for one."""
         self._place.remove(iteration)
 
-    def remove_stale(self, attempt: Attempt) -> list[str]:
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.
 
         Only what is provably not in use. Another job's leftovers stay.

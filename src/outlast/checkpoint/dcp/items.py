@@ -1,28 +1,42 @@
-"""What a shard's image holds, named as ``torch.distributed.checkpoint`` names it.
+"""What a shard's image holds, named and described as ``torch.distributed.checkpoint`` does.
 
 Works on the image alone, which is a snapshot, so it may run in any thread while training goes on. The names are those
-that ``flatten_state_dict`` gives: mappings are walked into, lists only where they hold tensors or mappings.
+that ``flatten_state_dict`` gives: mappings are walked into, lists only where they hold tensors or mappings. The
+format's own ``.metadata`` is made here, too, for its planners and for other readers.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
 import xxhash
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from outlast.checkpoint.dcp.inventory import Inventory, Part, Value
+from outlast.checkpoint.dcp.layout import Inventory, PlainValue, TensorPart
+from outlast.checkpoint.dcp.manifest import GlobalManifest
 from outlast.checkpoint.layouts import Layout
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE
 from outlast.checkpoint.state import decode
 from outlast.errors import CheckpointError
 
-__all__ = ["OURS", "ROOT", "TORCH_TYPES", "Items", "Path", "named_tensors"]
+__all__ = ["OURS", "ROOT", "TORCH_TYPES", "Items", "Path", "dump_metadata", "make_metadata", "named_tensors"]
+
 
 Path = tuple[str | int, ...]
 ROOT = "state"
@@ -52,7 +66,7 @@ class Items:
         """Where the plain values lie."""
         root = _root(bytes(image[self.tree.offset : self.tree.offset + self.tree.num_bytes]))
         self._values: dict[str, Any] = {}
-        values, paths = list[Value](), dict[str, tuple[str, Path]]()
+        values, paths = list[PlainValue](), dict[str, tuple[str, Path]]()
         layouts: dict[str, Layout | None] = {}
         taken: set[str] = set()
         for path, node in _walk(root.get(ROOT, ["d", []]), ()):
@@ -63,7 +77,7 @@ class Items:
                     paths[node[1]] = item, path
             elif item not in taken and _can_be_dumped(node):
                 self._values[item] = node
-                values.append(Value(item, path))
+                values.append(PlainValue(item, path))
             taken.add(item)
         parts = []
         for entry in self._entries.values():
@@ -86,12 +100,12 @@ class Items:
         """Return what is known of a tensor of the shard."""
         return self._entries[name]
 
-    def _part(self, entry: TensorEntry, item: str, path: Path, *, is_shared: bool) -> Part:
+    def _part(self, entry: TensorEntry, item: str, path: Path, *, is_shared: bool) -> TensorPart:
         digest = ""
         if is_shared:
             with self._image[entry.offset : entry.offset + entry.num_bytes] as data:
                 digest = xxhash.xxh3_64_hexdigest(data)
-        return Part(
+        return TensorPart(
             entry.name,
             item,
             path,
@@ -190,3 +204,35 @@ def _can_be_dumped(node: list[Any]) -> bool:
         case ["l" | "p", items]:
             return all(_can_be_dumped(item) for item in items)
     return True
+
+
+def make_metadata(manifest: GlobalManifest) -> Metadata:
+    """Return what the format's readers need to know; what is ours alone is left out."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored, paths = {}, {}
+    for item in manifest.items:
+        if not item.path:
+            continue
+        paths[item.name] = tuple(item.path)
+        chunks = []
+        for piece in item.pieces:
+            if piece.where is None:
+                continue
+            where = piece.where
+            is_tensor = item.dtype is not None
+            index = MetadataIndex(item.name, piece.offset) if is_tensor else MetadataIndex(item.name)
+            stored[index] = _StorageInfo(manifest.files[where.file].name, where.start, where.num_bytes)
+            chunks.append(ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape)))
+        if item.dtype is None:
+            described[item.name] = BytesStorageMetadata()
+        else:
+            properties = TensorProperties(dtype=TORCH_TYPES[item.dtype])
+            described[item.name] = TensorStorageMetadata(properties, torch.Size(item.shape), chunks)
+    return Metadata(described, planner_data=paths, storage_data=stored, storage_meta=StorageMeta())
+
+
+def dump_metadata(manifest: GlobalManifest) -> bytes:
+    """Return the content of ``.metadata``."""
+    buffer = io.BytesIO()
+    pickle.dump(make_metadata(manifest), buffer)
+    return buffer.getvalue()

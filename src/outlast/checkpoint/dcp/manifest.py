@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from outlast.checkpoint.dcp.blob import ELEMENT_BYTES
-from outlast.checkpoint.seal import seal, unseal
+from outlast.checkpoint.manifest import seal, unseal
 from outlast.checkpoint.shard import num_chunks
 from outlast.errors import Corrupt
 
@@ -23,8 +23,8 @@ __all__ = [
     "GlobalManifest",
     "Item",
     "OwnTensor",
-    "Piece",
     "RankEntry",
+    "TensorPiece",
     "Where",
     "decode_global_manifest",
     "encode_global_manifest",
@@ -59,7 +59,7 @@ class Where(msgspec.Struct, frozen=True, array_like=True):
     data_bytes: int
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
     """A rectangular part of a tensor."""
 
     offset: tuple[int, ...]
@@ -80,7 +80,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None
     """safetensors' name of the element type; ``None``: a plain value, as ``torch.save`` bytes."""
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
 
 class OwnTensor(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.manifest import GlobalManifest, Item, Piece, Where
-from outlast.checkpoint.dcp.metadata import make_metadata
+from outlast.checkpoint.dcp.items import make_metadata
+from outlast.checkpoint.dcp.manifest import GlobalManifest, Item, TensorPiece, Where
 from outlast.checkpoint.dcp.regions import read_region
 from outlast.checkpoint.dcp.threads import in_threads
 from outlast.checkpoint.dcp.verified_file import VerifiedFile, VerifiedFiles
@@ -98,7 +98,7 @@ class VerifiedReader(StorageReader):
 
         Blocks: until everything is read.
         """
-        by_file: dict[int, list[tuple[Where, ReadItem, Item, Piece]]] = {}
+        by_file: dict[int, list[tuple[Where, ReadItem, Item, TensorPiece]]] = {}
         for request in plan.items:
             index = request.storage_index
             item, piece = self._pieces[index.fqn, tuple(index.offset or ())]

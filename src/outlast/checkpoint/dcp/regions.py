@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from outlast.checkpoint.dcp.items import TORCH_TYPES
-from outlast.checkpoint.dcp.manifest import Item, Piece
+from outlast.checkpoint.dcp.manifest import Item, TensorPiece
 from outlast.checkpoint.dcp.threads import in_threads
 from outlast.checkpoint.dcp.verified_file import VerifiedFile, VerifiedFiles
 from outlast.errors import Incomplete
@@ -29,7 +29,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    piece: Piece
+    piece: TensorPiece
     item: Item
     offset: tuple[int, ...]
     """Within the piece."""
@@ -64,7 +64,7 @@ def fill(files: VerifiedFiles, wanted: Iterable[Wanted]) -> None:
 def read_region(
     file: VerifiedFile,
     item: Item,
-    piece: Piece,
+    piece: TensorPiece,
     offset: tuple[int, ...],
     lengths: tuple[int, ...],
     *,
@@ -103,7 +103,7 @@ def read_region(
     into.copy_(source)
 
 
-def _overlap(wanted: Wanted, piece: Piece) -> _Overlap | None:
+def _overlap(wanted: Wanted, piece: TensorPiece) -> _Overlap | None:
     into, offset = wanted.into, []
     if piece.where is None:
         return None

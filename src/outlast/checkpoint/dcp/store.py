@@ -1,8 +1,8 @@
 """Any place that fsspec reaches, with a time limit on everything. Nothing here imports torch.
 
 Whatever a store's own library raises comes out as one of two: ``FileNotFoundError``, or a CheckpointError that names
-the object. That an object exists already is no error of :meth:`Store.create`. Settings and credentials are fsspec's
-own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and what the store's library reads by itself.
+the object. That an object exists already is no error of :meth:`ObjectStore.create`. Settings and credentials are
+fsspec's own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and what the store's library reads.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from outlast.errors import CheckpointError
 
-__all__ = ["Store", "is_remote", "local_path", "open_store"]
+__all__ = ["ObjectStore", "is_remote", "local_path", "open_store"]
 
 TIMEOUT_S = 60.0
 """For one small operation, or one piece of a large one."""
 SLACK_S = 1.0
 
-_stores: dict[str, Store] = {}
+_stores: dict[str, ObjectStore] = {}
 _lock = threading.Lock()
 
 
@@ -37,15 +37,15 @@ def local_path(url: str) -> str:
     return url.removeprefix("file://")
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str) -> ObjectStore:
     """Return the store at a URL; the same one, with its connections, each time."""
     with _lock:
         if url not in _stores:
-            _stores[url] = Store(url)
+            _stores[url] = ObjectStore(url)
         return _stores[url]
 
 
-class Store:
+class ObjectStore:
     """Objects below one URL. Thread: any.
 
     Args:
