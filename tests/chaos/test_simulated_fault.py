@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+
 import pytest
-from outlast.chaos import ArmedFaults
-from outlast.chaos import FaultPlan
+
+from outlast.chaos import ArmedFaults, FaultPlan
+from outlast.chaos.armed import arm_here, simulated_fault
 from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.journal import read
 from outlast.runtime.journal import Journal
-from outlast.chaos.armed import arm_here
-from outlast.chaos.armed import simulated_fault
 from outlast.testing import FakeClock
-
-
 
 
 @pytest.fixture

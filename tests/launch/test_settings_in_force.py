@@ -7,35 +7,33 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+
 import msgspec
 import pytest
+
 from outlast.config import FaultToleranceConfig
 from outlast.config.precedence import LayeredSettings
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
-from outlast.incidents import EventKind
-from outlast.incidents import IncidentKind
+from outlast.incidents import EventKind, IncidentKind
+from outlast.launch import protocol as m
+from outlast.launch.agent_state import AgentState
+from outlast.launch.coordinator_client import CoordinatorClient
+from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.cycle import Cycle
 from outlast.launch.in_process import InProcess
+from outlast.launch.membership import JobSettings
 from outlast.launch.node_agent import NodeAgent
 from outlast.launch.options import parse_options
 from outlast.launch.worker_process import WorkerProcess
 from outlast.monitor import RankMonitor
 from outlast.monitor.learned_timeouts import LearnedTimeouts
-from outlast.policy.deadlines import Timeouts
+from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Exited
 from outlast.testing import Cluster
-from outlast.launch import protocol as m
-from outlast.launch.agent_state import AgentState
-from outlast.launch.coordinator_client import CoordinatorClient
-from outlast.launch.coordinator_server import CoordinatorServer
-from outlast.launch.membership import JobSettings
-from outlast.policy.deadlines import Learned
-
-
 
 # The loop and the file of "Getting started", with timeouts for a test.
 SCRIPT = """

@@ -2,18 +2,14 @@
 
 import json
 from pathlib import Path
+
 import pytest
+
 from outlast.config import FaultToleranceConfig
-from outlast.monitor.learned_timeouts import FILE_NAME
-from outlast.monitor.learned_timeouts import LearnedTimeouts
-from outlast.monitor.learned_timeouts import Observation
-from outlast.monitor.learned_timeouts import observe
-from outlast.policy.deadlines import Timeouts
+from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation, observe
+from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import RankState
 from outlast.testing import RankProcesses
-from outlast.policy.deadlines import Learned
-
-
 
 CONFIG = FaultToleranceConfig(rank_section_timeouts={"step": 180.0}, safety_factor=2.0, num_warmup_iterations=3)
 

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
 import pytest
+
 import outlast
-
-
 
 ROOT = Path(outlast.__file__).parent
 

@@ -9,30 +9,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
 import psutil
 import pytest
 import torch
 from ray._private.state import actors
-from ray_trainer import Trainer
-from ray_trainer import batch_of
-from ray_trainer import plan_fault
-from ray_trainer import weights_after
-from outlast import CheckpointConfig
-from outlast import FaultToleranceConfig
-from outlast import clock
-from outlast.errors import ActorFailed
-from outlast.errors import ConfigError
-from outlast.errors import DeadlineExceeded
-from outlast.errors import RolledBack
-from outlast.incidents import Event
-from outlast.incidents import EventKind
+from ray_trainer import Trainer, batch_of, plan_fault, weights_after
+
+from outlast import CheckpointConfig, FaultToleranceConfig, clock
+from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, RolledBack
+from outlast.incidents import Event, EventKind
 from outlast.journal import read
-from outlast.ray import ActorGroup
-from outlast.ray import RecoveryConfig
+from outlast.ray import ActorGroup, RecoveryConfig
 from outlast.ray.recovery import RecoveryReport
 from outlast.ray.watch import LossKind
-
-
 
 pytestmark = [pytest.mark.process]
 SECTION_S = 6.0

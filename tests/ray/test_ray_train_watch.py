@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import signal
+
 import pytest
+
 from outlast.config import FaultToleranceConfig
 from outlast.incidents import EventKind
 from outlast.journal import read
-from outlast.ray.train_watch import TrainWatch
-from outlast.ray.train_watch import WorkerPlace
+from outlast.ray.train_watch import RunFacts, TrainWatch, WorkerPlace
 from outlast.testing import RankProcesses
-from outlast.ray.train_watch import RunFacts
-
 
 ray = pytest.importorskip("ray")
 

@@ -9,47 +9,40 @@ import signal
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+
 import pytest
 import torch
-from scenes import Proof
-from scenes import Scene
-from scenes import differs
+from scenes import Proof, Scene, differs
+
 import outlast
 from outlast.checkpoint import manager
-from outlast.checkpoint.places import Places
+from outlast.checkpoint.places import Places, plan_replication
 from outlast.checkpoint.replica.client import Target
-from outlast.config import CheckpointConfig
-from outlast.config import Config
-from outlast.config import FaultToleranceConfig
-from outlast.config import HealthConfig
-from outlast.config import InProcessRestartConfig
-from outlast.config import PreemptionConfig
-from outlast.config import ReplicaDigestConfig
-from outlast.config import RerunStateMachineConfig
-from outlast.config import StragglerDetectionConfig
-from outlast.errors import CheckpointError
-from outlast.errors import ConfigError
-from outlast.errors import ExitReason
+from outlast.config import (
+    CheckpointConfig,
+    Config,
+    FaultToleranceConfig,
+    HealthConfig,
+    InProcessRestartConfig,
+    PreemptionConfig,
+    ReplicaDigestConfig,
+    RerunStateMachineConfig,
+    StragglerDetectionConfig,
+)
+from outlast.env import WorkerEnv
+from outlast.errors import CheckpointError, ConfigError, ExitReason
 from outlast.inprocess import Wrapper
 from outlast.journal import read
+from outlast.numerics.validation import ErrorInjector, StepValidation
+from outlast.policy.rerun import RunState
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.session import preemption
 from outlast.session.inprocess_scope import InProcessScope
-from outlast.session.saves import MIN_TIMED_STEPS
-from outlast.session.saves import DueSave
-from outlast.session.saves import SaveSchedule
-from outlast.checkpoint.places import plan_replication
-from outlast.env import WorkerEnv
-from outlast.numerics.validation import ErrorInjector
-from outlast.numerics.validation import StepValidation
-from outlast.policy.rerun import RunState
-
-
+from outlast.session.saves import MIN_TIMED_STEPS, DueSave, SaveSchedule
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 

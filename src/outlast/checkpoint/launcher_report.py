@@ -16,7 +16,7 @@ from outlast.policy.recovery_point import Tier
 from outlast.runtime.board import Board, LoadedCopy
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.load import Restored
+    from outlast.checkpoint.recovery import Restored
 
 __all__ = ["LauncherReport"]
 

@@ -5,48 +5,34 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
 from outlast import clock
+from outlast.checkpoint.arena import CopyGuard, changed_only_by_step
+from outlast.checkpoint.claim import DirectoryRefused
+from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.launcher_report import LauncherReport
 from outlast.checkpoint.leases import Leases
 from outlast.checkpoint.manifest import topology_digest
+from outlast.checkpoint.near_lane import GRACE_S
+from outlast.checkpoint.outcomes import Reporter
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.pipeline import Pipeline
-from outlast.checkpoint.places import agree_places
-from outlast.checkpoint.save import Save
-from outlast.checkpoint.state import capture
-from outlast.checkpoint.state import flatten
-from outlast.checkpoint.state import without_collection
+from outlast.checkpoint.places import Places, agree_places, say_what_is_off
+from outlast.checkpoint.recovery import Loaded, Loader, Restored
+from outlast.checkpoint.save import Save, SaveHandle, SaveResult, wait_for_all
+from outlast.checkpoint.state import capture, flatten, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError
-from outlast.errors import ConfigError
+from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
+from outlast.runtime.group import current_place, is_initialised
 from outlast.runtime.journal import Journal
 from outlast.runtime.random_numbers import capture_random
-import operator
-from outlast.checkpoint.arena import CopyGuard
-from outlast.checkpoint.arena import changed_only_by_step
-from outlast.checkpoint.claim import DirectoryRefused
-from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.near_lane import GRACE_S
-from outlast.checkpoint.outcomes import Reporter
-from outlast.checkpoint.places import Places
-from outlast.checkpoint.places import say_what_is_off
-from outlast.checkpoint.recovery import Loaded
-from outlast.checkpoint.recovery import Loader
-from outlast.checkpoint.recovery import Restored
-from outlast.checkpoint.save import SaveHandle
-from outlast.checkpoint.save import SaveResult
-from outlast.checkpoint.save import wait_for_all
-from outlast.runtime.group import current_place
-from outlast.runtime.group import is_initialised
-
 
 __all__ = ["CheckpointManager", "check_may_save", "checked_iteration", "wanted_tiers"]
 

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+
 import click
 from click.shell_completion import CompletionItem
-from outlast.cli.group import HELP
-from outlast.errors import ConfigError
-from outlast.errors import ExitReason
+
+from outlast.cli.group import HELP, CommandGroup
+from outlast.errors import ConfigError, ExitReason
 from outlast.version import __version__
-from outlast.cli.group import CommandGroup
-
-
 
 __all__ = ["cli", "main"]
 

@@ -20,35 +20,30 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import selectors
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
 import msgspec
 from torch.distributed import DistError
+
 from outlast import clock
 from outlast.config.precedence import LayeredSettings
-from outlast.errors import ConfigError
-from outlast.errors import RendezvousError
+from outlast.decoding import from_json
+from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind
-from outlast.launch.coordinator import Coordinator
-from outlast.launch.live import STATUS_KEY
-from outlast.launch.live import describe_live
+from outlast.launch import protocol as m
+from outlast.launch.coordinator import Coordinator, JobPhase
+from outlast.launch.live import STATUS_KEY, describe_live
+from outlast.launch.membership import JobSettings
+from outlast.launch.verdicts import load_ladder, save_ladder
 from outlast.monitor.learned_timeouts import LearnedTimeouts
-from outlast.policy.deadlines import Expired
+from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.runtime.journal import Journal
 from outlast.runtime.store import TCPStore
-import selectors
-import socket
-from outlast.decoding import from_json
-from outlast.launch import protocol as m
-from outlast.launch.coordinator import JobPhase
-from outlast.launch.membership import JobSettings
-from outlast.launch.verdicts import load_ladder
-from outlast.launch.verdicts import save_ladder
-from outlast.policy.deadlines import Observation
-
-
 
 __all__ = ["PATIENCE_S", "CoordinatorServer", "LifelineServer", "beat_key", "channel_key"]
 

@@ -7,54 +7,35 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
 import msgspec
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from outlast import clock
-from outlast import env
-from outlast.config.precedence import SCRIPT
-from outlast.config.precedence import LayeredSettings
-from outlast.errors import ConfigError
-from outlast.errors import ExitReason
-from outlast.incidents import Cause
-from outlast.incidents import Incident
-from outlast.incidents import IncidentKind
-from outlast.launch.in_process import InProcess
-from outlast.launch.in_process import Mended
+
+from outlast import clock, env
+from outlast.config.precedence import SCRIPT, LayeredSettings
+from outlast.errors import ConfigError, ExitReason
+from outlast.incidents import Cause, Incident, IncidentKind
+from outlast.launch import protocol as m
+from outlast.launch.in_process import InProcess, Mended
 from outlast.launch.logs import CycleLogs
-from outlast.launch.options import NO_TERMINATION_SIGNAL
-from outlast.launch.options import RunOptions
+from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.worker_process import WorkerProcess
 from outlast.monitor.examination import examine
-from outlast.monitor.learned_timeouts import LearnedTimeouts
-from outlast.monitor.learned_timeouts import observe
-from outlast.monitor.watchdog import HangReport
-from outlast.monitor.watchdog import Watchdog
-from outlast.policy.causes import PLAIN_START_S
-from outlast.policy.causes import Ended
-from outlast.policy.causes import find_first
-from outlast.policy.causes import permanent_cause
-from outlast.policy.causes import wait_s
-from outlast.policy.deadlines import FIELD_OF_SETTING
-from outlast.policy.deadlines import Timeouts
+from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
+from outlast.monitor.watchdog import HangReport, Watchdog
+from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
+from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
+from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.protection import describe_hangs
-from outlast.policy.quarantine import Load
-from outlast.policy.quarantine import tier_of_load
+from outlast.policy.quarantine import Load, tier_of_load
 from outlast.policy.rerun import Diagnosis
 from outlast.runtime.board import Board
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.postmortem import Postmortem
-from outlast.runtime.zygote import Exited
-from outlast.runtime.zygote import Spawn
-from outlast.launch import protocol as m
-from outlast.policy.causes import OWN_VERDICTS
-from outlast.policy.causes import Position
-from outlast.policy.inprocess_protocol import InProcessState
-
-
+from outlast.runtime.zygote import Exited, Spawn
 
 __all__ = ["ALONE_S", "Cycle"]
 

@@ -18,23 +18,18 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
 import msgspec
+
 from outlast.decoding import json_decoder
 from outlast.monitor import stacks
-from outlast.monitor.collectives import Books
-from outlast.monitor.collectives import count_collectives
-from outlast.monitor.collectives import read_books
-from outlast.monitor.collectives import waits_in
-from outlast.policy.deadlines import Expired
-from outlast.runtime.board import Board
-from outlast.runtime.board import RankState
+from outlast.monitor.collectives import Books, count_collectives, read_books, waits_in
 from outlast.policy.causes import Position
-
-
+from outlast.policy.deadlines import Expired
+from outlast.runtime.board import Board, RankState
 
 __all__ = ["ANSWER", "ANSWER_S", "BOOKS_S", "DUMP_S", "QUESTION", "Responder", "address", "examine"]
 

@@ -12,27 +12,19 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
+
 from outlast import logs
 from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.config.precedence import merge_under
-from outlast.env import WorkerEnv
-from outlast.env import read_worker
+from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
-from outlast.monitor import side_process
-from outlast.monitor import stacks
+from outlast.monitor import side_process, stacks
 from outlast.monitor.examination import Responder
-from outlast.monitor.learned_timeouts import LearnedTimeouts
-from outlast.monitor.learned_timeouts import observe
-from outlast.policy.deadlines import STEP
-from outlast.policy.deadlines import Timeouts
-from outlast.runtime.board import Board
-from outlast.runtime.board import LoadedCopy
-from outlast.runtime.board import RankState
+from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
+from outlast.policy.deadlines import STANDARD, STEP, Timeouts
+from outlast.runtime.board import Board, LoadedCopy, RankState
 from outlast.runtime.in_process_mark import address as agent_address
-from outlast.policy.deadlines import STANDARD
-
 
 __all__ = ["RankMonitor", "SectionTimer"]
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
-from outlast.policy.rerun import Replay
-from outlast.policy.rerun import decode_replay
+from outlast.policy.rerun import Replay, decode_replay
 from outlast.runtime.journal import Journal
 from outlast.session.step_consensus import StepConsensus
-
 
 if TYPE_CHECKING:
     from outlast.chaos.armed import ArmedFaults
     from outlast.config import RerunStateMachineConfig
     from outlast.numerics.replay import ReplayableIterator
-    from outlast.numerics.rerun_machine import RerunStateMachine, StepDecision
+    from outlast.numerics.rerun_machine import RerunStateMachine
 
 __all__ = ["Attempt", "Attempts"]
 
@@ -133,7 +128,7 @@ class Attempts:
         return self._is_used and self._machine.config.rerun_mode == "validate_results"
 
     @property
-    def decision(self) -> Decision:
+    def decision(self) -> RerunDecision:
         """What follows the last step; the same on all ranks."""
         return self._machine.decision
 

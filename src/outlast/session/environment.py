@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import random
 import re
 from collections.abc import Iterable
-from outlast import env
-from outlast.config import CheckpointConfig
-from outlast.config import Config
-from outlast.config import FaultToleranceConfig
+
+from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
 from outlast.config.fault_tolerance import LAUNCHERS_OWN
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
@@ -18,17 +17,16 @@ from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.policy.deadlines import Timeouts
 from outlast.policy.protection import describe_saves
+from outlast.runtime.group import current_place
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import describe_self
 from outlast.runtime.slurm_job import log_job_info
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.version import __version__
 
-
 __all__ = [
     "announce_session",
     "has_near_tier",
-    "is_initialised",
     "read_place",
     "seed_random_numbers",
     "warn_of_missing_protection",
@@ -164,27 +162,16 @@ def _settings_without_effect(config: Config, place: WorkerEnv, *, is_wrapped: bo
 
 def read_place(config: Config, scope: InProcessScope) -> WorkerEnv:
     """Return this worker's place, as the environment, ``torch.distributed``, the call around and the config know it."""
-    place = dataclasses.replace(env.read_worker(), call=scope.call_number)
+    place = dataclasses.replace(current_place(), call=scope.call_number)
     if scope.call_number == 0:
         try:
             log_job_info()
         except ConfigError as error:  # it trains all the same
             log.warning("the Slurm job cannot be read: %s", error)
-    if is_initialised():
-        import torch.distributed as dist
-
-        place = dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
     if place.run_dir is not None or config.run_dir is None:
         return place
     name = f"directory {os.path.abspath(config.run_dir)}"
     return dataclasses.replace(place, run_dir=config.run_dir, names=(*place.names, name))
-
-
-def is_initialised() -> bool:
-    """Return whether ``torch.distributed`` is initialised."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
 
 
 def seed_random_numbers(seed: int) -> None:

@@ -15,7 +15,7 @@ from outlast.config import Config
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError, RestartAbort
 from outlast.incidents import EventKind
-from outlast.inprocess.handle import Handle, current_handle
+from outlast.inprocess.call import Handle, current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.journal import Journal
 

@@ -10,22 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
 from outlast import clock
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError
-from outlast.errors import Untrusted
-from outlast.policy.interval import GLOBAL_SHARE
-from outlast.policy.interval import failures_per_s
-from outlast.policy.interval import iterations_between
+from outlast.errors import CheckpointError, Untrusted
+from outlast.policy.interval import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.runtime.journal import Journal
 from outlast.session.environment import has_near_tier
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.wording import count
-from outlast.inprocess.call import current_handle
-
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager, Restored, SaveHandle

@@ -28,64 +28,35 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
-from typing import Any
-from typing import Literal
-from typing import NoReturn
-from outlast import env
-from outlast import logs
-from outlast.chaos.simulated import arm_configured
-from outlast.config import Config
-from outlast.config import FaultToleranceConfig
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from outlast import env, logs
+from outlast.chaos.armed import arm_configured
+from outlast.config import Config, FaultToleranceConfig
 from outlast.config.files import load_config
-from outlast.errors import CheckpointError
-from outlast.errors import ConfigError
-from outlast.errors import DeadlineExceeded
-from outlast.errors import ExitReason
-from outlast.errors import OutlastError
-from outlast.errors import PeerLost
-from outlast.errors import Untrusted
+from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
 from outlast.incidents import EventKind
-from outlast.monitor.rank_monitor import RankMonitor
-from outlast.monitor.rank_monitor import SectionTimer
+from outlast.monitor.rank_monitor import RankMonitor, SectionTimer
+from outlast.policy.causes import OWN_VERDICTS
 from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
-from outlast.runtime.group import Group
-from outlast.runtime.group import connect_world
-from outlast.runtime.group import settle
+from outlast.runtime.group import Group, connect_world, is_initialised, settle
 from outlast.runtime.journal import Journal
-from outlast.session.attempts import Attempt
-from outlast.session.attempts import Attempts
-from outlast.session.checks import RankLiveness
-from outlast.session.checks import ReplicaWatch
-from outlast.session.checks import SlowRanks
-from outlast.session.environment import announce_session
-from outlast.session.environment import is_initialised
-from outlast.session.environment import read_place
-from outlast.session.environment import seed_random_numbers
+from outlast.session.attempts import Attempt, Attempts
+from outlast.session.checks import RankLiveness, ReplicaWatch, SlowRanks
+from outlast.session.environment import announce_session, read_place, seed_random_numbers
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.session.preemption import Preemption
 from outlast.session.progress import ProgressReporter
-from outlast.session.restore import OWN_STATE
-from outlast.session.restore import restore
-from outlast.session.restore import saved_state
-from outlast.session.restore import unwrap_ddp
-from outlast.session.saves import DueSave
-from outlast.session.saves import Saves
-from outlast.session.step_consensus import QUESTIONS
-from outlast.session.step_consensus import StepConsensus
-from outlast.session.step_consensus import StepDecision
-from outlast.policy.causes import OWN_VERDICTS
-
+from outlast.session.restore import OWN_STATE, restore, saved_state, unwrap_ddp
+from outlast.session.saves import DueSave, Saves
+from outlast.session.step_consensus import QUESTIONS, StepConsensus, StepDecision
 
 if TYPE_CHECKING:
     import torch
