@@ -20,7 +20,7 @@ from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDo
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.launch.torchrun_backend import open_cycle_store
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore
 
 __all__ = ["C10dAgent", "OutlastAgent", "SimulatedAgent"]

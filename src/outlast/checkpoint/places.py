@@ -5,7 +5,6 @@ What leaves it are whole copies to partners, or blocks for the parities of its g
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -25,19 +24,17 @@ from outlast.checkpoint.replica.replicator import Holder, Target
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
-from outlast.env import WorkerEnv, clean_name, read_worker
-from outlast.errors import CheckpointError, ConfigError, Unavailable
+from outlast.env import WorkerEnv, clean_name
+from outlast.errors import CheckpointError, ConfigError, OutlastError, Unavailable
 from outlast.policy.lease import RunEvidence, choose_run, find_owner
 from outlast.policy.partners import choose_partners, parity_groups
-from outlast.runtime.endpoints import address_towards
+from outlast.runtime.addresses import own_address
 
 __all__ = [
     "Places",
     "Replication",
     "agree_places",
     "group_of",
-    "is_initialised",
-    "place_here",
     "plan_replication",
     "say_what_is_off",
 ]
@@ -212,13 +209,13 @@ def _look(
             generations.update(manifest.iteration for manifest in manifests)
             near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
         if secret is not None:
-            host = address_towards(place.master_addr or "localhost")
+            host = own_address(place.master_addr)
             folder = os.fspath(local.path) if local is not None else None
             serving, _ = writer.ask(
                 f.Serve(host=host, secret=secret, folder=folder), f.Serving, timeout_s=SERVE_TIMEOUT_S
             )
             port = serving.port
-    except (OSError, CheckpointError) as error:
+    except (OSError, OutlastError) as error:
         return _RankView(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}"), None, None
     seen = _RankView(
         node=place.node,
@@ -284,23 +281,6 @@ def _raise_first(errors: list[str]) -> None:
     for error in errors:
         if error:
             raise Unavailable(f"the checkpoint directory cannot be used: {error}")
-
-
-def is_initialised() -> bool:
-    """Return whether ``torch.distributed`` is in use."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
-
-
-def place_here() -> WorkerEnv:
-    """Return this worker's place, as the environment and ``torch.distributed`` say."""
-    place = read_worker()
-    if not is_initialised():
-        return place
-    import torch.distributed as dist
-
-    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Going on from memory after a restart in process: survivors in place, reserves with what a survivor gives them.
+"""Going on from memory after a restart in process: survivors in place, spares with what a survivor gives them.
 
 See :mod:`outlast.policy.in_place` for what is decided, and :mod:`outlast.inprocess.kept_state` for what is kept.
 """
@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from outlast import clock
-from outlast.checkpoint.restore import restore_into
-from outlast.checkpoint.state import capture, decode, flatten
+from outlast.checkpoint.state import capture, decode, flatten, restore_into
 from outlast.decoding import from_msgpack
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.kept_state import KeptTrainingState, digest_parts, parts_of

@@ -30,7 +30,7 @@ from outlast.launch.coordinator_server import PATIENCE_S, CoordinatorServer, _Li
 from outlast.policy.deadlines import Expired
 from outlast.policy.quarantine import Distrusted
 from outlast.runtime import store as stores
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore
 
 __all__ = ["ControlLink", "CoordinatorClient", "JobInProgress", "Lifeline", "LinkDown", "LinkFailed", "LinkUp"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from outlast.launch.summary import summarise
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
-from outlast.runtime.endpoints import parse_endpoints
+from outlast.runtime.addresses import is_loopback, own_address, parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import this_process
 from outlast.runtime.zygote import Zygote
@@ -57,7 +56,6 @@ PRELOAD = (
     "outlast.monitor",
 )
 """What a first DDP construction and a session import; a second and more without it."""
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def launch(options: RunOptions) -> int:
@@ -198,7 +196,7 @@ def _begin_checkups(options: RunOptions, mailbox: Mailbox[object]) -> Checkups |
     config = options.health
     if config is None:
         return None
-    needs_network = any(one.host not in _LOOPBACK for one in parse_endpoints(options.endpoints))
+    needs_network = any(not is_loopback(one.host) for one in parse_endpoints(options.endpoints))
     checkups = Checkups(
         config, places=options.health_places, node=options.node_name, network=needs_network, deliver=mailbox.put
     )
@@ -321,13 +319,8 @@ def _make_client(
         beat_interval_s=min(1.0, ft.node_heartbeat_timeout / 5),
         connect_timeout_s=options.join_timeout_s,
     )
-    addr = args.local_addr or _own_address(endpoints[0].host)
+    addr = args.local_addr or own_address(endpoints[0].host)
     return CoordinatorClient(link, addr=addr, nproc=nproc, wish=options.wish)
-
-
-def _own_address(endpoint_host: str) -> str:
-    """Return the name under which this node's peers reach it."""
-    return endpoint_host.replace("localhost", "127.0.0.1") if endpoint_host in _LOOPBACK else socket.getfqdn()
 
 
 def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:
@@ -408,7 +401,7 @@ def _describe_owner(options: RunOptions) -> LeaseOwner:
     values, endpoints = env.environ(), parse_endpoints(options.endpoints)
     has_nodes = any(one.port for one in endpoints)  # others may come to it, if only to wait as spares
     # An endpoint such as localhost is another place on each machine.
-    here = env.hostname() if any(one.host in ("localhost", "127.0.0.1", "::1") for one in endpoints) else ""
+    here = env.hostname() if any(is_loopback(one.host) for one in endpoints) else ""
     return LeaseOwner(
         token="",
         process=this_process(),

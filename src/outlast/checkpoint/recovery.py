@@ -1,7 +1,11 @@
-"""Loading: every rank proves its copy of one generation before any rank's live state is touched.
+"""Recovery: all ranks agree on one generation, and every rank proves its copy before any live state is touched.
 
-All ranks choose alike (``policy.recovery_point``), each proves its copy, all vote; one "no" sends all ranks to the
-next choice. Where a copy comes from (:class:`Tier`) may differ from rank to rank, the generation never.
+Every rank lists what it could load, and all lists are gathered (:mod:`outlast.checkpoint.tiers`). All ranks choose
+alike (``policy.recovery_point``), each proves its copy, all vote; one "no" refuses that copy, and all choose again.
+Which tier a copy comes from may differ from rank to rank, the generation never.
+
+A rank whose live state is a generation already needs no copy of it while others load it. Such a state counts as one
+more copy of its rank, the nearest of all, of exactly one attempt, so that the choice is made as always.
 """
 
 from __future__ import annotations
@@ -14,19 +18,84 @@ from typing import Any
 
 import msgspec
 
-from outlast.checkpoint.copies import ProvenCopy
-from outlast.checkpoint.kept import KeptState, is_kept
+from outlast.checkpoint.arena import ArenaPool
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.layouts import OtherLayout
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
-from outlast.checkpoint.tiers import PARITY, Rejection, Table, reject
+from outlast.checkpoint.restore import Opener, ProvenCopy
+from outlast.checkpoint.tiers import PARITY, Rejection, Table, gather_copies, reject
+from outlast.checkpoint.writer_client import WriterClient
+from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Mismatch, NotFinite, OutlastError, Untrusted
 from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
 from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_best_point, choose_recovery_point
 from outlast.runtime.random_numbers import restore_random
 
-__all__ = ["Loaded", "Rejection", "Restored", "agree_and_prove", "known_generations", "not_finite_generations"]
+__all__ = [
+    "LiveStateCopy",
+    "Loaded",
+    "Loader",
+    "Rejection",
+    "Restored",
+    "agree_and_prove",
+    "gather_kept",
+    "is_kept",
+    "known_generations",
+    "not_finite_generations",
+]
+
+
+_HOLDER = ""
+"""Of a live state, in a tier whose copies all have a holder; it sorts before every node's name."""
+
+
+class LiveStateCopy:
+    """In place of a proven copy: the live state, which stays as it is."""
+
+    num_bytes_read = 0
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """It is this very state."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Leave it as it is."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def is_kept(copy: Copy) -> bool:
+    """Return whether a copy is its rank's live state."""
+    return copy.tier == Tier.MEMORY and copy.holder == _HOLDER
+
+
+def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list[Copy | None]:
+    """Return by rank which generation its live state is; ``None`` = of none that counts.
+
+    What is committed nowhere does not count, nor what was saved by another number of ranks: all load that together.
+
+    Args:
+        has: Iteration and attempt, of this rank.
+        table: What all ranks could load.
+
+    Raises:
+        PeerLost: A peer left.
+
+    Collective: all ranks.
+    """
+    told = peers.gather(msgspec.json.encode(has))
+    everyone = [from_json(data, tuple[int, str] | None) for data in told]
+    committed = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
+    return [
+        Copy(one[0], one[1], Tier.MEMORY, _HOLDER)
+        if one is not None and one in committed and table.world_sizes.get(one[1], peers.world_size) == peers.world_size
+        else None
+        for one in everyone
+    ]
+
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +150,7 @@ class Loaded:
             self.copy.close()
         if random is not None:
             restore_random(random)
-        elif not isinstance(self.copy, KeptState):
+        elif not isinstance(self.copy, LiveStateCopy):
             log.info("loaded in another layout than it was saved in: every rank's random numbers start from a new seed")
 
     def describe(self, rank: int, *, load_s: float) -> Restored:
@@ -272,7 +341,7 @@ def _prove_and_vote(
     reshard: bool,
 ) -> tuple[ProvenCopy | None, _Vote]:
     try:
-        proven = KeptState() if is_kept(copy) else obtain_copy(copy, reshard)
+        proven = LiveStateCopy() if is_kept(copy) else obtain_copy(copy, reshard)
     except CheckpointError as error:
         rejection = reject(error, copy.generation, copy.tier, rank, _where(copy, rank))
         return None, _Vote(rejection, other_layout=isinstance(error, OtherLayout))
@@ -319,3 +388,148 @@ def _nothing_left(places: Places, rejected: list[Rejection]) -> CheckpointError:
         f"{where or 'memory'} holds generations, but none that all ranks can load: {reasons}. "
         "Repair or move them away; to start from scratch, give an empty directory"
     )
+
+
+class Loader:
+    """Find and prove a generation.
+
+    Args:
+        config: Another place to load from, and timeouts.
+        places: Where this run saves.
+        peers: The ranks.
+        writer: Who holds memory and talks to other nodes.
+        arenas: Where copies from other nodes go.
+        topology: Digest of the ranks' arrangement.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        places: Places,
+        peers: Peers,
+        writer: WriterClient,
+        arenas: ArenaPool,
+        *,
+        topology: str,
+    ) -> None:
+        self._config, self._places, self._peers = config, places, peers
+        self._writer, self._arenas, self._topology = writer, arenas, topology
+
+    def newest(
+        self, state: Mapping[str, Any], distrusted: Sequence[Distrusted], has: tuple[int, str] | None = None
+    ) -> tuple[Loaded | None, bool]:
+        """Prove the newest generation that all ranks can.
+
+        Args:
+            state: The live state, for which it must fit.
+            distrusted: Copies that led to invalid results.
+            has: Iteration and attempt that the live state of this rank is; ``None`` = of none.
+
+        Returns:
+            It, ``None`` if there is none at all; and whether it lies where this run saves.
+
+        Raises:
+            CheckpointError: There are generations, but none that all ranks can load, or it does not fit.
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        table = self._gather(self._places)
+        kept = gather_kept(has, table, self._peers)
+        if table.seen or self._config.load is None:
+            return self._prove(table, self._places, state, distrusted, kept), True
+        other = self._other_place(self._config.load)
+        return self._prove(self._gather(other), other, state, distrusted), False
+
+    def suspect(self, state: Mapping[str, Any], iteration: int, distrusted: Sequence[Distrusted]) -> Loaded | None:
+        """Prove the generation of ``iteration`` that was saved for diagnosis; ``None`` when not all ranks have it.
+
+        What is known to be committed beside it are the generations up to that iteration.
+
+        Raises:
+            CheckpointError: It does not fit the live state.
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        committed = self._gather(self._places)
+        places = self._places
+        local = Directory(places.local.path / SUSPECT) if places.local is not None else None
+        directory = places.directory.suspects if places.directory is not None else None
+        places = dataclasses.replace(places, directory=directory, local=local, memory=False, targets={})
+        table = self._gather(places)
+        table.not_finite.clear()  # that is what it was saved for
+        for copies in table.copies:
+            copies.intersection_update([copy for copy in copies if copy.generation == iteration])
+        try:
+            loaded = self._prove(table, places, state, ())
+        except CheckpointError as error:
+            log.warning("the state that was saved for diagnosis is unavailable: %s", error)
+            return None
+        if loaded is None:
+            return None
+        return dataclasses.replace(
+            loaded,
+            known=known_generations(committed, distrusted, iteration),
+            not_finite=not_finite_generations(committed),
+        )
+
+    def known(self, newest: int, distrusted: Sequence[Distrusted]) -> tuple[dict[int, set[Tier]], frozenset[int]]:
+        """Return what lies where this run saves.
+
+        Returns:
+            The generations up to ``newest`` that all ranks could load, with the tiers that have all of each; and the
+            generations, newer ones too, that hold numbers that are infinite or NaN.
+
+        Raises:
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        table = self._gather(self._places)
+        return known_generations(table, distrusted, newest), not_finite_generations(table)
+
+    def _gather(self, places: Places) -> Table:
+        return gather_copies(places, self._peers, self._writer, topology=self._topology)
+
+    def _prove(
+        self,
+        table: Table,
+        places: Places,
+        state: Mapping[str, Any],
+        distrusted: Sequence[Distrusted],
+        kept: Sequence[Copy | None] = (),
+    ) -> Loaded | None:
+        opener = Opener(
+            places,
+            self._peers,
+            self._writer,
+            self._arenas,
+            topology=self._topology,
+            table=table,
+            state=state,
+            timeout_s=self._config.replication_timeout,
+            fetch_limit_s=self._config.save_timeout,
+        )
+        return agree_and_prove(
+            table,
+            places,
+            self._peers,
+            opener.prove,
+            lambda copy: copy.check(state),
+            distrusted,
+            kept,
+            prefer_finite=self._config.prefer_finite,
+        )
+
+    def _other_place(self, url: str) -> Places:
+        """Return the places with another run's global tier, and nothing else, to load from."""
+        directory = GlobalDirectory(url)
+        run = ""
+        if self._peers.rank == 0:
+            try:
+                run = directory.run() or ""
+            except (CheckpointError, OSError) as error:
+                log.warning("%s cannot be read: %s", url, error)
+        run = self._peers.gather(run.encode())[0].decode()
+        return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
