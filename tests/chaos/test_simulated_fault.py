@@ -15,7 +15,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.runtime.journal import Journal, read_journal
-from outlast.testing.fake_clock import FakeClock
+from outlast.testing import FakeClock
 
 
 @pytest.fixture

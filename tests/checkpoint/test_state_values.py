@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import load_resharded
+from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.state import capture, decode, flatten
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv

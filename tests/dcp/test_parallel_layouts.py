@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import load_resharded
+from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.layouts import blocks_of
 from outlast.env import WorkerEnv
 from outlast.testing.reaping import free_port

@@ -16,8 +16,9 @@ from lanes import Lanes, flat_state
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.checkpoint.catalogue.verification import verify
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import load_resharded, read_rank
+from outlast.checkpoint.dcp.load import read_rank
 from outlast.checkpoint.dcp.reader import VerifiedReader
+from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast.demo.account import Account
-from outlast.demo.claims import unkept
+from outlast.demo.account import Account, Sources
+from outlast.demo.outcome import unkept
 from outlast.demo.plan import Deed
-from outlast.demo.sources import Sources
 from outlast.incidents import IncidentKind
 from outlast.policy.rerun import Finding
 

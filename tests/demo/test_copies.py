@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outlast.demo.copies import Spoiler, find_copies
+from outlast.demo.stage import Spoiler, find_copies
 
 
 def write(folder: Path, *names: str) -> None:

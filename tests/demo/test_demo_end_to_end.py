@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from outlast.chaos import FaultPlan, verify_fired
-from outlast.demo.example import find_example
 from outlast.demo.plan import least_iterations
-from outlast.demo.stage import uninterrupted
+from outlast.demo.stage import find_example, uninterrupted
 from outlast.incidents import EventKind
 from outlast.runtime.journal import read_journal
 

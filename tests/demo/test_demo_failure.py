@@ -10,7 +10,7 @@ import pytest
 from test_outcome import GOOD
 
 from outlast.demo import show
-from outlast.demo.outcome import Outcome
+from outlast.demo.outcome import DemoOutcome
 from outlast.demo.plan import Shape
 from outlast.demo.view import SilentView
 
@@ -40,10 +40,10 @@ def test_a_training_that_fails_is_told_with_its_output(tmp_path: Path, monkeypat
 
 
 @pytest.fixture
-def perform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+def perform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., DemoOutcome]:
     """Perform a demo whose two runs are over at once, and good."""
 
-    def run_both(shape: Shape, seed: int, faults: object, script: Path, folder: Path, *others: object) -> Outcome:
+    def run_both(shape: Shape, seed: int, faults: object, script: Path, folder: Path, *others: object) -> DemoOutcome:
         for name in ("undisturbed", "with-faults"):
             (folder / name / "run").mkdir(parents=True)
         return GOOD
@@ -51,14 +51,14 @@ def perform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ou
     monkeypatch.setattr(show, "_run_both", run_both)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def play(**options: object) -> Outcome:
+    def play(**options: object) -> DemoOutcome:
         settings = {"seed": 0, "keep": None, "view": SilentView(Shape()), "on_failure": lambda tails: None, **options}
         return show.perform(Shape(), **settings)
 
     return play
 
 
-def test_of_a_good_demo_only_its_details_stay(perform: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_of_a_good_demo_only_its_details_stay(perform: Callable[..., DemoOutcome], tmp_path: Path) -> None:
     """What was done about each fault is in a file, whose path is told; what the runs wrote is gone, unless it is kept;
     for a program nothing stays."""
     assert perform().details is None

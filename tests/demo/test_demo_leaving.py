@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from written_events import written
 
-from outlast.demo.leaving import Leaving, find_leaving, unkept_of_leaving
+from outlast.demo.account import find_strikes
+from outlast.demo.outcome import Leaving, find_leaving, unkept_of_leaving
 from outlast.demo.plan import Deed
-from outlast.demo.strikes import find_strikes
 from outlast.incidents import Event, EventKind
 
 RANKS = (0, 1, 2, 3)

@@ -9,11 +9,11 @@ import pytest
 from outlast import Config
 from outlast.chaos import FaultPlan
 from outlast.config.files import load_config
-from outlast.demo.plan import Deed, Fault, Shape, draw_faults
-from outlast.demo.settings import fault_plan, write_settings
+from outlast.demo.plan import Deed, DemoFault, Shape, draw_faults
+from outlast.demo.stage import fault_plan, write_settings
 
 
-def written(folder: Path, faults: tuple[Fault, ...]) -> Config:
+def written(folder: Path, faults: tuple[DemoFault, ...]) -> Config:
     path, local = folder / "outlast.json", folder / "local"
     write_settings(path, Shape(), checkpoints=folder / "checkpoints", local=local, faults=faults, seed=7)
     return load_config(path)

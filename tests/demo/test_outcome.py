@@ -9,11 +9,8 @@ import json
 import pytest
 from rich.console import Console
 
-from outlast.demo.account import Account
-from outlast.demo.leaving import Leaving
-from outlast.demo.outcome import Outcome, differences
-from outlast.demo.slowed import Slowed
-from outlast.demo.sources import Sources
+from outlast.demo.account import Account, Sources
+from outlast.demo.outcome import DemoOutcome, Leaving, Slowed, differences
 from outlast.demo.tables import render, write_details
 from outlast.incidents import IncidentKind
 
@@ -97,13 +94,15 @@ LEFT = Leaving(
     going_on_after_s=3.2,
     next_exit_codes=(0,),
 )
-GOOD = Outcome(seed=0, undisturbed=RESULT, struck=dict(RESULT), incidents=(HUNG,), cycles=2, wall_s=40.0, problems=())
+GOOD = DemoOutcome(
+    seed=0, undisturbed=RESULT, struck=dict(RESULT), incidents=(HUNG,), cycles=2, wall_s=40.0, problems=()
+)
 
 
 ALL = dataclasses.replace(GOOD, incidents=(HUNG, LOST, NAN, FLIPPED), slowed=SLOW, leaving=LEFT)
 
 
-def text(outcome: Outcome, width: int = 80) -> str:
+def text(outcome: DemoOutcome, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(render(outcome))
     return console.file.getvalue()  # type: ignore[attr-defined]

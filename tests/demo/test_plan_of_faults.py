@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.demo.plan import NUM_FAULTS, Deed, Fault, Shape, draw_faults, least_iterations
+from outlast.demo.plan import NUM_FAULTS, Deed, DemoFault, Shape, draw_faults, least_iterations
 from outlast.errors import ConfigError
 
 DRAWN = {Deed.KILL, Deed.STOP, Deed.LOSE, Deed.FLIP}
 
 
-def restarts(seed: int, shape: Shape) -> list[Fault]:
+def restarts(seed: int, shape: Shape) -> list[DemoFault]:
     """Return the faults that cost a restart."""
     return [fault for fault in draw_faults(seed, shape) if fault.deed not in (Deed.SLOW, Deed.NAN, Deed.LEAVE)]
 

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from written_events import written
 
-from outlast.demo.plan import Deed, Fault
+from outlast.demo.plan import Deed, DemoFault
 from outlast.demo.scene import RankScene, Scene, is_time
 from outlast.incidents import Event, EventKind, IncidentKind, Rung
 
-KILL = Fault(deed=Deed.KILL, iteration=12, rank=1)
-LOSE = Fault(deed=Deed.LOSE, iteration=12, slot=1)
+KILL = DemoFault(deed=Deed.KILL, iteration=12, rank=1)
+LOSE = DemoFault(deed=Deed.LOSE, iteration=12, slot=1)
 SPOIL = dataclasses.replace(LOSE, deed=Deed.SPOIL)
-NAN = Fault(deed=Deed.NAN, iteration=14, rank=0)
-FLIP = Fault(deed=Deed.FLIP, iteration=14, rank=1)
+NAN = DemoFault(deed=Deed.NAN, iteration=14, rank=0)
+FLIP = DemoFault(deed=Deed.FLIP, iteration=14, rank=1)
 NEAR = ("memory", "local", "replica")
 
 
@@ -107,7 +107,9 @@ def judged(now: Scene, rank: int, rung: Rung, *, quarantine: tuple[str, ...] = (
     ("fault", "rung", "other"),
     [(NAN, Rung.RERUN_STEP, Rung.REPLACE_NODE), (FLIP, Rung.REPLACE_NODE, Rung.RERUN_STEP)],
 )
-def test_nothing_strikes_while_a_number_that_was_struck_is_not_judged(fault: Fault, rung: Rung, other: Rung) -> None:
+def test_nothing_strikes_while_a_number_that_was_struck_is_not_judged(
+    fault: DemoFault, rung: Rung, other: Rung
+) -> None:
     """From two iterations before it a restart would wipe out what it does; earlier, and once it is judged, none."""
     ready = scene(12, 13)
     assert not is_time(KILL, ready, world_size=2, after_cycle=0, planned=[fault])
@@ -135,7 +137,7 @@ def test_a_node_is_not_lost_when_a_flipped_bit_will_need_the_spare() -> None:
 
 def test_nothing_strikes_from_outside_before_a_slow_rank_is_named() -> None:
     """A restart would make it fast again; after many reports without its name the demo goes on, and says so later."""
-    ready, slow = scene(12, 13), Fault(deed=Deed.SLOW, iteration=2, rank=1)
+    ready, slow = scene(12, 13), DemoFault(deed=Deed.SLOW, iteration=2, rank=1)
 
     def reported(*named: int, times: int = 1) -> Scene:
         told = event(EventKind.STRAGGLER_REPORT, "a", 1, rank=0, named=list(named))
@@ -150,7 +152,7 @@ def test_nothing_strikes_from_outside_before_a_slow_rank_is_named() -> None:
 
 def test_a_notice_to_leave_waits_for_its_iteration_alone() -> None:
     """What was not saved yet is saved then."""
-    leave = Fault(deed=Deed.LEAVE, iteration=12, rank=1)
+    leave = DemoFault(deed=Deed.LEAVE, iteration=12, rank=1)
     ready = scene(12, 13, restored=10, durable=10)
     assert is_time(leave, ready, world_size=2, after_cycle=0)
     assert not is_time(leave, ready, world_size=2, after_cycle=1)

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from written_events import written
 
+from outlast.demo.outcome import Slowed, find_slowed, named_ranks, unkept_of_slowed
 from outlast.demo.plan import Deed
-from outlast.demo.slowed import Slowed, find_slowed, named_ranks, unkept_of_slowed
 from outlast.incidents import Event, EventKind, Incident, IncidentKind
 
 

@@ -13,10 +13,10 @@ import time
 
 import msgspec
 
-from outlast.inprocess import messages as m
-from outlast.inprocess.monitor_link import MonitorLink
-from outlast.inprocess.monitor_task import MonitorTask
-from outlast.inprocess.page import Page, RankPhase
+from outlast.inprocess import protocol as m
+from outlast.inprocess.monitor_client import MonitorLink
+from outlast.inprocess.progress import Page, RankPhase
+from outlast.inprocess.protocol import MonitorTask
 
 
 class FakeRank:
@@ -67,10 +67,10 @@ class FakeRank:
                 consequence = "consequence" in rest
                 self.page.set_phase(RankPhase.OUT)
                 self.link.send(
-                    m.Fault(
+                    m.RankFault(
                         initial_rank=self.task.initial_rank,
                         iteration=self.iteration,
-                        kind=m.FaultKind.EXCEPTION,
+                        kind=m.RankFaultKind.EXCEPTION,
                         summary="told to",
                         is_consequence=consequence,
                     )
@@ -94,7 +94,7 @@ class FakeRank:
         if "unready" in self.traits:
             return
         self.page.set_phase(RankPhase.WAITING)
-        self.link.send(m.Ready(iteration=iteration, store_address=f"store-{self.task.initial_rank}-{iteration} 1"))
+        self.link.send(m.RankReady(iteration=iteration, store_address=f"store-{self.task.initial_rank}-{iteration} 1"))
 
     def obey(self, message: m.Listening | m.Order) -> bool:
         self.say(type(message).__name__, **json.loads(msgspec.json.encode(message)))

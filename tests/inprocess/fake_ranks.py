@@ -18,8 +18,8 @@ import psutil
 
 from outlast import clock
 from outlast.errors import DeadlineExceeded
-from outlast.inprocess.monitor_task import MonitorTask
-from outlast.policy.restart_limits import RestartLimits
+from outlast.inprocess.protocol import MonitorTask
+from outlast.policy.inprocess_protocol import RestartLimits
 from outlast.testing import RankProcesses
 
 TIMEOUT_S = 100.0

@@ -8,11 +8,11 @@ import socket
 import pytest
 
 from outlast import clock
-from outlast.inprocess import messages as m
-from outlast.inprocess.candidates import order_candidates
+from outlast.inprocess import protocol as m
+from outlast.inprocess.failover.search import order_candidates
 from outlast.inprocess.hub import Hub
 from outlast.inprocess.link import Link, LinkBroken
-from outlast.policy.restart_limits import RestartLimits
+from outlast.policy.inprocess_protocol import RestartLimits
 
 NUM = 64
 TIMEOUT_S = 50.0
@@ -23,7 +23,7 @@ class Members:
 
     def __init__(self, num: int, num_active: int) -> None:
         self.selector = selectors.DefaultSelector()
-        own = m.Candidate(initial_rank=0, node="n0", address="h 1", life="0")
+        own = m.HubCandidate(initial_rank=0, node="n0", address="h 1", life="0")
         self.hub = Hub(
             self.selector,
             world_size=num,
@@ -34,7 +34,7 @@ class Members:
         )
         self.num_active = num_active
         self.links: dict[int, Link] = {}
-        self.known: dict[int, m.Candidates] = {}
+        self.known: dict[int, m.HubCandidates] = {}
         self.orders: dict[int, list[m.Order]] = {rank: [] for rank in range(num)}
         listener = socket.create_server(("127.0.0.1", 0), backlog=num)
         for rank in range(num):
@@ -45,7 +45,7 @@ class Members:
             place = m.MemberPlace(node=f"n{rank // 8}", space="there", pid=1, address=f"h {rank + 1}")
             self.hub.adopt(
                 Link(accepted, is_trusted=False),
-                m.Join(
+                m.JoinHub(
                     token="",
                     initial_rank=rank,
                     initial_world_size=num,
@@ -53,16 +53,16 @@ class Members:
                     life=str(rank),
                 ),
             )
-            link.send(m.Ready(iteration=0, store_address=f"s {rank}"))
+            link.send(m.RankReady(iteration=0, store_address=f"s {rank}"))
         listener.close()
 
     def hear(self, rank: int) -> None:
         for message in self.links[rank].receive():
             match message:
-                case m.Candidates():
+                case m.HubCandidates():
                     self.known[rank] = message
                 case m.Restart(iteration=iteration):
-                    self.links[rank].send(m.Ready(iteration=iteration, store_address=f"s {rank}"))
+                    self.links[rank].send(m.RankReady(iteration=iteration, store_address=f"s {rank}"))
                 case m.Assign(ordinal=ordinal, members=members):
                     living = [member.initial_rank for member in members if member.is_alive]
                     ranks = {number: at if at < self.num_active else None for at, number in enumerate(living)}
@@ -101,7 +101,7 @@ def test_many_members_restart_and_finish() -> None:
         members.run_until(m.Go, range(NUM), 0)
         assert [c.initial_rank for c in members.known[5].candidates] == [0, 8, 16, 24]
         assert members.known[5].members.keys() == set(range(NUM))
-        gone = m.Fault(initial_rank=9, iteration=0, kind=m.FaultKind.DIED)
+        gone = m.RankFault(initial_rank=9, iteration=0, kind=m.RankFaultKind.DIED)
         members.links[9].send(m.Gone(fault=gone))
         rest = [rank for rank in range(NUM) if rank != 9]
         members.run_until(m.Go, rest, 1)
@@ -131,7 +131,7 @@ def test_hub_that_loses_most_members_stops_the_rest() -> None:
 def test_candidates_are_spread_over_nodes() -> None:
     """The host comes first, then one of each other node, then others; four at most."""
     able = [
-        m.Candidate(initial_rank=rank, node=node, address=f"h {rank + 1}", life=str(rank))
+        m.HubCandidate(initial_rank=rank, node=node, address=f"h {rank + 1}", life=str(rank))
         for rank, node in enumerate(["a", "a", "b", "b", "c"])
     ]
     assert [c.initial_rank for c in order_candidates(able, 1)] == [1, 2, 4, 0]

@@ -7,7 +7,7 @@ import socket
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from outlast.inprocess.iteration_store import IterationStore
+from outlast.inprocess.call import IterationStore
 
 
 def test_its_address_is_known_before_it_serves() -> None:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from outlast.inprocess.handle import Handle
-from outlast.inprocess.interruption import Interruption
-from outlast.inprocess.kept_state import KeptState
-from outlast.inprocess.own_page import CAPACITY_BYTES, OwnPage
-from outlast.inprocess.own_things import OwnThings
+from outlast.inprocess.call import Handle, RestartRequested
+from outlast.inprocess.kept_state import KeptTrainingState
+from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer
 from outlast.inprocess.restore import Restore
+from outlast.runtime.interruption import SignalInterruption
 
 
 class Training:
@@ -56,8 +55,8 @@ class Training:
 
 
 @pytest.fixture
-def kept() -> Iterator[KeptState]:
-    keeper = KeptState()
+def kept() -> Iterator[KeptTrainingState]:
+    keeper = KeptTrainingState()
     yield keeper
     keeper.close()
 
@@ -66,7 +65,7 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-def _begin(kept: KeptState, training: Training, num_steps: int = 2) -> None:
+def _begin(kept: KeptTrainingState, training: Training, num_steps: int = 2) -> None:
     kept.watch(training.state, {}, rank=0, world_size=1)
     kept.note(0)
     for number in range(num_steps):
@@ -74,7 +73,7 @@ def _begin(kept: KeptState, training: Training, num_steps: int = 2) -> None:
         kept.note(number + 1)
 
 
-def test_between_steps_and_before_the_update_it_is_whole(kept: KeptState) -> None:
+def test_between_steps_and_before_the_update_it_is_whole(kept: KeptTrainingState) -> None:
     """Left in the forward or backward pass, the state is that of the steps done."""
     training = Training()
     _begin(kept, training)
@@ -83,7 +82,7 @@ def test_between_steps_and_before_the_update_it_is_whole(kept: KeptState) -> Non
     assert kept.look(training.state)[0] == 2
 
 
-def test_an_update_that_began_tears_it(kept: KeptState) -> None:
+def test_an_update_that_began_tears_it(kept: KeptTrainingState) -> None:
     """Left within an optimizer's step or after it, before the body's end, nothing is whole."""
     training = Training()
     _begin(kept, training)
@@ -115,10 +114,10 @@ class Mark:
 
 @pytest.mark.parametrize(("mark", "expected"), [(Mark(False), None), (Mark(False, False, True), 2), (None, 2)])
 def test_what_a_device_has_not_computed_is_not_whole(
-    kept: KeptState, monkeypatch: pytest.MonkeyPatch, mark: Mark | None, expected: int | None
+    kept: KeptTrainingState, monkeypatch: pytest.MonkeyPatch, mark: Mark | None, expected: int | None
 ) -> None:
     """Steps are counted when they are given to the device; behind an aborted collective it computes garbage."""
-    interruption = Interruption(_fail.__code__)
+    interruption = SignalInterruption(RestartRequested, _fail.__code__)
     call = Handle(Any, interruption=interruption, page=Any, on_first_ping=_fail, kept={})  # type: ignore[arg-type]
     monkeypatch.setattr("outlast.inprocess.kept_state.current_handle", lambda: call)
     monkeypatch.setattr("outlast.runtime.device.mark_work", lambda: mark)
@@ -138,9 +137,13 @@ class BrokenMark:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_what_a_device_that_failed_has_computed_is_not_whole(kept: KeptState, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_device_that_failed_has_computed_is_not_whole(
+    kept: KeptTrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A device that cannot be asked any more is trusted with nothing."""
-    call = Handle(Any, interruption=Interruption(_fail.__code__), page=Any, on_first_ping=_fail, kept={})  # type: ignore[arg-type]
+    call = Handle(
+        Any, interruption=SignalInterruption(RestartRequested, _fail.__code__), page=Any, on_first_ping=_fail, kept={}
+    )  # type: ignore[arg-type]
     monkeypatch.setattr("outlast.inprocess.kept_state.current_handle", lambda: call)
     monkeypatch.setattr("outlast.runtime.device.mark_work", BrokenMark)
     training = Training()
@@ -151,7 +154,7 @@ def test_what_a_device_that_failed_has_computed_is_not_whole(kept: KeptState, mo
     assert kept.look(training.state)[0] is None
 
 
-def test_what_else_writes_is_noticed(kept: KeptState) -> None:
+def test_what_else_writes_is_noticed(kept: KeptTrainingState) -> None:
     """Weights changed outside of an optimizer, in the step or after the call, or other objects: not whole."""
     training = Training()
     _begin(kept, training)
@@ -170,7 +173,7 @@ def test_what_else_writes_is_noticed(kept: KeptState) -> None:
     assert kept.is_used(training.state)
 
 
-def test_buffers_become_what_they_were(kept: KeptState) -> None:
+def test_buffers_become_what_they_were(kept: KeptTrainingState) -> None:
     """A forward pass has moved running statistics: they are put back, and no other rank counts as having the same."""
     training = Training(norm=True)
     _begin(kept, training)
@@ -183,7 +186,7 @@ def test_buffers_become_what_they_were(kept: KeptState) -> None:
     assert kept.has_changing_buffers
 
 
-def test_nothing_of_a_released_state_is_held(kept: KeptState) -> None:
+def test_nothing_of_a_released_state_is_held(kept: KeptTrainingState) -> None:
     """Who does not keep his objects has them once, not twice; hooks are gone."""
     training = Training()
     _begin(kept, training)
@@ -202,7 +205,7 @@ def test_own_things_come_back_exactly() -> None:
     """Random numbers of python, numpy and torch, half-used pairs of normal numbers included, schedules, learning rates,
     tensors and plain values."""
     training = Training()
-    things = OwnThings(training.state, {"optimizer": training.optimizer})
+    things = RankLocalState(training.state, {"optimizer": training.optimizer})
     for _ in range(3):
         training.step()
         data = things.take()
@@ -236,8 +239,8 @@ def test_own_things_come_back_exactly() -> None:
 
 def test_the_page_holds_two_iterations_for_a_neighbour() -> None:
     """Another process reads them by pid and descriptor; one that is being written is not there."""
-    page = OwnPage.create()
-    other = OwnPage.open(os.getpid(), page.fd)
+    page = SharedBuffer.create()
+    other = SharedBuffer.open(os.getpid(), page.fd)
     assert other.iterations() == ()
     for iteration in range(3):
         page.write(iteration, bytes([iteration]) * 1000)
@@ -276,7 +279,7 @@ def test_one_rank_goes_on_and_ends_with_the_same_bits() -> None:
     restore.close()
 
 
-def test_too_much_beside_the_model_is_not_kept(kept: KeptState) -> None:
+def test_too_much_beside_the_model_is_not_kept(kept: KeptTrainingState) -> None:
     """What would make every step expensive is left to the checkpoint, and the reason says so."""
     training = Training()
     training.state["large"] = torch.zeros(CAPACITY_BYTES)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from outlast.inprocess import messages as m
-from outlast.inprocess.monitor_link import MonitorLink
-from outlast.inprocess.monitor_task import MonitorTask
-from outlast.inprocess.page import Page
-from outlast.policy.restart_limits import RestartLimits
+from outlast.inprocess import protocol as m
+from outlast.inprocess.monitor_client import MonitorLink
+from outlast.inprocess.progress import Page
+from outlast.inprocess.protocol import MonitorTask
+from outlast.policy.inprocess_protocol import RestartLimits
 
 pytestmark = pytest.mark.process
 TIMEOUT_MS = 100_000
@@ -59,7 +59,7 @@ def test_address_comes_first_and_an_order_follows(link: MonitorLink) -> None:
     (listening,) = hear(link)
     assert isinstance(listening, m.Listening)
     link.send(m.Connect(hub=listening.address, token="a" * 32))
-    link.send(m.Ready(iteration=0, store_address="127.0.0.1 1"))
+    link.send(m.RankReady(iteration=0, store_address="127.0.0.1 1"))
     (question,) = hear(link)
     assert isinstance(question, m.Assign)
     link.send(m.Assigned(ordinal=question.ordinal, ranks={0: 0}))

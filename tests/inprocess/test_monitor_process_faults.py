@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_ranks import TOKEN, FakeRanks, shut_down_link
 
-from outlast.inprocess import messages as m
+from outlast.inprocess import protocol as m
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
@@ -375,7 +375,7 @@ def test_wrong_secret_is_refused() -> None:
         ranks.connect()
         ranks.go(0)
         place = m.MemberPlace(node="here", space="", pid=1, address="x 1")
-        join = m.Join(token="0" * len(TOKEN), initial_rank=1, initial_world_size=3, place=place, life="x")
+        join = m.JoinHub(token="0" * len(TOKEN), initial_rank=1, initial_world_size=3, place=place, life="x")
         data = m.encode(join)
         host, port = ranks.hub.split(" ")
         with socket.create_connection((host, int(port)), timeout=50.0) as stranger:

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from outlast.inprocess.messages import FaultKind
-from outlast.inprocess.monitor_task import MonitorTask
-from outlast.inprocess.page import Page, RankPhase
-from outlast.inprocess.rank_watch import RankWatch, SoftTimeout, Stuck
-from outlast.policy.restart_limits import RestartLimits
+from outlast.inprocess.progress import Page, RankPhase, RankWatch, SoftTimeout, Stuck
+from outlast.inprocess.protocol import MonitorTask, RankFaultKind
+from outlast.policy.inprocess_protocol import RestartLimits
 
 TASK = MonitorTask(
     pid=1,
@@ -71,7 +69,7 @@ def test_stopped_rank_is_stuck_at_the_hard_timeout() -> None:
     assert watch.look(s(13.9))[0] is None
     found, _ = watch.look(s(14.0))
     assert isinstance(found, Stuck)
-    assert found.kind == FaultKind.HARD_TIMEOUT
+    assert found.kind == RankFaultKind.HARD_TIMEOUT
     assert "stopped" in found.summary
 
 
@@ -130,7 +128,7 @@ def test_rank_stopped_outside_the_function_is_stuck_at_the_hard_timeout(phase: R
     assert watch.look(s(999.9)) == (None, s(1000.0))
     found, _ = watch.look(s(1000.0))
     assert isinstance(found, Stuck)
-    assert found.kind == FaultKind.HARD_TIMEOUT
+    assert found.kind == RankFaultKind.HARD_TIMEOUT
     watch.note_end()
     assert watch.look(s(1000.0)) == (None, None)
 
@@ -163,7 +161,7 @@ def test_silence_before_the_function_is_bounded() -> None:
     assert watch.look(s(14.4)) == (None, s(14.5))
     found, _ = watch.look(s(14.5))
     assert isinstance(found, Stuck)
-    assert found.kind == FaultKind.HARD_TIMEOUT
+    assert found.kind == RankFaultKind.HARD_TIMEOUT
 
 
 def test_order_to_go_ends_the_order_to_leave() -> None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 
 from outlast.errors import ConfigError, RestartAbort, UnhealthyRank
-from outlast.inprocess.assignments import ActiveWorldSizeDivisibleBy, FillGaps, Level, MaxActiveWorldSize, Tree
-from outlast.inprocess.compose import Compose
-from outlast.inprocess.retry import FaultCounter, RetryController
-from outlast.inprocess.state import State
+from outlast.inprocess.plugins import (
+    ActiveWorldSizeDivisibleBy,
+    Compose,
+    FaultCounter,
+    FillGaps,
+    Level,
+    MaxActiveWorldSize,
+    RetryController,
+    State,
+    Tree,
+)
 
 
 def state(**changes: object) -> State:

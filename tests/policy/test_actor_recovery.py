@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from outlast.policy.actor_recovery import (
     ActorFacts,
-    Budget,
     Exhausted,
     Formation,
-    Missing,
+    MissingSlots,
+    RecoveryBudget,
     ends_call,
-    fill_seats,
-    shrink_seats,
+    fill_slots,
+    shrink_slots,
 )
 
 NODES = st.sampled_from(["a", "b", "c"])
@@ -40,10 +40,10 @@ def test_exactly_the_empty_seats_are_filled(
 ) -> None:
     """Survivors keep seat and state; each empty seat, wherever it is, gets one spare that loads; none sits twice."""
     before, survivors, spares = case
-    formation = fill_seats(before, survivors, spares)
+    formation = fill_slots(before, survivors, spares)
     empty = set(before) - set(survivors)
     if len(spares) < len(empty):
-        assert isinstance(formation, Missing)
+        assert isinstance(formation, MissingSlots)
         assert len(formation.ranks) == len(empty) - len(spares)
         assert set(formation.ranks) <= empty
         return
@@ -65,8 +65,8 @@ def test_a_spare_of_the_same_node_comes_first(
 ) -> None:
     """As many seats as possible are filled from the node that they were on."""
     before, survivors, spares = case
-    formation = fill_seats(before, survivors, spares)
-    if isinstance(formation, Missing):
+    formation = fill_slots(before, survivors, spares)
+    if isinstance(formation, MissingSlots):
         return
     node_of = {spare.actor: spare.node for spare in spares}
     for node in "abc":
@@ -81,9 +81,9 @@ def test_a_smaller_group_takes_survivors_first_and_all_load(
 ) -> None:
     """When a group shrinks nobody trusts its state, survivors come before spares, and the rest of them waits."""
     _, survivors, spares = case
-    formation = shrink_seats(num_seats, survivors, spares)
+    formation = shrink_slots(num_seats, survivors, spares)
     if num_seats > len(survivors) + len(spares):
-        assert isinstance(formation, Missing)
+        assert isinstance(formation, MissingSlots)
         assert len(formation.ranks) == num_seats - len(survivors) - len(spares)
         return
     assert isinstance(formation, Formation)
@@ -108,7 +108,7 @@ def test_a_call_is_repeated_from_where_it_began_only() -> None:
 @given(st.lists(st.sampled_from(["lost", "end", "same"]), max_size=60), st.integers(1, 4))
 def test_recoveries_without_progress_are_bounded(story: list[str], limit: int) -> None:
     """However calls end in between, more than the limit of recoveries in a row are granted with progress only."""
-    budget, iteration, granted = Budget(limit), 0, 0
+    budget, iteration, granted = RecoveryBudget(limit), 0, 0
     for event in story:
         if event == "lost":
             if isinstance(budget.spend(), Exhausted):
@@ -126,7 +126,7 @@ def test_recoveries_without_progress_are_bounded(story: list[str], limit: int) -
 
 def test_going_back_and_getting_no_further_is_no_progress() -> None:
     """An iteration that kills whoever comes to it is not tried for ever, though others end in between."""
-    budget = Budget(2)
+    budget = RecoveryBudget(2)
     budget.note_end(6)
     for _ in range(2):
         assert budget.spend() is None
@@ -139,7 +139,7 @@ def test_going_back_and_getting_no_further_is_no_progress() -> None:
 
 def test_without_state_every_call_is_progress() -> None:
     """Actors that keep no state have no iterations to tell progress by."""
-    budget = Budget(1)
+    budget = RecoveryBudget(1)
     for _ in range(5):
         assert budget.spend() is None
         budget.note_end(None)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outlast.config import FaultToleranceConfig
 from outlast.policy.deadlines import Subject, Timeouts, deadlines, expired, wake_at_ns
-from outlast.policy.in_process import InProcessState
+from outlast.policy.inprocess_protocol import InProcessState
 from outlast.runtime.board import OpenSection, RankState
 
 S = 1_000_000_000

@@ -8,12 +8,12 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.in_place import Holding, InPlacePlan, Origin, plan_in_place
+from outlast.policy.in_place import InPlaceHolding, InPlacePlan, Origin, plan_in_place
 
 WORLD = 4
 
 
-def holding(rank: int, iteration: int | None = 7, **facts: Any) -> Holding:
+def holding(rank: int, iteration: int | None = 7, **facts: Any) -> InPlaceHolding:
     """Return what a survivor holds whose neighbours are those next to it."""
     around = dict.fromkeys(range(WORLD), (iteration - 1, iteration)) if iteration is not None else {}
     usual: dict[str, Any] = {
@@ -25,11 +25,11 @@ def holding(rank: int, iteration: int | None = 7, **facts: Any) -> Holding:
         "replicas": tuple(range(WORLD)),
         "own": around,
     }
-    return Holding(**{**usual, **facts})
+    return InPlaceHolding(**{**usual, **facts})
 
 
-def reserve() -> Holding:
-    return Holding(replicas=tuple(range(WORLD)), is_shared=True)
+def reserve() -> InPlaceHolding:
+    return InPlaceHolding(replicas=tuple(range(WORLD)), is_shared=True)
 
 
 def test_survivors_go_on_in_place() -> None:
@@ -72,7 +72,7 @@ def test_any_doubt_leads_to_the_tiers() -> None:
     """Replicas that differ, another world size, parts or own things that nobody has, different origins: the tiers."""
     whole = [holding(rank) for rank in range(WORLD)]
 
-    def reason(*ranks: Holding | None) -> str:
+    def reason(*ranks: InPlaceHolding | None) -> str:
         given = [one if one is not None else whole[rank] for rank, one in enumerate(ranks)]
         plan = plan_in_place(given)
         assert plan.iteration is None
@@ -100,11 +100,11 @@ def test_parts_of_their_own_stay_where_they_are() -> None:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> list[Holding]:
+def worlds(draw: st.DrawFn) -> list[InPlaceHolding]:
     size = draw(st.integers(1, 5))
     ranks = st.integers(0, size - 1)
     return [
-        Holding(
+        InPlaceHolding(
             iteration=(iteration := draw(st.none() | st.integers(5, 7))),
             reason="" if iteration is not None else "torn",
             rank=draw(ranks),
@@ -119,7 +119,7 @@ def worlds(draw: st.DrawFn) -> list[Holding]:
 
 
 @given(worlds())
-def test_a_plan_can_be_carried_out(holdings: list[Holding]) -> None:
+def test_a_plan_can_be_carried_out(holdings: list[InPlaceHolding]) -> None:
     """Whatever ranks hold: who gives has what is given, at the plan's iteration, and everybody ends up with all."""
     plan = plan_in_place(holdings)
     if plan.iteration is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from outlast.policy.in_process import InProcessState, has_resumed, is_survivable, needs_restart, newest_begun
+from outlast.policy.inprocess_protocol import InProcessState, has_resumed, is_survivable, needs_restart, newest_begun
 
 OFF, ACTIVE, RESTARTING, RETURNED, LEFT, GAVE_UP, RESERVE, COMPLETED = InProcessState
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import ConfigError, OutlastError, RestartAbort
-from outlast.inprocess.assignments import (
+from outlast.inprocess.plugins import (
     ActiveWorldSizeDivisibleBy,
+    Compose,
     FillGaps,
     Level,
     MaxActiveWorldSize,
     ShiftRanks,
     Tree,
 )
-from outlast.inprocess.compose import Compose
 from outlast.policy.rank_assignment import Assignment, Member, Rule, assign
 
 

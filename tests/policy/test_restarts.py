@@ -7,12 +7,24 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from outlast.policy import restart_orders as o
-from outlast.policy.restart_faults import count_causes
-from outlast.policy.restart_limits import RestartLimits
-from outlast.policy.restart_state import Came, Event, Isolated, Lost, Phase, RestartState, Said, Send, Tick, begin
-from outlast.policy.restart_state import take_over as follow
-from outlast.policy.restarts import advance, next_deadline_s
+from outlast.policy import inprocess_protocol as o
+from outlast.policy.inprocess_protocol import RestartLimits
+from outlast.policy.inprocess_restart import (
+    Event,
+    Isolated,
+    MemberJoined,
+    MemberLost,
+    MemberReported,
+    RestartPhase,
+    RestartState,
+    Send,
+    TimePassed,
+    advance,
+    begin,
+    count_causes,
+    next_deadline_s,
+)
+from outlast.policy.inprocess_restart import take_over as follow
 
 LIMITS = RestartLimits(barrier_timeout_s=100.0, completion_timeout_s=50.0, last_call_wait_s=1.0)
 
@@ -29,16 +41,18 @@ class Hub:
         self.orders += actions
         return list(actions)
 
-    def come(self, rank: int, standing: o.Standing | None = None) -> list[Send]:
-        return self.on(Came(initial_rank=rank, node="n", standing=standing or o.Standing(), at_s=self.now_s))
+    def come(self, rank: int, standing: o.MemberStanding | None = None) -> list[Send]:
+        return self.on(
+            MemberJoined(initial_rank=rank, node="n", standing=standing or o.MemberStanding(), at_s=self.now_s)
+        )
 
     def hear(self, rank: int, report: o.Report) -> list[Send]:
-        return self.on(Said(initial_rank=rank, report=report, at_s=self.now_s))
+        return self.on(MemberReported(initial_rank=rank, report=report, at_s=self.now_s))
 
     def ready(self, iteration: int, ranks: Iterable[int]) -> list[Send]:
         found: list[Send] = []
         for rank in ranks:
-            found += self.hear(rank, o.Ready(iteration=iteration, store_address=f"host {rank}"))
+            found += self.hear(rank, o.RankReady(iteration=iteration, store_address=f"host {rank}"))
         return found
 
     def assign(self, ranks: dict[int, int | None]) -> list[Send]:
@@ -46,19 +60,19 @@ class Hub:
         return self.hear(self.state.question.to, o.Assigned(ordinal=self.state.question.ordinal, ranks=ranks))
 
     def die(self, rank: int) -> list[Send]:
-        return self.on(Lost(initial_rank=rank, kind=o.FaultKind.DIED, summary="gone", at_s=self.now_s))
+        return self.on(MemberLost(initial_rank=rank, kind=o.RankFaultKind.DIED, summary="gone", at_s=self.now_s))
 
     def fault(self, rank: int, iteration: int, *, is_consequence: bool = False) -> list[Send]:
-        kind = o.FaultKind.EXCEPTION
+        kind = o.RankFaultKind.EXCEPTION
         return self.hear(
-            rank, o.Fault(initial_rank=rank, iteration=iteration, kind=kind, is_consequence=is_consequence)
+            rank, o.RankFault(initial_rank=rank, iteration=iteration, kind=kind, is_consequence=is_consequence)
         )
 
     def wait(self) -> list[Send]:
         due_s = next_deadline_s(self.state, self.limits)
         assert due_s is not None
         self.now_s = due_s
-        return self.on(Tick(at_s=self.now_s))
+        return self.on(TimePassed(at_s=self.now_s))
 
 
 def running(num_active: int, num: int, limits: RestartLimits = LIMITS) -> Hub:
@@ -67,7 +81,7 @@ def running(num_active: int, num: int, limits: RestartLimits = LIMITS) -> Hub:
         hub.come(rank)
     hub.ready(0, range(num))
     hub.assign({rank: rank if rank < num_active else None for rank in range(num)})
-    assert hub.state.phase == Phase.RUNNING
+    assert hub.state.phase == RestartPhase.RUNNING
     return hub
 
 
@@ -122,7 +136,7 @@ def test_members_are_finished_together() -> None:
     assert hub.hear(0, o.Completed(iteration=0)) == []
     to, order = only(hub.hear(1, o.Completed(iteration=0)))
     assert (to, order) == ((0, 1, 2), o.Finish(iteration=0))
-    assert hub.state.phase == Phase.FINISHED
+    assert hub.state.phase == RestartPhase.FINISHED
 
 
 def test_completed_rank_may_die() -> None:
@@ -141,7 +155,7 @@ def test_fault_restarts_completed_ranks_too() -> None:
     hub.ready(1, [0, 1])
     hub.assign({0: 0, 1: 1})
     assert hub.hear(1, o.Completed(iteration=1)) == []
-    assert hub.state.phase == Phase.RUNNING
+    assert hub.state.phase == RestartPhase.RUNNING
 
 
 def test_late_completion_is_a_fault() -> None:
@@ -151,10 +165,10 @@ def test_late_completion_is_a_fault() -> None:
     hub.wait()
     assert hub.now_s == LIMITS.completion_timeout_s
     assert {(f.initial_rank, f.kind) for f in hub.state.faults} == {
-        (1, o.FaultKind.COMPLETION_TIMEOUT),
-        (2, o.FaultKind.COMPLETION_TIMEOUT),
+        (1, o.RankFaultKind.COMPLETION_TIMEOUT),
+        (2, o.RankFaultKind.COMPLETION_TIMEOUT),
     }
-    assert (hub.state.phase, hub.state.iteration) == (Phase.FORMING, 1)
+    assert (hub.state.phase, hub.state.iteration) == (RestartPhase.FORMING, 1)
 
 
 def test_only_consequences_wait_for_their_cause() -> None:
@@ -189,10 +203,10 @@ def test_soft_timeouts_around_a_stuck_rank_are_consequences() -> None:
     """Ranks that waited for one that had to be ended are not blamed for it."""
     hub = running(3, 4)
     for rank in (0, 2):
-        kind = o.FaultKind.SOFT_TIMEOUT
-        hub.hear(rank, o.Fault(initial_rank=rank, iteration=0, kind=kind))
+        kind = o.RankFaultKind.SOFT_TIMEOUT
+        hub.hear(rank, o.RankFault(initial_rank=rank, iteration=0, kind=kind))
     hub.ready(1, [0, 2, 3])
-    hub.on(Lost(initial_rank=1, kind=o.FaultKind.HARD_TIMEOUT, summary="stopped", at_s=0.0))
+    hub.on(MemberLost(initial_rank=1, kind=o.RankFaultKind.HARD_TIMEOUT, summary="stopped", at_s=0.0))
     _, order = only(hub.assign({0: 0, 2: 2, 3: 1}))
     assert isinstance(order, o.Go)
     assert order.fault_counts == {1: 1}
@@ -265,7 +279,7 @@ def test_member_that_comes_back_hears_what_it_missed() -> None:
     """An order that was given while a member's link was broken is given again when it comes back."""
     hub = running(2, 2)
     hub.fault(1, 0)
-    here = o.Standing(iteration=0, ranks={0: 0, 1: 1})
+    here = o.MemberStanding(iteration=0, ranks={0: 0, 1: 1})
     assert only(hub.come(0, here))[1] == o.Restart(iteration=1, faults=hub.state.faults)
     hub.ready(1, [0, 1])
     hub.assign({0: 0, 1: 1})
@@ -292,12 +306,14 @@ def test_next_hub_goes_on_with_what_runs() -> None:
     """A new hub disturbs nobody where all are in the same iteration, and knows who has completed."""
     ranks: dict[int, int | None] = {0: 0, 1: 1, 2: None}
     standings = {
-        rank: o.Standing(iteration=3, ranks=ranks, restart=3, fault_counts={0: 3}, completed=3 if rank == 1 else 2)
+        rank: o.MemberStanding(
+            iteration=3, ranks=ranks, restart=3, fault_counts={0: 3}, completed=3 if rank == 1 else 2
+        )
         for rank in ranks
     }
     hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 3, 0.0))
     assert [hub.come(rank, standing) for rank, standing in standings.items()] == [[], [], []]
-    assert (hub.state.phase, hub.state.iteration, dict(hub.state.fault_counts)) == (Phase.RUNNING, 3, {0: 3})
+    assert (hub.state.phase, hub.state.iteration, dict(hub.state.fault_counts)) == (RestartPhase.RUNNING, 3, {0: 3})
     assert isinstance(only(hub.hear(0, o.Completed(iteration=3)))[1], o.Finish)
 
 
@@ -305,8 +321,8 @@ def test_next_hub_restarts_where_only_some_went() -> None:
     """Where the old hub died while it gave the order to go, the iteration is left again by those who got it."""
     ranks: dict[int, int | None] = {0: 0, 1: 1}
     standings = {
-        0: o.Standing(iteration=1, ranks=ranks, restart=1),
-        1: o.Standing(iteration=0, ranks=ranks, restart=1, ready=o.Ready(iteration=1, store_address="b 1")),
+        0: o.MemberStanding(iteration=1, ranks=ranks, restart=1),
+        1: o.MemberStanding(iteration=0, ranks=ranks, restart=1, ready=o.RankReady(iteration=1, store_address="b 1")),
     }
     hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 0.0))
     orders = [only(hub.come(rank, standing))[1] for rank, standing in standings.items()]
@@ -317,7 +333,9 @@ def test_answers_to_the_old_hub_are_not_taken() -> None:
     """What was assigned for another hub's question says nothing about this one's members."""
     ranks: dict[int, int | None] = {0: 0, 1: 1}
     standings = {
-        rank: o.Standing(iteration=0, ranks=ranks, restart=1, ready=o.Ready(iteration=1, store_address=f"h {rank + 1}"))
+        rank: o.MemberStanding(
+            iteration=0, ranks=ranks, restart=1, ready=o.RankReady(iteration=1, store_address=f"h {rank + 1}")
+        )
         for rank in ranks
     }
     hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 7.0))
@@ -332,7 +350,7 @@ def test_member_that_has_seen_more_takes_all_along() -> None:
     hub = Hub(begin(2, 0.0))
     hub.come(1)
     hub.ready(0, [1])
-    to, order = only(hub.come(0, o.Standing(iteration=2, ranks={0: 0, 1: None}, restart=2, fault_counts={0: 2})))
+    to, order = only(hub.come(0, o.MemberStanding(iteration=2, ranks={0: 0, 1: None}, restart=2, fault_counts={0: 2})))
     assert (to, order) == ((0, 1), o.Restart(iteration=3))
     assert hub.state.fault_counts == {0: 2}
 
@@ -340,8 +358,8 @@ def test_member_that_has_seen_more_takes_all_along() -> None:
 def test_a_rank_is_at_fault_once_in_an_iteration() -> None:
     """However many ways it showed, and on top of what was counted before; who only waited is not counted."""
     faults = (
-        o.Fault(initial_rank=1, iteration=4, kind=o.FaultKind.SOFT_TIMEOUT),
-        o.Fault(initial_rank=1, iteration=4, kind=o.FaultKind.EXCEPTION),
-        o.Fault(initial_rank=2, iteration=4, kind=o.FaultKind.EXCEPTION, is_consequence=True),
+        o.RankFault(initial_rank=1, iteration=4, kind=o.RankFaultKind.SOFT_TIMEOUT),
+        o.RankFault(initial_rank=1, iteration=4, kind=o.RankFaultKind.EXCEPTION),
+        o.RankFault(initial_rank=2, iteration=4, kind=o.RankFaultKind.EXCEPTION, is_consequence=True),
     )
     assert count_causes({1: 2, 3: 1}, faults) == {1: 3, 3: 1}

@@ -9,32 +9,33 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.inprocess.record import Record
-from outlast.policy import restart_orders as o
-from outlast.policy.restart_limits import RestartLimits
-from outlast.policy.restart_state import (
-    Came,
+from outlast.inprocess.protocol import MemberRecord
+from outlast.policy import inprocess_protocol as o
+from outlast.policy.inprocess_protocol import RestartLimits
+from outlast.policy.inprocess_restart import (
     Event,
-    Lost,
-    Phase,
+    MemberJoined,
+    MemberLost,
+    MemberReported,
+    RestartPhase,
     RestartState,
-    Said,
-    Tick,
+    TimePassed,
+    advance,
     begin,
+    next_deadline_s,
     take_over,
 )
-from outlast.policy.restarts import advance, next_deadline_s
 
 LIMITS = RestartLimits(barrier_timeout_s=120.0, completion_timeout_s=120.0, last_call_wait_s=1.0, max_iterations=6)
 
 
 @dataclass
-class Rank:
+class WrappedRank:
     """A member as it really is, with what is on its way to and from it."""
 
     orders: deque[o.Order | dict[int, str]] = field(default_factory=deque)
     reports: deque[o.Report] = field(default_factory=deque)
-    record: Record = field(default_factory=Record)
+    record: MemberRecord = field(default_factory=MemberRecord)
     known: dict[int, str] = field(default_factory=dict)
     """Who belongs to the group, as the hub said last."""
     lives: bool = True
@@ -48,7 +49,7 @@ class Rank:
 
 class World:
     def __init__(self, num: int) -> None:
-        self.ranks = {rank: Rank() for rank in range(num)}
+        self.ranks = {rank: WrappedRank() for rank in range(num)}
         self.now_s = 0.0
         self.state: RestartState = begin(num, 0.0)
         self.told: set[int] = set()
@@ -59,7 +60,7 @@ class World:
     def advance(self, event: Event) -> None:
         before = self.state
         self.state, actions = advance(before, event, LIMITS)
-        if self.state.phase == Phase.RUNNING and self.state.members.keys() != self.told:
+        if self.state.phase == RestartPhase.RUNNING and self.state.members.keys() != self.told:
             self.told = set(self.state.members)
             for rank in self.ranks.values():
                 if rank.linked:
@@ -85,7 +86,9 @@ class World:
             rank.orders.clear()
             rank.reports.clear()
             rank.linked = True
-            self.advance(Came(initial_rank=number, node=f"n{number}", standing=rank.record.standing, at_s=self.now_s))
+            self.advance(
+                MemberJoined(initial_rank=number, node=f"n{number}", standing=rank.record.standing, at_s=self.now_s)
+            )
             for report in rank.record.reports():
                 rank.reports.append(report)
 
@@ -97,14 +100,16 @@ class World:
 
     def give_up_link(self, number: int) -> None:
         if not self.ranks[number].linked:
-            self.advance(Lost(initial_rank=number, kind=o.FaultKind.LINK_LOST, summary="out of reach", at_s=self.now_s))
+            self.advance(
+                MemberLost(initial_rank=number, kind=o.RankFaultKind.LINK_LOST, summary="out of reach", at_s=self.now_s)
+            )
 
     def die(self, number: int) -> None:
         rank = self.ranks[number]
         if rank.lives:
             rank.lives, rank.in_fn = False, None
             self.cut(number)
-            self.advance(Lost(initial_rank=number, kind=o.FaultKind.DIED, summary="killed", at_s=self.now_s))
+            self.advance(MemberLost(initial_rank=number, kind=o.RankFaultKind.DIED, summary="killed", at_s=self.now_s))
 
     def follow_hub(self, number: int) -> None:
         """The hub is gone; another one takes over with those who live and can reach it."""
@@ -121,7 +126,9 @@ class World:
             self.link(comer)
         for other in nodes:
             if other not in comers:
-                self.advance(Lost(initial_rank=other, kind=o.FaultKind.DIED, summary="did not come", at_s=self.now_s))
+                self.advance(
+                    MemberLost(initial_rank=other, kind=o.RankFaultKind.DIED, summary="did not come", at_s=self.now_s)
+                )
 
     def report(self, number: int, report: o.Report) -> None:
         rank = self.ranks[number]
@@ -132,7 +139,7 @@ class World:
     def hear(self, number: int) -> None:
         rank = self.ranks[number]
         if rank.reports and rank.linked:
-            self.advance(Said(initial_rank=number, report=rank.reports.popleft(), at_s=self.now_s))
+            self.advance(MemberReported(initial_rank=number, report=rank.reports.popleft(), at_s=self.now_s))
 
     def obey(self, number: int) -> None:
         rank = self.ranks[number]
@@ -178,7 +185,7 @@ class World:
             ready = rank.record.standing.ready
             if ready is None or ready.iteration < rank.leaves_before:
                 rank.in_fn = None
-                self.report(number, o.Ready(iteration=rank.leaves_before, store_address=f"{number} 1"))
+                self.report(number, o.RankReady(iteration=rank.leaves_before, store_address=f"{number} 1"))
 
     def fail(self, number: int) -> None:
         rank = self.ranks[number]
@@ -194,11 +201,11 @@ class World:
             self.report(number, self.fault(number, rank.in_fn, is_consequence=True))
             rank.in_fn = None
 
-    def fault(self, number: int, iteration: int, *, is_consequence: bool) -> o.Fault:
-        return o.Fault(
+    def fault(self, number: int, iteration: int, *, is_consequence: bool) -> o.RankFault:
+        return o.RankFault(
             initial_rank=number,
             iteration=iteration,
-            kind=o.FaultKind.EXCEPTION,
+            kind=o.RankFaultKind.EXCEPTION,
             is_consequence=is_consequence,
         )
 
@@ -221,7 +228,7 @@ class World:
         due_s = next_deadline_s(self.state, LIMITS)
         if due_s is not None:
             self.now_s = max(self.now_s, due_s)
-            self.advance(Tick(at_s=self.now_s))
+            self.advance(TimePassed(at_s=self.now_s))
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -246,7 +253,7 @@ class World:
                         moved = True
             if self.state.end is not None or all(r.ended or not r.lives for r in self.ranks.values()):
                 return
-            if self.state.phase == Phase.RUNNING and next_deadline_s(self.state, LIMITS) is None:
+            if self.state.phase == RestartPhase.RUNNING and next_deadline_s(self.state, LIMITS) is None:
                 # Its monitor process ends a rank that does not move.
                 for number, rank in self.ranks.items():
                     if rank.stubborn:
@@ -283,7 +290,7 @@ def test_every_sequence_of_happenings_ends(num: int, early: bool, running: bool,
     """It ends in FINISHED or ABORTED; nobody enters twice, and nobody enters while another is still in an older one."""
     world = World(num)
     for number in range(num):
-        world.report(number, o.Ready(iteration=0, store_address=f"{number} 1"))
+        world.report(number, o.RankReady(iteration=0, store_address=f"{number} 1"))
         if not early:
             world.link(number)
     if running:
@@ -302,7 +309,7 @@ def test_undisturbed_world_of_512_goes_restarts_and_finishes() -> None:
     world = World(512)
     for number in world.ranks:
         world.link(number)
-        world.report(number, o.Ready(iteration=0, store_address=f"{number} 1"))
+        world.report(number, o.RankReady(iteration=0, store_address=f"{number} 1"))
         world.hear(number)
     world.hear(0)
     for _ in range(2):
@@ -311,7 +318,7 @@ def test_undisturbed_world_of_512_goes_restarts_and_finishes() -> None:
             world.hear(number)
     for number in world.ranks:
         world.obey(number)
-    assert world.state.phase == Phase.RUNNING
+    assert world.state.phase == RestartPhase.RUNNING
     begun_s = time.process_time()
     world.die(7)
     for number in world.ranks:
@@ -321,6 +328,6 @@ def test_undisturbed_world_of_512_goes_restarts_and_finishes() -> None:
         world.obey(number)
         world.hear(number)
     took_s = time.process_time() - begun_s
-    assert (world.state.phase, world.state.iteration) == (Phase.RUNNING, 1)
+    assert (world.state.phase, world.state.iteration) == (RestartPhase.RUNNING, 1)
     assert len(world.state.members) == 511
     print(f"{took_s:.3f} s")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from outlast.policy import restart_orders as o
-from outlast.policy.restart_limits import RestartLimits
-from outlast.policy.restart_state import Came, Said, begin
-from outlast.policy.restarts import advance
+from outlast.policy import inprocess_protocol as o
+from outlast.policy.inprocess_protocol import RestartLimits
+from outlast.policy.inprocess_restart import MemberJoined, MemberReported, advance, begin
 
 LIMITS = RestartLimits(barrier_timeout_s=120.0, completion_timeout_s=120.0, last_call_wait_s=1.0, max_iterations=6)
 
@@ -16,7 +15,7 @@ def test_who_waits_for_a_rank_that_hangs_is_not_charged() -> None:
 
     def say(rank: int, report: o.Report) -> None:
         nonlocal state, go
-        state, actions = advance(state, Said(initial_rank=rank, report=report, at_s=1.0), LIMITS)
+        state, actions = advance(state, MemberReported(initial_rank=rank, report=report, at_s=1.0), LIMITS)
         for action in actions:
             if isinstance(action.order, o.Assign):
                 ordinal = action.order.ordinal
@@ -24,14 +23,21 @@ def test_who_waits_for_a_rank_that_hangs_is_not_charged() -> None:
             go = action.order if isinstance(action.order, o.Go) else go
 
     for rank in range(3):
-        state, _ = advance(state, Came(initial_rank=rank, node="a", standing=o.Standing(), at_s=0.0), LIMITS)
+        state, _ = advance(
+            state, MemberJoined(initial_rank=rank, node="a", standing=o.MemberStanding(), at_s=0.0), LIMITS
+        )
     for rank in range(3):
-        say(rank, o.Ready(iteration=0, store_address="127.0.0.1 1"))
+        say(rank, o.RankReady(iteration=0, store_address="127.0.0.1 1"))
     for rank, waits in ((0, "yes"), (1, "yes"), (2, "no")):
         evidence = {o.WAITS: waits}
-        say(rank, o.Fault(initial_rank=rank, iteration=0, kind=o.FaultKind.SOFT_TIMEOUT, summary="", evidence=evidence))
+        say(
+            rank,
+            o.RankFault(
+                initial_rank=rank, iteration=0, kind=o.RankFaultKind.SOFT_TIMEOUT, summary="", evidence=evidence
+            ),
+        )
     for rank in range(3):
-        say(rank, o.Ready(iteration=1, store_address="127.0.0.1 1"))
+        say(rank, o.RankReady(iteration=1, store_address="127.0.0.1 1"))
     assert go is not None
     assert go.iteration == 1
     assert [fault.initial_rank for fault in go.faults] == [2, 0, 1]

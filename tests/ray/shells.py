@@ -15,9 +15,19 @@ import torch.distributed as dist
 
 from outlast.config import CheckpointConfig, FaultToleranceConfig
 from outlast.ray.mesh import Mesh
+from outlast.ray.protocol import (
+    Aborted,
+    ActorAssignment,
+    ActorIdentity,
+    ActorStatus,
+    Call,
+    CallFailed,
+    CallReturned,
+    Joined,
+    ShellSettings,
+)
 from outlast.ray.shell import shell_class
 from outlast.ray.train_actor import TrainActor
-from outlast.ray.words import Aborted, Assignment, Call, Failed, Hello, Joined, Pulse, Returned, ShellSettings
 
 LIMIT_S = 60.0
 
@@ -194,7 +204,7 @@ class Crew:
             )
         return shell_class().options(**options).remote(self._actor, (), {}, self._settings)
 
-    def hello(self, shells: Sequence[Any] | None = None) -> list[Hello]:
+    def hello(self, shells: Sequence[Any] | None = None) -> list[ActorIdentity]:
         """Return who the actors are, those with seats by default."""
         shells = self.seats if shells is None else shells
         return list(ray.get([shell.hello.remote() for shell in shells], timeout=LIMIT_S))
@@ -202,7 +212,7 @@ class Crew:
     def pids(self) -> list[int]:
         return [one.pid for one in self.hello()]
 
-    def pulses(self) -> list[Pulse]:
+    def pulses(self) -> list[ActorStatus]:
         return list(ray.get([shell.pulse.remote() for shell in self.seats], timeout=LIMIT_S))
 
     def begin_join(
@@ -212,7 +222,7 @@ class Crew:
         addr, port = ray.get(self.seats[0].host_store.remote(), timeout=LIMIT_S)
         return [
             shell.join.remote(
-                Assignment(
+                ActorAssignment(
                     incarnation=self.incarnation,
                     rank=rank,
                     mesh=self.mesh,
@@ -244,11 +254,11 @@ class Crew:
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks; return their values."""
         answers = self.outcomes(self.begin_call(method, *args, **kwargs))
-        returned = [one for one in answers if isinstance(one, Returned)]
+        returned = [one for one in answers if isinstance(one, CallReturned)]
         assert len(returned) == len(answers), answers
         return [one.value for one in returned]
 
-    def outcomes(self, calls: list[Any]) -> list[Returned | Failed]:
+    def outcomes(self, calls: list[Any]) -> list[CallReturned | CallFailed]:
         return list(ray.get(calls, timeout=LIMIT_S))
 
     def wait_in_sections(self) -> None:

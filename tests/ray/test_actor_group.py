@@ -20,7 +20,8 @@ from outlast import CheckpointConfig, FaultToleranceConfig, clock
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, RolledBack
 from outlast.incidents import Event, EventKind
 from outlast.ray import ActorGroup, RecoveryConfig
-from outlast.ray.report import LossKind, RecoveryReport
+from outlast.ray.recovery import RecoveryReport
+from outlast.ray.watch import LossKind
 from outlast.runtime.journal import read_journal
 
 pytestmark = [pytest.mark.process]

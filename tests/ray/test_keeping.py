@@ -19,7 +19,7 @@ from shells import LIMIT_S, Crew, Wrapped, wait_until
 from outlast.config import CheckpointConfig
 from outlast.ray.mesh import Mesh
 from outlast.ray.node_keeper import NodeKeepers
-from outlast.ray.words import Failed, FailureKind
+from outlast.ray.protocol import CallFailed, FailureKind
 
 pytestmark = [pytest.mark.process]
 MESH = Mesh(dp=2)
@@ -81,7 +81,7 @@ def test_survivors_keep_their_state_and_only_the_new_actor_loads(
 
     # In the middle of an update nothing is whole: that rank loads, too, and the one that never got there keeps.
     answers = crew.outcomes(crew.begin_call("train", 4, tear=True))
-    assert {(one.kind, one.iteration) for one in answers if isinstance(one, Failed)} == {(FailureKind.RAISED, None)}
+    assert {(one.kind, one.iteration) for one in answers if isinstance(one, CallFailed)} == {(FailureKind.RAISED, None)}
     aborted_all = crew.abort([0, 1])
     assert [one.iteration for one in aborted_all] == [None, None]
     joined = crew.join(has=[None, 3])  # whatever the driver believes
@@ -105,7 +105,7 @@ def test_who_waits_for_a_commit_that_cannot_come_is_freed(crews: list[Crew], con
     (aborted,) = crew.abort([0])
     assert (aborted.call_ended, aborted.iteration) == (True, 1), aborted
     (answer,) = crew.outcomes(calls[:1])
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, CallFailed)
     assert answer.kind == FailureKind.ABORTED
     joined = crew.join(has=[1, None])
     assert [(one.origin, one.iteration) for one in joined] == [("new", 0)] * 2
@@ -193,7 +193,7 @@ def test_a_step_that_is_not_the_next_is_refused(crews: list[Crew]) -> None:
     crew.join()
     crew.call("train", 1)
     (answer,) = crew.outcomes(crew.begin_call("train", 3))
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, CallFailed)
     assert "the next update is 2" in answer.summary
     assert answer.iteration == 1
     crew.call("train", 2)

@@ -10,9 +10,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from outlast.errors import DeadlineExceeded
-from outlast.ray.answers import describe_error
-from outlast.ray.pending import Pending
-from outlast.ray.report import LossKind, Lost, RecoveryReport
+from outlast.ray.actor_group import Pending
+from outlast.ray.recovery import RecoveryReport
+from outlast.ray.watch import LossKind, LostActor, describe_error
 
 
 def pending() -> tuple[Pending, Future[Any]]:
@@ -69,7 +69,7 @@ def test_a_death_is_told_in_few_words() -> None:
 
 def test_a_report_says_who_why_and_what_was_kept() -> None:
     """The line for people names the lost with their evidence, the kept, the replaced, who loaded, and the times."""
-    lost = Lost(rank=3, node="abcdefghijkl", pid=12, kind=LossKind.DIED, evidence="its process ended")
+    lost = LostActor(rank=3, node="abcdefghijkl", pid=12, kind=LossKind.DIED, evidence="its process ended")
     report = RecoveryReport(
         incarnation=1,
         method="train_step",

@@ -10,7 +10,7 @@ ray = pytest.importorskip("ray")
 
 from outlast.config import FaultToleranceConfig  # noqa: E402
 from outlast.incidents import EventKind  # noqa: E402
-from outlast.ray.train_watch import Briefing, TrainWatch, WorkerPlace  # noqa: E402
+from outlast.ray.train_watch import RunFacts, TrainWatch, WorkerPlace  # noqa: E402
 from outlast.runtime.journal import read_journal  # noqa: E402
 from outlast.testing import RankProcesses  # noqa: E402
 
@@ -45,7 +45,7 @@ def workers(tmp_path):
 @pytest.fixture
 def watches(ray_cluster, tmp_path):
     """A watch for each of the two machines."""
-    told = Briefing(
+    told = RunFacts(
         run_id="run",
         job="job",
         run_dir=str(tmp_path / "run"),

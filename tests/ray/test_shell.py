@@ -9,7 +9,7 @@ import pytest
 from shells import Crew, Plain, wait_until
 
 from outlast.ray.mesh import Mesh
-from outlast.ray.words import Aborted, Failed, FailureKind, Joined
+from outlast.ray.protocol import Aborted, CallFailed, FailureKind, Joined
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("ray_cluster")]
 MESH = Mesh(dp=2, tp=2)
@@ -50,7 +50,7 @@ def test_each_axis_has_its_group_and_recovery_leaves_processes_alone(crew: Crew)
         aborted = crew.abort(others)
         assert all(one.call_ended for one in aborted), (how, aborted)
         answers = crew.outcomes([calls[rank] for rank in others])
-        assert all(isinstance(one, Failed) for one in answers), (how, answers)
+        assert all(isinstance(one, CallFailed) for one in answers), (how, answers)
         # A survivor may learn of the death from its peer before it is told to leave.
         assert {one.kind for one in answers} <= {FailureKind.ABORTED, FailureKind.PEER}, (how, answers)
         assert len(answers) == 3
@@ -79,7 +79,7 @@ def test_what_hangs_is_seen_from_beside_it(crew: Crew) -> None:
     assert [one.global_rank for one in positions] == [0, 1, 2, 3]
     assert [one.waits_in_collective for one in positions] == [True, False, True, True]
     assert "time.sleep" not in str(positions[0].stack_line)
-    from outlast.policy.culprit import find_culprit
+    from outlast.policy.causes import find_culprit
 
     assert find_culprit(positions).position.global_rank == 1
 
@@ -98,14 +98,14 @@ def test_a_join_can_be_left_and_what_is_stale_is_refused(crew: Crew) -> None:
     aborted = crew.abort([0, 1, 2])
     assert all(one.call_ended for one in aborted), aborted
     answers = crew.outcomes(joins)
-    assert all(isinstance(one, Failed) for one in answers), answers
+    assert all(isinstance(one, CallFailed) for one in answers), answers
 
     stale = crew.outcomes(crew.begin_call("look")[:3])
-    assert {one.kind for one in stale if isinstance(one, Failed)} == {FailureKind.REFUSED}
+    assert {one.kind for one in stale if isinstance(one, CallFailed)} == {FailureKind.REFUSED}
     crew.incarnation -= 1
     crew.seats[3] = missing
     refused = crew.outcomes(crew.begin_join()[:3])
-    assert {one.kind for one in refused if isinstance(one, Failed)} == {FailureKind.REFUSED}
+    assert {one.kind for one in refused if isinstance(one, CallFailed)} == {FailureKind.REFUSED}
     crew.abort([3])
     crew.incarnation += 5
     assert all(isinstance(one, Joined) for one in crew.join())
@@ -118,7 +118,7 @@ def test_an_exception_comes_back_as_a_word_whatever_it_is(crew: Crew) -> None:
     before = crew.pids()
     answers = crew.outcomes(crew.begin_call("fail", 2))
     failed = answers[2]
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, CallFailed)
     assert failed.kind == FailureKind.RAISED
     assert "ValueError: on purpose" in failed.summary
     assert "shells.py" in failed.traceback

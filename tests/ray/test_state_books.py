@@ -6,42 +6,42 @@ import pytest
 import torch
 
 from outlast.errors import OutlastError
-from outlast.ray.interruption import Abandoned, Interruption
-from outlast.ray.keeping import Keeping
+from outlast.ray.actor_state import StateTracker
+from outlast.runtime.interruption import Abandoned, AsyncInterruption
 
 
 @pytest.fixture
-def interruption() -> Interruption:
-    return Interruption()
+def interruption() -> AsyncInterruption:
+    return AsyncInterruption()
 
 
 @pytest.fixture
-def keeping(interruption: Interruption) -> Keeping:
-    keeping = Keeping(None, interruption)
+def keeping(interruption: AsyncInterruption) -> StateTracker:
+    keeping = StateTracker(None, interruption)
     keeping.begin_anew(has_state=True)
     return keeping
 
 
-def step(keeping: Keeping, iteration: int) -> None:
+def step(keeping: StateTracker, iteration: int) -> None:
     with keeping.update(iteration):
         pass
 
 
-def at(keeping: Keeping) -> int | None:
+def at(keeping: StateTracker) -> int | None:
     return keeping.iteration
 
 
-def tear(keeping: Keeping, iteration: int) -> None:
+def tear(keeping: StateTracker, iteration: int) -> None:
     with pytest.raises(ValueError, match="within"), keeping.update(iteration):
         raise ValueError("within")
 
 
-def restore(keeping: Keeping, has: int | None) -> tuple[str, int | None]:
+def restore(keeping: StateTracker, has: int | None) -> tuple[str, int | None]:
     begin = keeping.restore({"weights": torch.zeros(1)}, has, lambda values: None)
     return begin.origin, keeping.iteration
 
 
-def test_an_update_that_is_left_tears_the_state(keeping: Keeping) -> None:
+def test_an_update_that_is_left_tears_the_state(keeping: StateTracker) -> None:
     """Until it is loaded, a torn state has no iteration, is neither updated nor saved, and is never kept."""
     step(keeping, 1)
     assert at(keeping) == 1
@@ -56,7 +56,7 @@ def test_an_update_that_is_left_tears_the_state(keeping: Keeping) -> None:
         assert (begin.origin, begin.is_as_set_up) == ("new", False), has
 
 
-def test_a_whole_state_is_kept_where_the_driver_agrees(keeping: Keeping) -> None:
+def test_a_whole_state_is_kept_where_the_driver_agrees(keeping: StateTracker) -> None:
     """The driver's word and the actor's own books have to name the same iteration."""
     step(keeping, 1)
     step(keeping, 2)
@@ -67,7 +67,7 @@ def test_a_whole_state_is_kept_where_the_driver_agrees(keeping: Keeping) -> None
     assert restore(keeping, 3) == ("kept", 3)
 
 
-def test_random_numbers_go_back_with_the_state(keeping: Keeping) -> None:
+def test_random_numbers_go_back_with_the_state(keeping: StateTracker) -> None:
     """A step that failed has used random numbers; the state that is kept goes on with those after its last update."""
     step(keeping, 1)
     expected = torch.rand(3)
@@ -76,7 +76,7 @@ def test_random_numbers_go_back_with_the_state(keeping: Keeping) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_only_the_next_iteration_is_an_update(keeping: Keeping) -> None:
+def test_only_the_next_iteration_is_an_update(keeping: StateTracker) -> None:
     """Any other is refused, and the state is what it was; so is a save of another iteration."""
     step(keeping, 1)
     for iteration in (0, 1, 3):
@@ -88,7 +88,7 @@ def test_only_the_next_iteration_is_an_update(keeping: Keeping) -> None:
 
 
 def test_an_update_that_ends_after_the_order_is_whole_but_the_call_is_not(
-    keeping: Keeping, interruption: Interruption
+    keeping: StateTracker, interruption: AsyncInterruption
 ) -> None:
     """The step counts, as nothing in it came from a peer; the call is left behind it."""
 
@@ -101,7 +101,7 @@ def test_an_update_that_ends_after_the_order_is_whole_but_the_call_is_not(
     assert at(keeping) == 1
 
 
-def test_a_state_of_which_nothing_is_known_is_torn_by_any_call_that_fails(keeping: Keeping) -> None:
+def test_a_state_of_which_nothing_is_known_is_torn_by_any_call_that_fails(keeping: StateTracker) -> None:
     """Calls are counted; one that fails leaves nothing that could be kept."""
     with keeping.whole_call():
         pass
@@ -111,7 +111,7 @@ def test_a_state_of_which_nothing_is_known_is_torn_by_any_call_that_fails(keepin
     assert at(keeping) is None
 
 
-def test_an_actor_without_state_has_no_iteration(keeping: Keeping) -> None:
+def test_an_actor_without_state_has_no_iteration(keeping: StateTracker) -> None:
     """There is nothing to lose, and nothing to be saved."""
     keeping.begin_anew(has_state=False)
     assert at(keeping) is None

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from outlast.incidents import IncidentKind
-from outlast.policy.in_process import InProcessState
+from outlast.policy.inprocess_protocol import InProcessState
 from outlast.runtime.board import Board
 from outlast.runtime.in_process_mark import Change, InProcessFault, InProcessMark, address
 

@@ -16,7 +16,7 @@ from outlast.config import InProcessRestartConfig, RecoveryConfig, StragglerDete
 from outlast.env import WorkerEnv
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, SparesExhausted, UnhealthyRank
 from outlast.inprocess import Handle, Wrapper, rank
-from outlast.inprocess.monitor_task import MonitorTask
+from outlast.inprocess.protocol import MonitorTask
 from outlast.policy.rank_assignment import Assignment, Member
 from outlast.policy.stragglers import Streaks, judge
 from outlast.policy.timings import RankTimings, summarise
@@ -277,11 +277,16 @@ STRAGGLER: dict[str, Proof] = {
 # -- groups of actors ----------------------------------------------------------------------------------------------
 
 pytest.importorskip("ray", reason="groups of actors need Ray")
-from outlast.ray import actor_group, conductor, recovery, watch  # noqa: E402
-from outlast.ray.answers import Answer  # noqa: E402
+from outlast.ray import actor_group, recovery, watch  # noqa: E402
+from outlast.ray import actor_group as conductor  # noqa: E402
 from outlast.ray.mesh import Mesh  # noqa: E402
-from outlast.ray.recovery import Crew, Recovery, _Round  # noqa: E402
-from outlast.ray.watch import Gathered, Watch, _Look  # noqa: E402
+from outlast.ray.recovery import Incarnation, Recovery, _Round  # noqa: E402
+from outlast.ray.watch import (  # noqa: E402
+    Gathered,
+    Reply,
+    Watch,
+    _Look,
+)
 
 MESH = Mesh.of({"dp": 2})
 
@@ -292,8 +297,8 @@ def actor(number: int) -> Any:
     )
 
 
-def crew() -> Crew:
-    return Crew(incarnation=0, mesh=MESH, members={0: actor(0), 1: actor(1)}, iteration=None)
+def crew() -> Incarnation:
+    return Incarnation(incarnation=0, mesh=MESH, members={0: actor(0), 1: actor(1)}, iteration=None)
 
 
 def recover(scene: Scene, config: RecoveryConfig, *, spares: tuple[Any, ...] = ()) -> Any:
@@ -302,7 +307,7 @@ def recover(scene: Scene, config: RecoveryConfig, *, spares: tuple[Any, ...] = (
 
     def answers(refs: dict[Any, Any], timeout_s: float) -> dict[Any, Any]:
         waits.append(timeout_s)
-        return {key: Answer(value=("h", 1)) for key in refs}
+        return {key: Reply(value=("h", 1)) for key in refs}
 
     scene.patch.setattr(recovery, "await_answers", answers)
     pool = Mock(num_starting=0, spares=spares, **{"wait_for_spares.return_value": False, "answering.return_value": []})
@@ -379,7 +384,7 @@ def gives_a_call_time_to_end(scene: Scene) -> None:
         answers = recovery.await_answers
 
         def abort(refs: dict[Any, Any], timeout_s: float, answers: Any = answers, aborted: Any = aborted) -> Any:
-            return {key: Answer(value=aborted) for key in answers(refs, timeout_s)}
+            return {key: Reply(value=aborted) for key in answers(refs, timeout_s)}
 
         scene.patch.setattr(recovery, "await_answers", abort)
         one._abort(crew(), {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outlast.clock import Clock
-from outlast.testing.fake_clock import FakeClock
+from outlast.testing import FakeClock
 
 
 def test_time_moves_by_hand_only() -> None:

@@ -12,8 +12,8 @@ from outlast.bench.result import Bar, BenchResult
 from outlast.bench.rounds import Say, median
 from outlast.errors import OutlastError
 from outlast.runtime import store as stores
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.board import Board
-from outlast.runtime.endpoints import Endpoint
 
 __all__ = ["measure"]
 

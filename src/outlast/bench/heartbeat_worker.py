@@ -14,7 +14,7 @@ from time import perf_counter_ns
 
 from outlast.monitor import RankMonitor
 from outlast.runtime import store as stores
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 
 _BATCHES = 50
 _CALLS = 2000

@@ -15,12 +15,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from outlast import clock
 from outlast.config.precedence import LayeredSettings
 from outlast.errors import DeadlineExceeded
-from outlast.launch import messages as m
-from outlast.launch.control import ControlServer
-from outlast.launch.job import JobSettings
-from outlast.launch.link import JobInProgress, Link, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch import protocol as m
+from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.membership import JobSettings
 from outlast.launch.torchrun_backend import open_cycle_store
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore
 
 __all__ = ["C10dAgent", "OutlastAgent", "SimulatedAgent"]
@@ -98,8 +98,8 @@ class OutlastAgent(SimulatedAgent):
         settings = JobSettings(job=run_id, num_slots=num_agents, join_timeout_s=_TIMEOUT_S)
         node = f"node-{number}"
 
-        def serve(store: TCPStore, _former: JobInProgress | None) -> ControlServer:
-            return ControlServer(
+        def serve(store: TCPStore, _former: JobInProgress | None) -> CoordinatorServer:
+            return CoordinatorServer(
                 store,
                 settings,
                 run_dir=None,
@@ -109,7 +109,7 @@ class OutlastAgent(SimulatedAgent):
                 on_error=lambda error: self._fail(f"the coordinator ended: {error!r}"),
             )
 
-        self._link = Link(
+        self._link = ControlLink(
             [Endpoint(_HOST, port)],
             node=node,
             deliver=self._on_news,
@@ -121,7 +121,7 @@ class OutlastAgent(SimulatedAgent):
 
     def join(self) -> None:
         """Begin to join; returns at once."""
-        self._link.send(m.Join(node=self._link.node, epoch=self._link.epoch, addr=_HOST, nproc=_NPROC))
+        self._link.send(m.JoinRequest(node=self._link.node, epoch=self._link.epoch, addr=_HOST, nproc=_NPROC))
 
     def finish(self) -> None:
         """Say that its work is done; returns at once."""

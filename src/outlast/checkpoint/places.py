@@ -5,34 +5,49 @@ What leaves it are whole copies to partners, or blocks for the parities of its g
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
 import msgspec
-
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.claim import Claim, DirectoryContent, DirectoryLease, DirectoryRefused, look_at
+from outlast.checkpoint.claim import Claim
+from outlast.checkpoint.claim import DirectoryContent
+from outlast.checkpoint.claim import DirectoryLease
+from outlast.checkpoint.claim import DirectoryRefused
+from outlast.checkpoint.claim import look_at
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import Directory
-from outlast.checkpoint.manifest import decode_manifest, topology_digest
+from outlast.checkpoint.manifest import decode_manifest
+from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.replica.parity import holders_of
-from outlast.checkpoint.replica.replicator import Holder, Target
+from outlast.checkpoint.replica.replicator import Holder
+from outlast.checkpoint.replica.replicator import Target
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
-from outlast.env import WorkerEnv, clean_name, read_worker
-from outlast.errors import CheckpointError, ConfigError, Unavailable
-from outlast.policy.directory_owner import Evidence, choose_run, find_owner
+from outlast.env import WorkerEnv
+from outlast.env import clean_name
+from outlast.errors import CheckpointError
+from outlast.errors import ConfigError
+from outlast.errors import Unavailable
 from outlast.policy.lease import Owner as LeaseOwner
-from outlast.policy.partners import choose_partners, parity_groups
+from outlast.policy.partners import choose_partners
+from outlast.policy.partners import parity_groups
 from outlast.policy.recovery_point import Tier
-from outlast.runtime.endpoints import address_towards
-from outlast.runtime.processes import this_process, this_program
+from outlast.runtime.processes import this_process
+from outlast.runtime.processes import this_program
+from outlast.errors import OutlastError
+from outlast.policy.lease import RunEvidence
+from outlast.policy.lease import choose_run
+from outlast.policy.lease import find_owner
+from outlast.runtime.addresses import own_address
+
+
 
 __all__ = [
     "Claims",
@@ -40,8 +55,6 @@ __all__ = [
     "Replication",
     "agree_places",
     "group_of",
-    "is_initialised",
-    "place_here",
     "plan_replication",
     "warn_of_copies",
 ]
@@ -114,9 +127,9 @@ class _RankView(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     ranks: tuple[int, ...]
     """The ranks that see the same local folder."""
-    near: tuple[Evidence, ...] = ()
+    near: tuple[RunEvidence, ...] = ()
     """Of this node's memory, and, for the lowest of these ranks, its folder."""
-    far: Evidence | None = None
+    far: RunEvidence | None = None
     """Of the global tier, on rank 0."""
     generations: tuple[int, ...] = ()
     host: str = ""
@@ -203,7 +216,7 @@ def _look(
     secret: bytes | None,
 ) -> tuple[_RankView, DirectoryContent | None, DirectoryContent | None]:
     """Return what all ranks have to know of what this one sees, and what lies in the local and the global tier."""
-    ranks, generations, near = [peers.rank], set[int](), list[Evidence]()
+    ranks, generations, near = [peers.rank], set[int](), list[RunEvidence]()
     seen_local, seen_global = None, None
     far, global_error, host, port = None, None, "", 0
     if directory is not None and peers.rank == 0:
@@ -231,15 +244,15 @@ def _look(
             held, _ = writer.ask(f.List(), f.Listed, timeout_s=SERVE_TIMEOUT_S)
             manifests = [decode_manifest(one.manifest)[0] for one in held.generations]
             generations.update(manifest.iteration for manifest in manifests)
-            near += [Evidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
+            near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
         if secret is not None:
-            host = address_towards(place.master_addr or "localhost")
+            host = own_address(place.master_addr)
             folder = os.fspath(local.path) if local is not None else None
             serving, _ = writer.ask(
                 f.Serve(host=host, secret=secret, folder=folder), f.Serving, timeout_s=SERVE_TIMEOUT_S
             )
             port = serving.port
-    except (OSError, CheckpointError) as error:
+    except (OSError, OutlastError) as error:
         return _RankView(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}"), None, None
     seen = _RankView(
         node=place.node,
@@ -254,11 +267,11 @@ def _look(
     return seen, seen_local, seen_global
 
 
-def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> Evidence:
+def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> RunEvidence:
     """Return what a place says of its run, by what was seen there and the runs that its manifests name."""
     owner = find_owner(seen.hint, runs)
     proven = owner.run if owner is not None and owner.is_proven else None
-    return Evidence(seen.hint, proven, max(seen.generations, default=0))
+    return RunEvidence(seen.hint, proven, max(seen.generations, default=0))
 
 
 def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...]:
@@ -376,23 +389,6 @@ def _describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
         requeues=place.requeues,
         outlives=place.config_file is not None,
     )
-
-
-def is_initialised() -> bool:
-    """Return whether ``torch.distributed`` is in use."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
-
-
-def place_here() -> WorkerEnv:
-    """Return this worker's place, as the environment and ``torch.distributed`` say."""
-    place = read_worker()
-    if not is_initialised():
-        return place
-    import torch.distributed as dist
-
-    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

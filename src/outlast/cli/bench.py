@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from outlast.cli.ending import ending_on_signals
-from outlast.cli.group import HELP, Group
+from outlast.cli.group import HELP, CommandGroup, ending_on_signals
 from outlast.errors import ExitReason, OutlastError
 
 __all__ = ["bench"]
@@ -115,7 +114,7 @@ _BENCHMARKS = (
 
 @click.group(
     "bench",
-    cls=Group,
+    cls=CommandGroup,
     context_settings=HELP,
     epilog="""\b
 Examples:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import click
 
 from outlast.cli.completion import complete_folder
-from outlast.cli.ending import ending_on_signals
-from outlast.cli.group import HELP
+from outlast.cli.group import HELP, ending_on_signals
 from outlast.errors import ExitReason
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outlast.demo.outcome import Outcome
+    from outlast.demo.outcome import DemoOutcome
     from outlast.demo.plan import Shape
 
 __all__ = ["demo"]
@@ -105,7 +104,7 @@ def _perform(shape: Shape, *, seed: int, keep: str | None, as_json: bool) -> int
     return _exit_code(outcome)
 
 
-def _exit_code(outcome: Outcome) -> int:
+def _exit_code(outcome: DemoOutcome) -> int:
     return int(ExitReason.FINISHED if outcome.ok else ExitReason.FAILED)
 
 

@@ -8,8 +8,7 @@ import click
 
 from outlast import env
 from outlast.cli.completion import complete_file, complete_folder
-from outlast.cli.ending import ending_on_signals
-from outlast.cli.group import HELP
+from outlast.cli.group import HELP, ending_on_signals
 from outlast.errors import ConfigError, ExitReason
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from outlast import __version__
-from outlast.cli.group import HELP, Group
+from outlast.cli.group import HELP, CommandGroup
 from outlast.errors import ConfigError, ExitReason
 
 __all__ = ["cli", "main"]
@@ -44,7 +44,7 @@ _PLAINLY = {
 """What click says of values, in plain words."""
 
 
-class _LazyGroup(Group):
+class _LazyGroup(CommandGroup):
     """Import a command only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

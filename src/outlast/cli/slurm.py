@@ -15,19 +15,19 @@ import click
 
 from outlast import env, logs
 from outlast.cli.completion import complete_folder, complete_run_word
-from outlast.cli.group import HELP, Group
+from outlast.cli.group import HELP, CommandGroup
 from outlast.errors import ConfigError, ExitReason, OutlastError
 
 if TYPE_CHECKING:
     from outlast.integrations.slurm import BatchScript
-    from outlast.launch.run_parser import Command
+    from outlast.launch.run_parser import RunCommand
 
 __all__ = ["slurm"]
 
 
 @click.group(
     "slurm",
-    cls=Group,
+    cls=CommandGroup,
     context_settings=HELP,
     epilog="""\b
 Examples:
@@ -298,7 +298,7 @@ def _option(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _check_script(command: Command, directives: tuple[str, ...]) -> None:
+def _check_script(command: RunCommand, directives: tuple[str, ...]) -> None:
     """Refuse a training script that is not there; a module, or a program without a folder, is the nodes' own."""
     from outlast.launch.options import why_not_there
 

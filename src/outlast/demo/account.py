@@ -1,17 +1,186 @@
-"""The account: what each incident was, how it was noticed, and what it cost. Pure: events in, rows out."""
+"""The account: what each incident was, how it was noticed, what it cost, and where the ranks' state came from.
+
+Pure: events in, rows out. All nodes of the demo are one machine, so that the monotonic times of all events may be
+compared. Sources are counted from the ranks' own events ``restored`` and ``copy_rejected`` of the cycle that follows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outlast.decoding import convert
-from outlast.demo.sources import Sources, find_sources, newest_global
-from outlast.demo.strikes import Strike, find_strikes, kind_of, split_jobs
+from outlast.demo.plan import Deed
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.policy.recovery_point import Tier
 from outlast.policy.rerun import Diagnosis, JsonNumber
 
-__all__ = ["Account", "account_for", "count_cycles", "unnoticed"]
+__all__ = [
+    "TIERS",
+    "Account",
+    "Sources",
+    "Strike",
+    "account_for",
+    "count_bytes",
+    "count_cycles",
+    "find_sources",
+    "find_strikes",
+    "kind_of",
+    "newest_global",
+    "split_jobs",
+    "unnoticed",
+]
+
+
+TIERS = tuple(str(tier) for tier in sorted(Tier))
+"""The nearest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where one cycle's ranks came back from."""
+
+    tiers: Mapping[int, str]
+    """Rank to the name of its tier."""
+    bytes_read: Mapping[str, int]
+    """Tier to the bytes that all ranks read there."""
+    rejected: Mapping[str, int]
+    """Tier to the number of copies there that ranks rejected first."""
+
+    @property
+    def num_ranks(self) -> dict[str, int]:
+        """Tier to the number of ranks that came back from it."""
+        counts = Counter(self.tiers.values())
+        return {tier: counts[tier] for tier in TIERS if tier in counts}
+
+    @property
+    def global_bytes(self) -> int:
+        """Bytes that were read from the global tier."""
+        return self.bytes_read.get("global", 0)
+
+
+def find_sources(cycle: int, events: Iterable[Event]) -> Sources:
+    """Return where the ranks of a cycle came back from."""
+    tiers: dict[int, str] = {}
+    num_bytes, rejected = Counter[str](), Counter[str]()
+    for event in events:
+        if event.cycle != cycle or event.rank is None:
+            continue
+        if event.kind == EventKind.RESTORED:
+            tiers[event.rank] = event.data["tier"]
+            num_bytes.update(event.data["bytes_read"])
+        elif event.kind == EventKind.INCIDENT and _is_rejected(incident := event.data["incident"]):
+            rejected[incident["evidence"]["tier"]] += 1
+    return Sources(tiers=tiers, bytes_read=dict(num_bytes), rejected=dict(rejected))
+
+
+def newest_global(events: Sequence[Event], *, before_ns: int) -> int | None:
+    """Return the newest generation that was committed to the global tier before a moment; ``None`` = none was."""
+    return max(
+        (
+            event.iteration
+            for event in events
+            if event.kind == EventKind.SAVE_COMMITTED
+            and event.mono_ns <= before_ns
+            and event.iteration is not None
+            and "global" in event.data.get("tiers", ())
+        ),
+        default=None,
+    )
+
+
+def count_bytes(num_bytes: int) -> str:
+    """Return a number of bytes for people."""
+    if num_bytes >= 100_000:
+        return f"{num_bytes / 1e6:.1f} MB"
+    return "1 byte" if num_bytes == 1 else f"{num_bytes} bytes"
+
+
+def _is_rejected(incident: Mapping[str, Any]) -> bool:
+    return bool(incident["kind"] == IncidentKind.COPY_REJECTED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """One fault that was caused."""
+
+    fault: str
+    """What was done, for people."""
+    target: str
+    """To whom or what, for people."""
+    expected: IncidentKind
+    """What it should be noticed as."""
+    at_ns: int
+    """Monotonic time."""
+    cycle: int | None
+    node: str
+    rank: int | None
+    """Global rank that it befell; ``None`` = a whole node."""
+    iteration: int | None
+    """Iterations done by then."""
+    tensor: str | None = None
+    """Which tensor was changed, or which module's output; ``None`` = none."""
+    copies_spoiled: int | None = None
+    """Copies on other nodes that were damaged before; ``None`` = none was meant to be."""
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether no restart is to follow."""
+        return self.fault == Deed.NAN
+
+    def caused(self, incident: Incident, verdict: Verdict, event: Event) -> bool:
+        """Return whether an incident, on which an event tells the verdict, is the one that must have followed."""
+        if self.cycle != event.cycle or self.at_ns > event.mono_ns or kind_of(incident) != self.expected:
+            return False
+        if self.is_transient != (verdict.rung == Rung.RERUN_STEP):
+            return False
+        return incident.node == self.node if self.rank is None else incident.rank == self.rank
+
+
+def kind_of(incident: Incident) -> IncidentKind:
+    """Return what an incident is about: a worker that failed with a diagnosis did so for an invalid result."""
+    return IncidentKind.INVALID_RESULT if "diagnosis" in incident.evidence else incident.kind
+
+
+def split_jobs(events: Iterable[Event]) -> list[list[Event]]:
+    """Return the events of each job of the run, the first job first: cycles are numbered anew in each."""
+    jobs: dict[str, list[Event]] = {}
+    for event in events:
+        jobs.setdefault(event.job, []).append(event)
+    return list(jobs.values())
+
+
+def find_strikes(events: Iterable[Event]) -> list[Strike]:
+    """Return all strikes that are to be noticed as incidents that something is done about, by time."""
+    struck = (event for event in events if event.kind == EventKind.FAULT_SIMULATED and _is_incident(event))
+    return sorted((_strike(event) for event in struck), key=lambda strike: strike.at_ns)
+
+
+def _is_incident(event: Event) -> bool:
+    return event.data["fault"] not in [deed for deed in Deed if deed.expected is None]
+
+
+def _strike(event: Event) -> Strike:
+    data, tensor = event.data, event.data.get("tensor")
+    if event.proc == "demo":
+        target, expected, node = data["target"], IncidentKind(data["expected"]), data["node"]
+    else:
+        where = data["target"] if tensor is None else f"{tensor}, element {data['element']}"
+        target, expected, node = f"rank {event.rank}, {where}", IncidentKind.INVALID_RESULT, event.node
+    return Strike(
+        fault=data["fault"],
+        target=target,
+        expected=expected,
+        at_ns=event.mono_ns,
+        cycle=event.cycle,
+        node=node,
+        rank=event.rank,
+        iteration=event.iteration,
+        tensor=tensor,
+        copies_spoiled=data.get("copies_spoiled"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +232,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Decision:
+class _AnsweredIncident:
     """An incident that something was done about, and what caused it, if the demo did."""
 
     event: Event
@@ -97,8 +266,8 @@ def _unnoticed(events: Sequence[Event]) -> Iterator[str]:
             yield f"{told}, was not noticed as {strike.expected} but taken for: {taken_for}"
 
 
-def _decisions(events: Sequence[Event]) -> list[_Decision]:
-    found: list[_Decision] = []
+def _decisions(events: Sequence[Event]) -> list[_AnsweredIncident]:
+    found: list[_AnsweredIncident] = []
     left = find_strikes(events)
     for event in _by_time(events, EventKind.VERDICT, EventKind.INCIDENT):
         if event.cycle is None or not {"verdict", "incident"} <= event.data.keys():
@@ -108,11 +277,11 @@ def _decisions(events: Sequence[Event]) -> list[_Decision]:
         strike = next((one for one in left if one.caused(incident, verdict, event)), None)
         if strike is not None:
             left.remove(strike)
-        found.append(_Decision(event=event, incident=incident, verdict=verdict, strike=strike))
+        found.append(_AnsweredIncident(event=event, incident=incident, verdict=verdict, strike=strike))
     return found
 
 
-def _row(decision: _Decision, events: Sequence[Event]) -> Account:
+def _row(decision: _AnsweredIncident, events: Sequence[Event]) -> Account:
     event, incident, verdict, strike = decision.event, decision.incident, decision.verdict, decision.strike
     assert event.cycle is not None
     since_ns = event.mono_ns if strike is None else strike.at_ns
@@ -167,7 +336,7 @@ def _victims(incident: Incident, verdict: Verdict, cycle: int, events: Sequence[
     return tuple(sorted(rank for event in started if event.node == incident.node for rank in event.data["ranks"]))
 
 
-def _noticed(decision: _Decision, events: Sequence[Event]) -> Event:
+def _noticed(decision: _AnsweredIncident, events: Sequence[Event]) -> Event:
     """Return the first event after a strike that names its kind; the verdict itself, when no other does.
 
     The latter is so when the coordinator went down with the node: its heir finds out while it takes over.

@@ -1,26 +1,367 @@
-"""The outcome: whether the result is the same, and what the faults cost; as an object for programs."""
+"""The outcome: whether the result is the same, what the faults cost, and which claims were not kept. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outlast.demo.account import Account
-from outlast.demo.leaving import Leaving
-from outlast.demo.slowed import Slowed
-from outlast.demo.sources import Sources
+from outlast.demo.account import Account, Sources, count_bytes, find_sources, split_jobs
+from outlast.demo.plan import Deed
+from outlast.errors import ExitReason
+from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.policy.rerun import Finding
 
-__all__ = ["COMPARED", "Outcome", "differences"]
+__all__ = [
+    "COMPARED",
+    "DemoOutcome",
+    "Leaving",
+    "Slowed",
+    "differences",
+    "find_leaving",
+    "find_slowed",
+    "named_ranks",
+    "unkept",
+    "unkept_of_leaving",
+    "unkept_of_slowed",
+]
+
+
+MAX_REPORTS = 3
+"""Reports on wholly slow windows by which the rank must be named."""
+NUM_UNTIMED = 3
+"""First steps of a process that no report is about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowed:
+    """One rank that was slowed down, until its process ended."""
+
+    fault: str
+    """What was done to it."""
+    rank: int
+    """Global rank."""
+    node: str
+    since: int
+    """Iterations done when it became slow."""
+    until: int | None
+    """The last iteration of its cycle; ``None`` = not known."""
+    num_reports: int | None
+    """Reports on windows in which it was slow all the time, up to the one that named it; ``None`` = none did."""
+    noticed_after_s: float | None
+    """Seconds from its becoming slow to the report that named it."""
+    section: str | None
+    """Where it is slow, as was found."""
+    ratio: float | None
+    """How many times as long it takes there, as was found."""
+    evidence: str
+    """What was found, for people; empty = nothing."""
+    others_named: tuple[int, ...]
+    """Ranks that were named and were not slowed down."""
+    restarts: int
+    """Restarts that were made for it."""
+
+
+def find_slowed(events: Sequence[Event]) -> Slowed | None:
+    """Return what came of the rank that the demo slowed down; ``None`` = it did not."""
+    for event in events:
+        if event.kind == EventKind.FAULT_SIMULATED and event.data["fault"] == Deed.SLOW and event.rank is not None:
+            return _follow_slowed(event, event.rank, events)
+    return None
+
+
+def named_ranks(events: Iterable[Event]) -> tuple[int, ...]:
+    """Return the ranks that any report names, each once."""
+    reports = (event for event in events if event.kind == EventKind.STRAGGLER_REPORT)
+    return tuple(dict.fromkeys(rank for event in reports for rank in event.data["named"]))
+
+
+def unkept_of_slowed(slowed: Slowed | None) -> tuple[str, ...]:
+    """Return what was not as it should be, each in one line.
+
+    The rank is named in the third report on a wholly slow window at the latest, nobody else is named in any report of
+    the run, and nobody is restarted for it.
+    """
+    if slowed is None:
+        return ("no rank was slowed down",)
+    return tuple(f"{slowed.fault}, rank {slowed.rank}: {told}" for told in _check_slowed(slowed))
+
+
+def _check_slowed(slowed: Slowed) -> Iterator[str]:
+    if slowed.num_reports is None:
+        yield "it was never named"
+    elif slowed.num_reports > MAX_REPORTS:
+        yield f"it was named in report {slowed.num_reports} only, and should be within {MAX_REPORTS}"
+    if slowed.others_named:
+        yield f"rank {', '.join(map(str, slowed.others_named))} was named, too"
+    if slowed.restarts:
+        yield "it was restarted for being slow"
+
+
+def _follow_slowed(struck: Event, rank: int, events: Sequence[Event]) -> Slowed:
+    reports = [event for event in events if event.kind == EventKind.STRAGGLER_REPORT]
+    here = sorted((event for event in reports if _is_same_cycle(event, struck)), key=lambda event: event.mono_ns)
+    begins = [0, *(event.iteration or 0 for event in here)]
+    windows = [event for event, begin in zip(here, begins, strict=False) if begin >= _first_timed(struck)]
+    number = next((number for number, event in enumerate(windows, 1) if rank in event.data["named"]), None)
+    incident = next((event for event in events if _names(event, rank, struck)), None)
+    found = {} if incident is None else incident.data["incident"]
+    evidence = found.get("evidence", {})
+    ended = [e for e in events if e.kind == EventKind.CYCLE_ENDED and _is_same_cycle(e, struck)]
+    others = [event for event in reports if not _is_same_cycle(event, struck)]
+    mistaken = [*(one for one in named_ranks(here) if one != rank), *named_ranks(others)]
+    return Slowed(
+        fault=struck.data["fault"],
+        rank=rank,
+        node=struck.node,
+        since=struck.iteration or 0,
+        until=max((i for event in ended for i in event.data.get("iterations", {}).values()), default=None),
+        num_reports=number,
+        noticed_after_s=None if incident is None else round((incident.mono_ns - struck.mono_ns) / 1e9, 3),
+        section=found.get("section"),
+        ratio=evidence.get("ratio"),
+        evidence=evidence.get("summary", ""),
+        others_named=tuple(dict.fromkeys(mistaken)),
+        restarts=sum(_is_restart_for(event) for event in events),
+    )
+
+
+def _first_timed(struck: Event) -> int:
+    """Return the begin of the first window that counts: 0 where the slow ones are all that it holds."""
+    return 0 if (struck.iteration or 0) <= NUM_UNTIMED else struck.iteration or 0
+
+
+def _is_same_cycle(event: Event, other: Event) -> bool:
+    return (event.job, event.cycle) == (other.job, other.cycle)
+
+
+def _names(event: Event, rank: int, struck: Event) -> bool:
+    if event.kind != EventKind.INCIDENT or not _is_same_cycle(event, struck):
+        return False
+    incident = event.data["incident"]
+    return bool(incident["kind"] == IncidentKind.STRAGGLER and incident.get("rank") == rank)
+
+
+def _is_restart_for(event: Event) -> bool:
+    if event.kind != EventKind.VERDICT:
+        return False
+    incident = event.data.get("incident") or {}
+    return bool(incident.get("exit_code") == ExitReason.STRAGGLER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """One notice to leave, from the signal to the first iteration of the next job."""
+
+    fault: str
+    """What the demo did."""
+    rank: int
+    """Global rank that got the signal."""
+    node: str
+    struck_at: int
+    """Iterations done by then."""
+    noticed_after_s: float | None
+    """Seconds from the signal to the rank's own event; ``None`` = it did not notice."""
+    left_after_s: float | None
+    """Seconds from the signal until all ranks had saved and left; ``None`` = they did not."""
+    left_at: Mapping[int, int]
+    """Rank to the iteration after which it left."""
+    exit_codes: Mapping[int, int]
+    """Rank to its exit code."""
+    saved_by: Mapping[int, int]
+    """Iteration to the number of ranks that saw its generation committed to all tiers, after the signal."""
+    run_exit_codes: tuple[int, ...]
+    """Those of the agents, each once."""
+    resumed_at: Mapping[int, int]
+    """Rank to the iteration from which the next job went on; empty = there was none, or it began anew."""
+    sources: Sources | None
+    """Where the next job's ranks came back from."""
+    going_on_after_s: float | None
+    """Seconds from the signal until every rank had done an iteration in the next job."""
+    next_exit_codes: tuple[int, ...]
+    """Those of the next job's agents, each once."""
+
+    @property
+    def iteration(self) -> int | None:
+        """The iteration after which all ranks left; ``None`` = they did not leave, or after different ones."""
+        iterations = set(self.left_at.values())
+        return iterations.pop() if len(iterations) == 1 else None
+
+    @property
+    def lost_iterations(self) -> int | None:
+        """Finished iterations that had to be done again."""
+        if not self.left_at or not self.resumed_at:
+            return None
+        return max(0, max(self.left_at.values()) - min(self.resumed_at.values()))
+
+
+def find_leaving(events: Sequence[Event]) -> Leaving | None:
+    """Return what followed when the demo told a rank to leave; ``None`` = it did not."""
+    jobs = split_jobs(events)
+    for index, job in enumerate(jobs):
+        for event in job:
+            if event.kind == EventKind.FAULT_SIMULATED and event.data["fault"] == Deed.LEAVE:
+                return _follow_leaving(event, job, jobs[index + 1] if index + 1 < len(jobs) else [])
+    return None
+
+
+def unkept_of_leaving(leaving: Leaving | None, *, world_size: int) -> tuple[str, ...]:
+    """Return what was not as it should be, each in one line.
+
+    The rank notices the signal; all ranks leave after the same iteration with 75, and so do the agents; the state of
+    that very iteration is committed to all tiers; the next job goes on from it and ends with 0.
+    """
+    if leaving is None:
+        return ("no rank was told to leave",)
+    return tuple(
+        f"{Deed.LEAVE} at iteration {leaving.struck_at}: {told}" for told in _check_leaving(leaving, world_size)
+    )
+
+
+def _check_leaving(leaving: Leaving, world_size: int) -> Iterator[str]:
+    if leaving.noticed_after_s is None:
+        yield f"rank {leaving.rank} did not notice it"
+    iteration, ranks = leaving.iteration, range(world_size)
+    if iteration is None or set(leaving.left_at) != set(ranks):
+        yield f"not all ranks left after the same iteration: {_by_rank(leaving.left_at)}"
+        return
+    if iteration < leaving.struck_at:
+        yield f"the ranks left after iteration {iteration}"
+    if set(leaving.exit_codes.values()) != {ExitReason.PREEMPTED}:
+        yield f"the ranks' exit codes were {_by_rank(leaving.exit_codes)}"
+    if leaving.run_exit_codes != (ExitReason.PREEMPTED,):
+        yield f"the run's exit code was {' or '.join(map(str, leaving.run_exit_codes)) or 'missing'}"
+    if max(leaving.saved_by, default=0) != iteration or leaving.saved_by[iteration] != world_size:
+        yield f"iteration {iteration} should be committed by {world_size} ranks: {_by_iteration(leaving.saved_by)}"
+    if dict(leaving.resumed_at) != dict.fromkeys(ranks, iteration):
+        yield f"the next job went on from {_by_rank(leaving.resumed_at)} instead of {iteration}"
+    if leaving.next_exit_codes != (ExitReason.FINISHED,):
+        yield f"the next job's exit code was {' or '.join(map(str, leaving.next_exit_codes)) or 'missing'}"
+
+
+def _follow_leaving(struck: Event, job: Sequence[Event], following: Sequence[Event]) -> Leaving:
+    assert struck.rank is not None
+    after = [event for event in job if event.mono_ns >= struck.mono_ns]
+    noticed = [event for event in after if event.kind == EventKind.NOTICE and event.rank == struck.rank]
+    ends = {e.rank: e for e in after if e.kind == EventKind.SESSION_ENDED and e.rank is not None}
+    saved_by: dict[int, set[int | None]] = {}
+    for event in after:
+        if event.kind == EventKind.SAVE_COMMITTED and "global" in event.data["tiers"]:
+            saved_by.setdefault(event.iteration or 0, set()).add(event.rank)
+    size = max((e.data["world_size"] for e in following if e.kind == EventKind.CYCLE_STARTED), default=0)
+    first_ns: dict[int, int] = {}
+    for event in following:
+        if event.kind == EventKind.PROGRESS and event.rank is not None:
+            first_ns.setdefault(event.rank, event.mono_ns)
+    has_all = 0 < size <= len(first_ns)
+    return Leaving(
+        fault=struck.data["fault"],
+        rank=struck.rank,
+        node=struck.data["node"],
+        struck_at=struck.iteration or 0,
+        noticed_after_s=_since(struck, min(e.mono_ns for e in noticed)) if noticed else None,
+        left_after_s=_since(struck, max(e.mono_ns for e in ends.values())) if ends else None,
+        left_at={rank: end.iteration or 0 for rank, end in sorted(ends.items())},
+        exit_codes={rank: end.data["exit_code"] for rank, end in sorted(ends.items())},
+        saved_by={iteration: len(ranks) for iteration, ranks in sorted(saved_by.items())},
+        run_exit_codes=_exit_codes(after),
+        resumed_at=_resumed_at(following),
+        sources=find_sources(0, following) if following else None,
+        going_on_after_s=_since(struck, max(first_ns.values())) if has_all else None,
+        next_exit_codes=_exit_codes(following),
+    )
+
+
+def _resumed_at(following: Sequence[Event]) -> dict[int, int]:
+    restored = (e for e in following if e.kind == EventKind.RESTORED and e.cycle == 0)
+    return dict(sorted((e.rank, e.iteration) for e in restored if e.rank is not None and e.iteration is not None))
+
+
+def _exit_codes(events: Sequence[Event]) -> tuple[int, ...]:
+    return tuple(sorted({event.data["exit_code"] for event in events if event.kind == EventKind.JOB_ENDED}))
+
+
+def _by_rank(values: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in values.items()) or "nowhere"
+
+
+def _by_iteration(numbers: Mapping[int, int]) -> str:
+    return ", ".join(f"iteration {iteration} by {number}" for iteration, number in numbers.items()) or "nothing was"
+
+
+def _since(struck: Event, ns: int) -> float:
+    return round((ns - struck.mono_ns) / 1e9, 3)
+
+
+def unkept(rows: Sequence[Account]) -> tuple[str, ...]:
+    """Return what was not as it should be after the demo's faults, each in one line.
+
+    * After a killed or a hung rank: from the nodes that have it, and nothing from the global tier.
+    * After a lost node: its ranks from the copies on other nodes, and nothing from the global tier.
+    * After one whose copies were spoiled: each of its ranks rejects them and comes back from the global tier, and all
+      go on from the newest generation there.
+    * After a NaN that comes once: it is found transient, and nobody is restarted.
+    * After a bit flip in a weight: the tensor is named, the rank's node is quarantined, and the node's ranks come back
+      from the copies on other nodes.
+    """
+    lines = []
+    for row in rows:
+        if row.fault is not None:
+            lines += [f"{row.fault} at iteration {row.iteration}: {told}" for told in _check_claims(row)]
+    return tuple(lines)
+
+
+def _check_claims(row: Account) -> Iterator[str]:
+    if row.kind == IncidentKind.INVALID_RESULT:
+        yield from _transient(row) if row.fault == Deed.NAN else _flipped(row)
+    if row.sources is not None:
+        yield from _near(row, row.sources) if row.copies_spoiled is None else _far(row, row.sources)
+
+
+def _transient(row: Account) -> Iterator[str]:
+    if row.restarts or row.finding != Finding.TRANSIENT:
+        yield f"it was found {row.finding}, and what was done was to {row.action.replace('_', ' ')}"
+
+
+def _flipped(row: Account) -> Iterator[str]:
+    if row.named != row.struck:
+        yield f"{row.named} was named instead of {row.struck}"
+    if row.quarantined != (row.node,):
+        yield f"{row.node} should be quarantined, and not {', '.join(row.quarantined) or 'nobody'}"
+
+
+def _near(row: Account, sources: Sources) -> Iterator[str]:
+    if sources.global_bytes:
+        yield f"{count_bytes(sources.global_bytes)} were read from the global tier"
+    is_node_gone = row.kind == IncidentKind.NODE_LOST or bool(row.quarantined)
+    expected = ("replica",) if is_node_gone else ("memory", "local")
+    yield from _elsewhere(row.victims, sources, expected)
+
+
+def _far(row: Account, sources: Sources) -> Iterator[str]:
+    if not row.copies_spoiled:
+        yield "there was no copy on another node to damage"
+    yield from _elsewhere(row.victims, sources, ("global",))
+    if (rejected := sources.rejected.get("replica", 0)) < len(row.victims):
+        yield f"{rejected} damaged copies were rejected by {len(row.victims)} ranks"
+    if row.newest_global is None or (row.restored_iteration or 0) < row.newest_global:
+        yield f"it went on from {row.restored_iteration}, but the global tier held {row.newest_global}"
+
+
+def _elsewhere(victims: Iterable[int], sources: Sources, expected: tuple[str, ...]) -> Iterator[str]:
+    for rank in victims:
+        if (tier := sources.tiers.get(rank, "nowhere")) not in expected:
+            yield f"rank {rank} came back from {tier} instead of {' or '.join(expected)}"
+
 
 COMPARED = {"weights": "weights", "optimizer": "optimizer state", "losses": "loss history"}
 """What is compared, by its name in a result, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class DemoOutcome:
     """What the demo found."""
 
     seed: int

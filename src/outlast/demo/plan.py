@@ -9,7 +9,7 @@ from enum import StrEnum
 from outlast.errors import ConfigError
 from outlast.incidents import IncidentKind
 
-__all__ = ["NUM_FAULTS", "Deed", "Fault", "Shape", "draw_faults", "least_iterations"]
+__all__ = ["NUM_FAULTS", "Deed", "DemoFault", "Shape", "draw_faults", "least_iterations"]
 
 _LEAD = 4
 """Generations before the first fault that costs a restart; meanwhile a slow rank is looked for."""
@@ -100,7 +100,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class DemoFault:
     """One fault to cause."""
 
     deed: Deed
@@ -117,7 +117,7 @@ def least_iterations(save_interval: int) -> int:
     return (_LAST + _CALM + _TAIL) * save_interval
 
 
-def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
+def draw_faults(seed: int, shape: Shape) -> tuple[DemoFault, ...]:
     """Return one fault of each kind, in the order in which they strike.
 
     Order, victims and iterations depend on the arguments alone. No fault strikes at the iteration of a save, so that
@@ -149,13 +149,13 @@ def draw_faults(seed: int, shape: Shape) -> tuple[Fault, ...]:
     drawn = [*zip(deeds, generations, strict=True), (Deed.NAN, before_nan), (Deed.LEAVE, generations[-1] + _CALM)]
     faults = [_draw_fault(numbers, deed, generation, shape) for deed, generation in drawn]
     slow_from = numbers.randint(1, max(1, min(_SLOW_BY, shape.save_interval - 1)))
-    faults.append(Fault(deed=Deed.SLOW, iteration=slow_from, rank=numbers.randrange(shape.world_size)))
+    faults.append(DemoFault(deed=Deed.SLOW, iteration=slow_from, rank=numbers.randrange(shape.world_size)))
     return tuple(sorted(faults, key=lambda fault: fault.iteration))
 
 
-def _draw_fault(numbers: random.Random, deed: Deed, generation: int, shape: Shape) -> Fault:
+def _draw_fault(numbers: random.Random, deed: Deed, generation: int, shape: Shape) -> DemoFault:
     offset = numbers.randint(1, shape.save_interval - 1) if shape.save_interval > 1 else 0
-    return Fault(
+    return DemoFault(
         deed=deed,
         iteration=generation * shape.save_interval + offset,
         rank=None if deed.loses_node else numbers.randrange(shape.world_size),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outlast.demo.plan import Deed, Fault
+from outlast.demo.plan import Deed, DemoFault
 from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind, Rung
 
@@ -101,12 +101,12 @@ class Scene:
         verdicts = (event.data["verdict"] for event in self.events if event.kind == EventKind.VERDICT)
         return frozenset(node for verdict in verdicts for node in verdict.get("quarantine", ()))
 
-    def has_struck(self, fault: Fault) -> bool:
+    def has_struck(self, fault: DemoFault) -> bool:
         """Return whether a fault is on record as caused."""
         struck = (event for event in self.events if event.kind == EventKind.FAULT_SIMULATED)
         return any(event.data["fault"] == fault.deed and event.rank == fault.rank for event in struck)
 
-    def is_judged(self, fault: Fault) -> bool:
+    def is_judged(self, fault: DemoFault) -> bool:
         """Return whether something was done about a planned fault, or, of a slow rank, whether it was named."""
         if fault.deed == Deed.SLOW:
             reports = [event for event in self.events if event.kind == EventKind.STRAGGLER_REPORT]
@@ -159,7 +159,9 @@ class Scene:
         return {event.node: tuple(event.data["ranks"]) for event in started}
 
 
-def is_time(fault: Fault, scene: Scene, *, world_size: int, after_cycle: int, planned: Sequence[Fault] = ()) -> bool:
+def is_time(
+    fault: DemoFault, scene: Scene, *, world_size: int, after_cycle: int, planned: Sequence[DemoFault] = ()
+) -> bool:
     """Return whether a fault may strike from outside now.
 
     Args:

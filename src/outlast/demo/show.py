@@ -13,14 +13,19 @@ from typing import Any
 
 from outlast import clock
 from outlast.demo.account import account_for, count_cycles, unnoticed
-from outlast.demo.claims import unkept
-from outlast.demo.example import find_example
-from outlast.demo.leaving import find_leaving, unkept_of_leaving
-from outlast.demo.outcome import Outcome, differences
-from outlast.demo.plan import Fault, Shape, draw_faults
+from outlast.demo.outcome import (
+    DemoOutcome,
+    differences,
+    find_leaving,
+    find_slowed,
+    named_ranks,
+    unkept,
+    unkept_of_leaving,
+    unkept_of_slowed,
+)
+from outlast.demo.plan import DemoFault, Shape, draw_faults
 from outlast.demo.scene import Scene, is_time
-from outlast.demo.slowed import find_slowed, named_ranks, unkept_of_slowed
-from outlast.demo.stage import Stage, uninterrupted
+from outlast.demo.stage import Stage, find_example, uninterrupted
 from outlast.demo.tables import write_details
 from outlast.demo.view import View
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
@@ -46,7 +51,7 @@ def perform(
     view: View,
     on_failure: Callable[[str], None],
     writes_details: bool = False,
-) -> Outcome:
+) -> DemoOutcome:
     """Run the demo.
 
     Args:
@@ -95,12 +100,12 @@ def _remove(*folders: Path) -> None:
 def _run_both(
     shape: Shape,
     seed: int,
-    faults: tuple[Fault, ...],
+    faults: tuple[DemoFault, ...],
     script: Path,
     folder: Path,
     view: View,
     on_failure: Callable[[str], None],
-) -> Outcome:
+) -> DemoOutcome:
     started_s = clock.now_s()
     problems: list[str] = []
     size = f"{shape.num_nodes} nodes x {shape.nproc_per_node} ranks"
@@ -127,7 +132,7 @@ def _run_both(
     undisturbed, struck = _read_result(first.result_path), _read_result(second.result_path)
     if undisturbed and struck and (unequal := differences(undisturbed, struck)):
         problems.append(f"the results differ in {', '.join(unequal)}")
-    return Outcome(
+    return DemoOutcome(
         seed=seed,
         undisturbed=undisturbed,
         struck=struck,
@@ -143,7 +148,7 @@ def _run_both(
 def _play(
     stage: Stage,
     title: str,
-    faults: tuple[Fault, ...],
+    faults: tuple[DemoFault, ...],
     view: View,
     problems: list[str],
     on_failure: Callable[[str], None],
@@ -163,7 +168,7 @@ def _play(
         return stage.events()
 
 
-def _follow(stage: Stage, faults: tuple[Fault, ...], view: View) -> list[Fault]:
+def _follow(stage: Stage, faults: tuple[DemoFault, ...], view: View) -> list[DemoFault]:
     """Strike when it is time, until all agents have ended; return the faults that were left.
 
     Blocks: until the run is over, bounded by a deadline in proportion to its length.

@@ -1,31 +1,188 @@
-"""The stage: the demo's nodes as real agents on this machine, and the hand that strikes them."""
+"""The stage: the demo's nodes as real agents on this machine, their settings, and the faults that strike them."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 
-from outlast import clock
-from outlast.demo.copies import Spoiler, find_copies
-from outlast.demo.plan import Deed, Fault, Shape
+import outlast
+from outlast import chaos, clock
+from outlast.demo.plan import Deed, DemoFault, Shape
 from outlast.demo.scene import Loss, RankScene, Scene
-from outlast.demo.settings import write_settings
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import Event, EventKind
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal, read_journal
 from outlast.testing.cluster import Agent, Cluster
 
-__all__ = ["Stage", "uninterrupted"]
+__all__ = ["Spoiler", "Stage", "fault_plan", "find_copies", "find_example", "uninterrupted", "write_settings"]
+
+
+_NAME = "train_gpt.py"
+_SHARE = Path("share", "outlast", "examples", _NAME)
+
+
+def find_example() -> Path:
+    """Return the path of ``examples/train_gpt.py``: in the checkout, or where the wheel has put it.
+
+    Raises:
+        OutlastError: It is in neither place.
+    """
+    for path in _candidates():
+        if path.is_file():
+            return path.resolve()
+    raise OutlastError(
+        f"the demo's script {_NAME} is not installed; reinstall outlast, or run the demo in a checkout of its sources"
+    )
+
+
+def _candidates() -> Iterator[Path]:
+    package = Path(outlast.__file__).resolve().parent
+    checkout = package.parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        yield checkout / "examples" / _NAME
+    try:
+        files = metadata.files("outlast") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    yield from (Path(str(file.locate())) for file in files if file.name == _NAME)
+    yield package.parent / _SHARE  # pip install --target moves it there, and records the old place
+
+
+_SHARD = re.compile(r"rank-(\d+)\.safetensors")
+
+
+def find_copies(folder: Path, own: Collection[int]) -> list[Path]:
+    """Return the shards of other nodes' ranks in a node's folder, of all generations.
+
+    Args:
+        folder: The node's folder in the local tier; may be missing.
+        own: The ranks of the node itself.
+    """
+    shards = ((path, _SHARD.fullmatch(path.name)) for path in sorted(folder.glob("step-*/rank-*.safetensors")))
+    return [path for path, match in shards if match is not None and int(match[1]) not in own]
+
+
+class Spoiler:
+    """Flip one byte in the middle of each file that it is shown, once."""
+
+    def __init__(self) -> None:
+        self._done: set[tuple[int, int]] = set()
+
+    def spoil(self, path: Path) -> bool:
+        """Flip a byte; return whether it was this call that did: not when done before, or the file is gone or empty."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # its generation has just been replaced by a newer one, or committed
+            return False
+        try:
+            status = os.fstat(fd)
+            if status.st_size == 0 or (status.st_dev, status.st_ino) in self._done:
+                return False
+            self._done.add((status.st_dev, status.st_ino))
+            (byte,) = os.pread(fd, 1, status.st_size // 2)
+            os.pwrite(fd, bytes([byte ^ 0x10]), status.st_size // 2)
+            return True
+        finally:
+            os.close(fd)
+
+
+_DIGEST_INTERVAL = 2
+_MANTISSA_BITS = range(8, 20)
+"""Of a float32: one that rounding does not level out, and that makes no number so large that it would be noticed."""
+_LAYERS = "model.blocks.*"
+_SLOW_FACTOR = 10.0
+_SLOW_SCORE = 0.2
+"""Who takes less than five times as long is nobody to name: where four ranks share two cores, whoever happens to wait
+for one takes several times as long for things of a few milliseconds."""
+_REPORT_S = 1.0
+
+
+def write_settings(
+    path: Path, shape: Shape, *, checkpoints: Path, local: Path, faults: Sequence[DemoFault] = (), seed: int = 0
+) -> None:
+    """Write the settings of the training script.
+
+    Args:
+        path: The file, JSON; the plan of faults, if there are any, is put beside it.
+        shape: The world's size and the intervals between saves.
+        checkpoints: Folder of the global tier.
+        local: Folder of all nodes' local folders.
+        faults: What strikes; those that the demo causes from outside are left out.
+        seed: Draws which tensors, elements and bits are struck.
+    """
+    settings: dict[str, Any] = {
+        "checkpoint": {
+            "directory": str(checkpoints),
+            "local_directory": str(local),
+            "save_interval": shape.global_save_interval,
+            "non_persistent_save_interval": shape.save_interval,
+        },
+        "replica_digest": {"interval": _DIGEST_INTERVAL},
+        "straggler_detection": {
+            "enabled": True,
+            "report_time_interval": _REPORT_S,
+            "calc_individual_gpu_perf": False,  # a cycle is too short to know a rank's own best
+            "noticeable_score": _SLOW_SCORE,
+            "gpu_relative_perf_threshold": _SLOW_SCORE,
+            "check_machine": False,  # all ranks share one
+            "num_gpu_perf_scores_to_print": 0,
+            "enable_logging": False,
+        },
+    }
+    plan = fault_plan(faults, seed)
+    if plan.faults:
+        beside = path.with_name("faults.toml")
+        beside.write_text(plan.to_toml())
+        settings["fault_plan"] = str(beside)
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def fault_plan(faults: Sequence[DemoFault], seed: int) -> chaos.FaultPlan:
+    """Return the faults that befall the training from within, as a plan that the session of each rank arms."""
+    numbers = random.Random(seed)
+    return chaos.FaultPlan(
+        seed=seed, faults=tuple(_planned(fault, numbers) for fault in faults if fault.deed.is_planned)
+    )
+
+
+def _planned(fault: DemoFault, numbers: random.Random) -> chaos.Fault:
+    if fault.deed == Deed.SLOW:
+        return chaos.Fault(
+            kind="slow", factor=_SLOW_FACTOR, rank=fault.rank, iteration=fault.iteration, name=fault.deed
+        )
+    if fault.deed == Deed.NAN:
+        return chaos.Fault(
+            kind="nan",
+            target="activation",
+            tensor=_LAYERS,
+            rank=fault.rank,
+            iteration=fault.iteration,
+            name=fault.deed,
+        )
+    return chaos.Fault(
+        kind="bit_flip",
+        target="weight",
+        tensor=f"{_LAYERS}.weight",
+        bit=numbers.choice(_MANTISSA_BITS),
+        rank=fault.rank,
+        iteration=fault.iteration,
+        name=fault.deed,
+    )
+
 
 _LOSS = re.compile(r"^iteration\s+(\d+)\s+loss\s+([-+.\w]+)$\n", re.MULTILINE)
 _TAIL_LINES = 25
@@ -59,7 +216,7 @@ class Stage:
         *,
         folder: Path,
         shape: Shape,
-        faults: Sequence[Fault] = (),
+        faults: Sequence[DemoFault] = (),
         seed: int = 0,
         num_spares: int = 0,
         num_reserves: int = 0,
@@ -134,7 +291,7 @@ class Stage:
             running=tuple(agent.name for agent in self._cluster.agents if agent.running),
         )
 
-    def strike(self, fault: Fault, scene: Scene) -> bool:
+    def strike(self, fault: DemoFault, scene: Scene) -> bool:
         """Cause a fault from outside, and write into the journal that and when it was caused.
 
         Returns:
@@ -208,7 +365,7 @@ class Stage:
         os.kill(victim.pid, signal.SIGCONT)
         return False
 
-    def _lose(self, name: str, fault: Fault, scene: Scene) -> None:
+    def _lose(self, name: str, fault: DemoFault, scene: Scene) -> None:
         """Lose a node with all that it holds: its processes, with the memory of its writer, and its disk."""
         survivors = {node: ranks for node, ranks in scene.ranks_by_node().items() if node != name}
         spoiled = self._spoil(survivors) if fault.deed == Deed.SPOIL else None
@@ -230,7 +387,7 @@ class Stage:
         copies = [path for node, ranks in survivors.items() for path in find_copies(self._local / node, ranks)]
         return sum(self._spoiler.spoil(path) for path in copies)
 
-    def _note(self, fault: Fault, scene: Scene, *, node: str, pid: int, copies_spoiled: int | None = None) -> None:
+    def _note(self, fault: DemoFault, scene: Scene, *, node: str, pid: int, copies_spoiled: int | None = None) -> None:
         if self._journal is None:
             job = next((event.job for event in scene.events), "demo")
             run_id = self._cluster.run_id

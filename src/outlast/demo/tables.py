@@ -16,11 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from outlast.demo.account import Account
-from outlast.demo.leaving import Leaving
-from outlast.demo.outcome import COMPARED, Outcome, differences
-from outlast.demo.slowed import Slowed
-from outlast.demo.sources import TIERS, Sources, count_bytes
+from outlast.demo.account import TIERS, Account, Sources, count_bytes
+from outlast.demo.outcome import COMPARED, DemoOutcome, Leaving, Slowed, differences
 
 __all__ = ["render", "write_details"]
 
@@ -45,7 +42,7 @@ class _Row:
     """The demo caused it."""
 
 
-def render(outcome: Outcome) -> RenderableType:
+def render(outcome: DemoOutcome) -> RenderableType:
     """Return what the faults cost and the proof, for a terminal or a file of at least 60 columns."""
     parts: list[RenderableType] = []
     if rows := list(_rows(outcome)):
@@ -62,7 +59,7 @@ def render(outcome: Outcome) -> RenderableType:
     return Group(*parts)
 
 
-def write_details(outcome: Outcome) -> str:
+def write_details(outcome: DemoOutcome) -> str:
     """Return the long table, as text: by what each fault was noticed, and what was done about it."""
     console = Console(file=io.StringIO(), width=_WIDE, color_system=None, force_terminal=False)
     console.print(_story_table(outcome))
@@ -70,7 +67,7 @@ def write_details(outcome: Outcome) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
-def _rows(outcome: Outcome) -> Iterator[_Row]:
+def _rows(outcome: DemoOutcome) -> Iterator[_Row]:
     if (slowed := outcome.slowed) is not None:
         yield _Row(
             kind="straggler",
@@ -128,7 +125,7 @@ def _costs_table(rows: list[_Row]) -> Table:
     return table
 
 
-def _story_table(outcome: Outcome) -> Table:
+def _story_table(outcome: DemoOutcome) -> Table:
     table = Table(title="What happened", title_justify="left", box=box.SIMPLE_HEAD, expand=True)
     table.add_column("incident", ratio=4)
     table.add_column("by what it was noticed", ratio=5)
@@ -226,7 +223,7 @@ def _sources(sources: Sources | None) -> str:
     return "\n".join(lines)
 
 
-def _proof_table(outcome: Outcome) -> Table:
+def _proof_table(outcome: DemoOutcome) -> Table:
     table = _narrow_table("The results, as SHA-256")
     for name in ("", "undisturbed", "with faults", ""):
         table.add_column(name, no_wrap=True)

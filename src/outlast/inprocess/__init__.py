@@ -5,28 +5,27 @@ See :class:`Wrapper`. It runs the function on the active ranks; the others are w
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from outlast.lazy import lazy_names
 
 _HOMES = {
-    "ActiveWorldSizeDivisibleBy": "outlast.inprocess.assignments",
+    "ActiveWorldSizeDivisibleBy": "outlast.inprocess.plugins",
     "Assignment": "outlast.policy.rank_assignment",
-    "Compose": "outlast.inprocess.compose",
-    "FaultCounter": "outlast.inprocess.retry",
-    "FillGaps": "outlast.inprocess.assignments",
-    "Handle": "outlast.inprocess.handle",
-    "Level": "outlast.inprocess.assignments",
-    "MaxActiveWorldSize": "outlast.inprocess.assignments",
+    "Compose": "outlast.inprocess.plugins",
+    "FaultCounter": "outlast.inprocess.plugins",
+    "FillGaps": "outlast.inprocess.plugins",
+    "Handle": "outlast.inprocess.call",
+    "Level": "outlast.inprocess.plugins",
+    "MaxActiveWorldSize": "outlast.inprocess.plugins",
     "Member": "outlast.policy.rank_assignment",
-    "RankLeft": "outlast.inprocess.rank_left",
+    "RankLeft": "outlast.inprocess.rank",
     "Restore": "outlast.inprocess.restore",
-    "RestartRequested": "outlast.inprocess.interruption",
-    "RetryController": "outlast.inprocess.retry",
-    "ShiftRanks": "outlast.inprocess.assignments",
-    "State": "outlast.inprocess.state",
-    "Tree": "outlast.inprocess.assignments",
+    "RestartRequested": "outlast.inprocess.call",
+    "RetryController": "outlast.inprocess.plugins",
+    "ShiftRanks": "outlast.inprocess.plugins",
+    "State": "outlast.inprocess.plugins",
+    "Tree": "outlast.inprocess.plugins",
     "Wrapper": "outlast.inprocess.wrapper",
-    "current_handle": "outlast.inprocess.handle",
+    "current_handle": "outlast.inprocess.call",
 }
 
 __all__ = [
@@ -50,15 +49,5 @@ __all__ = [
     "current_handle",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # On first use: a monitor process imports single modules of this package, and no torch.
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'outlast.inprocess' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# On first use: a monitor process imports single modules of this package, and no torch.
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

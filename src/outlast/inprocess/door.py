@@ -1,7 +1,7 @@
 """The door of a monitor process: it listens, and lets in who knows the secret.
 
-Whoever connects has a few seconds to say :class:`~outlast.inprocess.messages.Join` with the secret; everybody else is
-shut out without an answer.
+A connection has a few seconds to send :class:`~outlast.inprocess.protocol.JoinHub` with the secret; any other is closed
+without an answer.
 
 Nothing here imports torch.
 """
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from functools import partial
 
 from outlast import clock
-from outlast.inprocess import messages as m
+from outlast.inprocess import protocol as m
 from outlast.inprocess.link import Link, LinkBroken
 
-__all__ = ["Door"]
+__all__ = ["HubListener"]
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _GREETING_S = 5.0
 _MAX_STRANGERS = 256
 
 
-class Door:
+class HubListener:
     """Listen at an address.
 
     Args:
@@ -43,7 +43,7 @@ class Door:
         host: str,
         *,
         world_size: int,
-        on_join: Callable[[Link, m.Join], None],
+        on_join: Callable[[Link, m.JoinHub], None],
     ) -> None:
         self._selector, self._world_size, self._on_join = selector, world_size, on_join
         self.token = ""
@@ -98,7 +98,7 @@ class Door:
         if not came:
             return None
         join = came[0]
-        if not isinstance(join, m.Join) or not self._is_genuine(join):
+        if not isinstance(join, m.JoinHub) or not self._is_genuine(join):
             log.warning("refused a connection without this job's secret; is another job using the same port?")
             return self._shut_out(link)
         del self._strangers[link]
@@ -106,7 +106,7 @@ class Door:
         link.trust()
         return self._on_join(link, join)
 
-    def _is_genuine(self, join: m.Join) -> bool:
+    def _is_genuine(self, join: m.JoinHub) -> bool:
         return (
             bool(self.token)
             and hmac.compare_digest(join.token.encode(), self.token.encode())

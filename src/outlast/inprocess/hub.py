@@ -1,11 +1,11 @@
-"""The hub: it carries what members report to the decision, and orders to the members.
+"""The hub: it passes what members report to the decision, and sends the orders that follow to the members.
 
-A part of an event loop, inside one of the monitor processes. All decisions are :mod:`outlast.policy.restarts`'; what
-is decided here is only who is out of reach: a member whose link broke may come back within a short time, one whose
-process is seen to be gone is lost at once. A hub that cannot reach most of the members it had aborts, since they may
-go on elsewhere.
+A part of an event loop, inside one of the monitor processes. All decisions are made by
+:mod:`outlast.policy.inprocess_restart`; what is decided here is only who is unreachable: a member whose link broke has
+a short reconnect grace, one whose process is seen to be gone is lost at once. A hub that cannot reach most of the
+members that it had aborts, since they may resume elsewhere.
 
-A hub that follows another one first waits for the members that lived; they say where they stand.
+A hub that follows another one first waits for the members that lived; they report their standing.
 
 Nothing here imports torch.
 """
@@ -13,20 +13,121 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import logging
+import os
 import selectors
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from outlast import clock
-from outlast.inprocess import messages as m
-from outlast.inprocess.absences import RETURN_S, Absences
-from outlast.inprocess.candidates import order_candidates
+from outlast.inprocess import protocol as m
+from outlast.inprocess.failover.search import order_candidates
 from outlast.inprocess.link import Link, LinkBroken
-from outlast.policy.restart_limits import RestartLimits
-from outlast.policy.restart_state import Came, Event, Isolated, Lost, Phase, RestartState, Said, Tick, begin, take_over
-from outlast.policy.restarts import advance, next_deadline_s
+from outlast.inprocess.protocol import MemberPlace
+from outlast.policy.inprocess_protocol import RestartLimits
+from outlast.policy.inprocess_restart import (
+    Event,
+    Isolated,
+    MemberJoined,
+    MemberLost,
+    MemberReported,
+    RestartPhase,
+    RestartState,
+    TimePassed,
+    advance,
+    begin,
+    next_deadline_s,
+    take_over,
+)
 
-__all__ = ["Hub"]
+__all__ = ["RETURN_S", "Hub", "ReconnectGrace", "name_space"]
+
+
+RETURN_S = 5.0
+"""Seconds that a member whose link broke has to come back: time for another monitor process to start on a machine
+that is busy. One whose process is seen to be gone is not waited for."""
+
+
+def name_space() -> str:
+    """Return a name of this machine and of the name space of its processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+@dataclass(slots=True)
+class _Absence:
+    until_s: float
+    pidfd: int | None
+    is_dead: bool = False
+
+
+class ReconnectGrace:
+    """Wait for members.
+
+    Args:
+        selector: Of the process's loop.
+        space: Where this process can see whether another process lives.
+        on_death: Called from the loop when a member that is waited for proves to be dead; see :meth:`take_ended`.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, space: str, on_death: Callable[[], None]) -> None:
+        self._selector, self._space, self._on_death = selector, space, on_death
+        self._absent: dict[int, _Absence] = {}
+
+    def __len__(self) -> int:
+        return len(self._absent)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._absent
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return who is waited for."""
+        return tuple(self._absent)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the next one has been waited for long enough."""
+        return min((absence.until_s for absence in self._absent.values()), default=None)
+
+    def begin(self, rank: int, place: MemberPlace, patience_s: float = RETURN_S) -> None:
+        """Wait for a member."""
+        self.end(rank)
+        absence = _Absence(clock.now_s() + patience_s, None)
+        self._absent[rank] = absence
+        if place.space != self._space:
+            return
+        try:
+            absence.pidfd = os.pidfd_open(place.pid)
+        except ProcessLookupError:
+            absence.is_dead, absence.until_s = True, 0.0
+            return
+
+        def see_death(_: int) -> None:
+            absence.is_dead, absence.until_s = True, 0.0
+            self._on_death()
+
+        self._selector.register(absence.pidfd, selectors.EVENT_READ, see_death)
+
+    def end(self, rank: int) -> None:
+        """Wait for a member no more."""
+        absence = self._absent.pop(rank, None)
+        if absence is not None and absence.pidfd is not None:
+            self._selector.unregister(absence.pidfd)
+            os.close(absence.pidfd)
+
+    def take_ended(self) -> list[tuple[int, bool]]:
+        """Return those who are waited for no more, and whether they are known to be dead."""
+        now_s = clock.now_s()
+        ended = [(rank, absence.is_dead) for rank, absence in self._absent.items() if now_s >= absence.until_s]
+        for rank, _ in ended:
+            self.end(rank)
+        return ended
+
+    def close(self) -> None:
+        """Wait for nobody; idempotent."""
+        for rank in self.ranks():
+            self.end(rank)
+
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +136,11 @@ _END_S = 2.0
 
 
 @dataclass(slots=True)
-class _Peer:
+class _LinkedMember:
     """A member that is linked."""
 
     link: Link
-    join: m.Join
+    join: m.JoinHub
     early: list[m.OnLink] = field(default_factory=list)
     """What it said before this hub could decide."""
     is_leaving: bool = False
@@ -56,7 +157,7 @@ class Hub:
         heartbeat_timeout_s: Seconds of silence after which a link counts as broken.
         host: This process's own entry among the candidates.
         space: Where this process can see whether another process lives.
-        heritage: What the hub before this one said last; its members are waited for.
+        predecessor: What the hub before this one said last; its members are waited for.
         patience_s: Seconds that they are waited for.
     """
 
@@ -67,17 +168,17 @@ class Hub:
         world_size: int,
         limits: RestartLimits,
         heartbeat_timeout_s: float,
-        host: m.Candidate,
+        host: m.HubCandidate,
         space: str,
-        heritage: m.Candidates | None = None,
+        predecessor: m.HubCandidates | None = None,
         patience_s: float = RETURN_S,
     ) -> None:
         self._selector, self._world_size, self._limits = selector, world_size, limits
         self._heartbeat_timeout_s, self._host = heartbeat_timeout_s, host
-        self._peers: dict[int, _Peer] = {}
-        self._absences = Absences(selector, space, self._settle)
+        self._peers: dict[int, _LinkedMember] = {}
+        self._absences = ReconnectGrace(selector, space, self._settle)
         self._broken: dict[int, str] = {}
-        self._candidates: tuple[m.Candidate, ...] = (host,)
+        self._candidates: tuple[m.HubCandidate, ...] = (host,)
         self._places: dict[int, m.MemberPlace] = {}
         self._known: dict[int, m.MemberPlace] = {}
         self._out_of_reach: set[int] = set()
@@ -85,9 +186,9 @@ class Hub:
         self._end_s: float | None = None
         self._next_hearing_s = clock.now_s() + heartbeat_timeout_s
         self._state: RestartState | None = None
-        if heritage is not None and heritage.members:
-            self._known = dict(heritage.members)
-            self._places = dict(heritage.members)
+        if predecessor is not None and predecessor.members:
+            self._known = dict(predecessor.members)
+            self._places = dict(predecessor.members)
             for rank, place in self._known.items():
                 self._absences.begin(rank, place, patience_s)
         else:
@@ -120,7 +221,7 @@ class Hub:
         expected = [other for other, member in members.items() if not member.is_here]
         return any(other != rank for other in (*self._peers, *self._absences.ranks(), *expected))
 
-    def adopt(self, link: Link, join: m.Join) -> None:
+    def adopt(self, link: Link, join: m.JoinHub) -> None:
         """Take a member in; its greeting was found to be genuine."""
         rank = join.initial_rank
         if (old := self._peers.pop(rank, None)) is not None:
@@ -130,7 +231,7 @@ class Hub:
         self._broken.pop(rank, None)
         link.trust()
         self._places[rank] = join.place
-        self._peers[rank] = _Peer(link, join)
+        self._peers[rank] = _LinkedMember(link, join)
         self._selector.register(link, selectors.EVENT_READ, lambda events: self._on_event(rank, link, events))
         before, self._candidates = self._candidates, self._order_candidates()
         self._send(rank, self._describe())
@@ -151,10 +252,10 @@ class Hub:
         if self._state is not None:
             due_s = next_deadline_s(self._state, self._limits)
             if due_s is not None and now_s >= due_s:
-                self._advance(Tick(at_s=now_s))
+                self._advance(TimePassed(at_s=now_s))
                 self._settle()
 
-    def excuse_silence(self) -> None:
+    def discount_pause(self) -> None:
         """Hold nobody's silence against them: this process did not run, and could not hear them."""
         now_ns = clock.now_ns()
         for peer in self._peers.values():
@@ -190,18 +291,20 @@ class Hub:
             self._broken.setdefault(rank, str(error))
         self._settle()
 
-    def _hear(self, rank: int, peer: _Peer, message: m.OnLink) -> None:
+    def _hear(self, rank: int, peer: _LinkedMember, message: m.OnLink) -> None:
         match message:
             case m.Beat():
                 self._send(rank, message)
-            case m.Gone() | m.Ready() | m.Fault() | m.Completed() | m.Left() | m.Assigned() if self._state is None:
+            case m.Gone() | m.RankReady() | m.RankFault() | m.Completed() | m.Left() | m.Assigned() if (
+                self._state is None
+            ):
                 peer.early.append(message)
             case m.Gone(fault=fault):
                 peer.is_leaving = True
-                self._advance(Lost(initial_rank=rank, kind=fault.kind, summary=fault.summary, at_s=clock.now_s()))
-            case m.Ready() | m.Fault() | m.Completed() | m.Left() | m.Assigned():
+                self._advance(MemberLost(initial_rank=rank, kind=fault.kind, summary=fault.summary, at_s=clock.now_s()))
+            case m.RankReady() | m.RankFault() | m.Completed() | m.Left() | m.Assigned():
                 peer.is_leaving |= isinstance(message, m.Left)
-                self._advance(Said(initial_rank=rank, report=message, at_s=clock.now_s()))
+                self._advance(MemberReported(initial_rank=rank, report=message, at_s=clock.now_s()))
             case other:
                 self._broken.setdefault(rank, f"it said {type(other).__name__}")
 
@@ -232,7 +335,7 @@ class Hub:
             else:
                 self._watch(peer)
 
-    def _watch(self, peer: _Peer) -> None:
+    def _watch(self, peer: _LinkedMember) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.link.is_waiting else 0)
         key = self._selector.get_key(peer.link)
         if key.events != wanted:
@@ -273,10 +376,10 @@ class Hub:
             self._advance(Isolated(reason=text, at_s=clock.now_s()))
             return
         for rank, is_dead in ended:
-            kind, summary = m.FaultKind.LINK_LOST, "its monitor process is out of reach"
+            kind, summary = m.RankFaultKind.LINK_LOST, "its monitor process is out of reach"
             if is_dead:
-                kind, summary = m.FaultKind.DIED, "its process and its monitor process are gone"
-            self._advance(Lost(initial_rank=rank, kind=kind, summary=summary, at_s=clock.now_s()))
+                kind, summary = m.RankFaultKind.DIED, "its process and its monitor process are gone"
+            self._advance(MemberLost(initial_rank=rank, kind=kind, summary=summary, at_s=clock.now_s()))
 
     def _is_isolated(self) -> bool:
         """Whether most members may live out of reach; of two halves the one with the lowest rank goes on."""
@@ -300,19 +403,21 @@ class Hub:
                 self._hear(rank, peer, message)
         self._settle()
 
-    def _came(self, rank: int, join: m.Join) -> Came:
+    def _came(self, rank: int, join: m.JoinHub) -> MemberJoined:
         place = join.place
-        return Came(initial_rank=rank, node=place.node, labels=place.labels, standing=join.standing, at_s=clock.now_s())
+        return MemberJoined(
+            initial_rank=rank, node=place.node, labels=place.labels, standing=join.standing, at_s=clock.now_s()
+        )
 
     def _advance(self, event: Event) -> None:
         assert self._state is not None
         before = self._state
         self._state, actions = advance(before, event, self._limits)
-        if self._state.phase == Phase.RUNNING and self._state.members.keys() != self._known.keys():
+        if self._state.phase == RestartPhase.RUNNING and self._state.members.keys() != self._known.keys():
             self._know_members()
         if self._state.iteration != before.iteration or self._state.phase != before.phase:
             log.info("%s of iteration %d", self._state.phase, self._state.iteration)
-            if self._state.phase == Phase.RUNNING:
+            if self._state.phase == RestartPhase.RUNNING:
                 self._out_of_reach.clear()
         for action in actions:
             self._send_all(action.order, action.to)
@@ -326,9 +431,9 @@ class Hub:
         self._candidates = self._order_candidates()
         self._send_all(self._describe(), list(self._peers))
 
-    def _order_candidates(self) -> tuple[m.Candidate, ...]:
+    def _order_candidates(self) -> tuple[m.HubCandidate, ...]:
         able = [
-            m.Candidate(
+            m.HubCandidate(
                 initial_rank=rank, node=peer.join.place.node, address=peer.join.place.address, life=peer.join.life
             )
             for rank, peer in self._peers.items()
@@ -336,5 +441,5 @@ class Hub:
         ]
         return order_candidates([self._host, *able], self._host.initial_rank)
 
-    def _describe(self) -> m.Candidates:
-        return m.Candidates(candidates=self._candidates, members=self._known)
+    def _describe(self) -> m.HubCandidates:
+        return m.HubCandidates(candidates=self._candidates, members=self._known)

@@ -17,14 +17,13 @@ import torch
 import xxhash
 
 from outlast.errors import OutlastError
-from outlast.inprocess.handle import Handle, current_handle
-from outlast.inprocess.own_page import CAPACITY_BYTES, OwnPage
-from outlast.inprocess.own_things import OwnThings
-from outlast.numerics.replicas import find_replicated
+from outlast.inprocess.call import Handle, current_handle
+from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer
+from outlast.numerics.replica_digest import find_replicated
 from outlast.numerics.tensor_digest import digest_tensors
 from outlast.runtime import device
 
-__all__ = ["KeptState", "Parts", "digest_parts", "parts_of"]
+__all__ = ["KeptTrainingState", "Parts", "digest_parts", "parts_of"]
 
 MAX_SAMPLED = 8
 """Parameters whose versions are looked at in each step; whatever changes some outside of an optimizer changes all."""
@@ -64,14 +63,14 @@ def digest_parts(parts: Parts) -> str:
     return digest.hexdigest()
 
 
-class KeptState:
+class KeptTrainingState:
     """Follow the state of one rank over calls.
 
     Thread: that of the training loop.
     """
 
     def __init__(self) -> None:
-        self.page: OwnPage | None = None
+        self.page: SharedBuffer | None = None
         """What is the rank's own, for neighbours to read."""
         self.rank: int | None = None
         """The rank that this process was in the last call that it took part in."""
@@ -81,7 +80,7 @@ class KeptState:
         self._iteration: int | None = None
         self._reason = ""
         self._digest = ""
-        self._things: OwnThings | None = None
+        self._things: RankLocalState | None = None
         self._parts: Parts | None = None
         self._objects: dict[str, weakref.ref[Any]] = {}
         self._hooks: list[Any] = []
@@ -116,9 +115,9 @@ class KeptState:
         self._objects = {path: weakref.ref(value) for path, value in parts.mapping.items()}
         self._reason = _why_not(state, parts)
         if self.page is None:
-            self.page = OwnPage.create()
+            self.page = SharedBuffer.create()
         self.page.clear()
-        self._things = OwnThings({"own": own, "state": state}, parts.optimizers)
+        self._things = RankLocalState({"own": own, "state": state}, parts.optimizers)
         self._call, self._mark, self._is_unfinished = current_handle(), None, False
         if self._call is not None:
             self._call.before_abort(self._look_at_device)

@@ -1,6 +1,6 @@
 """A link between a monitor process and the hub: whole messages over a connection that never blocks.
 
-A message is four bytes of length and its msgpack. Who connects says :class:`~outlast.inprocess.messages.Join` first;
+A message is four bytes of length and its msgpack. Who connects says :class:`~outlast.inprocess.protocol.JoinHub` first;
 until then a link takes only small messages, and whatever is unreadable breaks it.
 
 Nothing here imports torch.
@@ -14,7 +14,7 @@ import struct
 
 from outlast import clock
 from outlast.errors import OutlastError
-from outlast.inprocess import messages as m
+from outlast.inprocess import protocol as m
 
 __all__ = ["Link", "LinkBroken"]
 

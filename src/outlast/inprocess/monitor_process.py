@@ -1,9 +1,12 @@
-"""The monitor process: it watches one rank from outside, and speaks for it.
+"""The monitor process: it watches one rank from outside, and reports for it.
 
-One per rank, started by its :class:`~outlast.inprocess.monitor_link.MonitorLink`. It carries the rank's reports to the
-hub and the hub's orders to the rank (:mod:`outlast.inprocess.uplink`); it reports what the rank cannot (that it is
+One per rank, started by its :class:`~outlast.inprocess.monitor_client.MonitorLink`. It carries the rank's reports to
+the hub and the hub's orders to the rank (:mod:`outlast.inprocess.hub_client`), reports what the rank cannot (that it is
 gone, that its main thread makes no progress), and ends a rank that is stuck. One of the monitor processes hosts the
 hub, beside all that.
+
+Before a hang is reported, the rank's stack is read: a rank that waits for others is a victim of the hang, not the
+cause.
 
 It ends with its rank, however that one ends, unless its hub is still needed. It is an event loop in one thread, waits
 for deadlines, and imports no torch.
@@ -17,21 +20,60 @@ import selectors
 import signal
 import socket
 import sys
+import time
+from dataclasses import dataclass
 
 import msgspec
 
 from outlast import clock, logs
 from outlast.decoding import from_json
 from outlast.errors import OutlastError
-from outlast.inprocess import messages as m
-from outlast.inprocess import whereabouts
-from outlast.inprocess.monitor_task import MonitorTask
-from outlast.inprocess.page import Page
-from outlast.inprocess.rank_watch import RankWatch, SoftTimeout
-from outlast.inprocess.stand_in import StandIn
-from outlast.inprocess.uplink import Uplink
+from outlast.inprocess import protocol as m
+from outlast.inprocess.failover.bootstrap import BootstrapProxy
+from outlast.inprocess.hub_client import HubClient
+from outlast.inprocess.progress import Page, RankWatch, SoftTimeout
+from outlast.inprocess.protocol import MonitorTask
+from outlast.monitor import stacks
+from outlast.policy.inprocess_protocol import WAITS
 
-__all__ = ["main"]
+__all__ = ["StackPosition", "main", "read_stack_position"]
+
+
+_LOOK_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class StackPosition:
+    """Where a rank stood when its stack was taken."""
+
+    line: str
+    """The innermost line of the user's code."""
+    waits: bool | None
+    """It waits for other ranks; ``None`` = that cannot be told."""
+
+    @property
+    def evidence(self) -> dict[str, str]:
+        """What a fault tells of it."""
+        waits = {True: "yes", False: "no", None: "unknown"}[self.waits]
+        return {"stack_line": self.line, WAITS: waits}
+
+
+def read_stack_position(pid: int, timeout_s: float = 0.1) -> StackPosition | None:
+    """Return where the main thread of a process stands; ``None`` where it does not tell.
+
+    Blocks: usually a few milliseconds, at most ``timeout_s``.
+    """
+    dump = stacks.Dump(pid)
+    if not dump.request():
+        return None
+    end_s = clock.now_s() + timeout_s
+    while not dump.is_complete():
+        if clock.now_s() >= end_s:
+            return None
+        time.sleep(_LOOK_S)  # the file tells nobody when it grows
+    stack = stacks.parse(dump.text())
+    return StackPosition(stack.line, stack.waits_in_collective) if stack.line is not None else None
+
 
 log = logging.getLogger("outlast.inprocess.monitor_process")
 
@@ -59,14 +101,14 @@ class MonitorProcess:
         self._has_left = False
         self._closed_s: float | None = None
         self._kill_s: float | None = None
-        self._stuck: m.Fault | None = None
-        self._confession: m.Fault | None = None
+        self._stuck: m.RankFault | None = None
+        self._self_report: m.RankFault | None = None
         self._connect: m.Connect | None = None
         self._is_ready = False
-        self._stand_in: StandIn | None = None
+        self._stand_in: BootstrapProxy | None = None
         self._is_asking = False
         self._looked_s = clock.now_s()
-        self._uplink = Uplink(self._selector, task, on_order=self._order, on_candidates=self._tell_rank)
+        self._uplink = HubClient(self._selector, task, on_order=self._order, on_candidates=self._tell_rank)
         rank.setblocking(False)
         self._selector.register(rank, selectors.EVENT_READ, self._on_rank)
         self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
@@ -96,7 +138,7 @@ class MonitorProcess:
         now_s = clock.now_s()
         if now_s > self._looked_s + self._task.process_interval_s + _LATE_S:
             log.info("this process did not run for a while")
-            self._uplink.excuse_silence()
+            self._uplink.discount_pause()
         self._looked_s = now_s
         due = [now_s + self._task.process_interval_s]
         if not self._rank_is_gone:
@@ -119,9 +161,9 @@ class MonitorProcess:
                 self._kill_s = None
             else:
                 due.append(self._kill_s)
-        if self._confession is not None:
-            self._uplink.report(self._confession)
-            self._confession = None
+        if self._self_report is not None:
+            self._uplink.report(self._self_report)
+            self._self_report = None
         found, next_ns = self._watch.look(clock.now_ns())
         if isinstance(found, SoftTimeout):
             log.warning("rank %d: %s", self._task.initial_rank, found.summary)
@@ -158,13 +200,13 @@ class MonitorProcess:
                 self._connect = order
                 self._uplink.connect(order)
             case m.Reconnect() as known:
-                if known.last_words is not None:
+                if known.final_report is not None:
                     self._has_left = True
                     self._watch.note_end()
                 self._is_ready = True  # or whoever takes the hub's place knows
                 self._uplink.reconnect(known)
             case report:
-                self._is_ready |= isinstance(report, m.Ready)
+                self._is_ready |= isinstance(report, m.RankReady)
                 if isinstance(report, m.Left):
                     self._has_left = True
                     self._watch.note_end()
@@ -175,10 +217,10 @@ class MonitorProcess:
             self._hear(data)  # what it said before it ended
         if not self._uplink.is_over and not self._has_left:
             log.info("rank %d (pid %d) is gone", self._task.initial_rank, self._task.pid)
-        fault = self._fault(self._uplink.iteration, m.FaultKind.DIED, "its process is gone")
+        fault = self._fault(self._uplink.iteration, m.RankFaultKind.DIED, "its process is gone")
         self._lose_rank(m.Gone(fault=self._stuck or fault))
 
-    def _lose_rank(self, last_words: m.Gone | m.Left) -> None:
+    def _lose_rank(self, final_report: m.Gone | m.Left) -> None:
         """The rank is gone, or has left."""
         if self._rank_is_gone:
             return
@@ -188,24 +230,24 @@ class MonitorProcess:
                 self._selector.unregister(watched)
             except KeyError:
                 pass  # the socket ended before
-        if self._has_come_to_meet or isinstance(last_words, m.Left):
-            self._uplink.end(last_words)
+        if self._has_come_to_meet or isinstance(final_report, m.Left):
+            self._uplink.end(final_report)
         else:
-            self._ask_in_its_place(last_words)
+            self._ask_in_its_place(final_report)
 
     @property
     def _has_come_to_meet(self) -> bool:
         """Whether the rank knows where the hub is and, if it is with initial rank 0, has told everybody."""
         return self._is_ready or (self._connect is not None and self._task.initial_rank != 0) or not self._task.meeting
 
-    def _ask_in_its_place(self, last_words: m.Gone) -> None:
+    def _ask_in_its_place(self, final_report: m.Gone) -> None:
         def go_on(answer: m.Connect | None) -> None:
             self._is_asking = False
             if answer is not None and self._connect is None:
                 self._uplink.connect(answer)
-            self._uplink.end(last_words)
+            self._uplink.end(final_report)
 
-        self._stand_in = StandIn(
+        self._stand_in = BootstrapProxy(
             self._selector,
             key=self._task.meeting,
             address=self._uplink.address,
@@ -223,7 +265,7 @@ class MonitorProcess:
                 if ranks.get(self._task.initial_rank) is not None:
                     self._watch.note_go(iteration, now_ns)
             case m.Restart(faults=faults):
-                self._confession = self._own_up(faults)
+                self._self_report = self._own_up(faults)
                 self._watch.note_leave(now_ns)
             case m.Finish() | m.Abort():
                 self._watch.note_leave(now_ns)
@@ -254,7 +296,7 @@ class MonitorProcess:
         except OSError as error:
             log.debug("the rank takes nothing: %s", error)  # its end is seen elsewhere
 
-    def _own_up(self, faults: tuple[m.Fault, ...]) -> m.Fault | None:
+    def _own_up(self, faults: tuple[m.RankFault, ...]) -> m.RankFault | None:
         """Return what this rank did while all who speak up waited for another; ``None`` = it waited, too.
 
         It is about to be interrupted, a moment before its own timeout would have told.
@@ -265,17 +307,17 @@ class MonitorProcess:
         fault = None if idle is None else self._soft_timeout(idle)
         return None if fault is None or fault.is_victims else fault
 
-    def _soft_timeout(self, found: SoftTimeout) -> m.Fault:
-        fault = self._fault(found.iteration, m.FaultKind.SOFT_TIMEOUT, found.summary)
-        place = whereabouts.look_up(self._task.pid)
+    def _soft_timeout(self, found: SoftTimeout) -> m.RankFault:
+        fault = self._fault(found.iteration, m.RankFaultKind.SOFT_TIMEOUT, found.summary)
+        place = read_stack_position(self._task.pid)
         if place is None:
             return fault
         what = "waiting for other ranks at" if place.waits else "at"
         summary = f"{found.summary}, {what} {place.line}"
         return msgspec.structs.replace(fault, summary=summary, evidence=place.evidence)
 
-    def _fault(self, iteration: int, kind: m.FaultKind, summary: str) -> m.Fault:
-        return m.Fault(initial_rank=self._task.initial_rank, iteration=iteration, kind=kind, summary=summary)
+    def _fault(self, iteration: int, kind: m.RankFaultKind, summary: str) -> m.RankFault:
+        return m.RankFault(initial_rank=self._task.initial_rank, iteration=iteration, kind=kind, summary=summary)
 
 
 def main(arguments: list[str] | None = None) -> int:

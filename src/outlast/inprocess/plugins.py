@@ -1,19 +1,392 @@
-"""The plug-ins of one wrapper, with what stands where none was given."""
+"""Plug-ins of the wrapper: what they are given, ready-made ones, and those of one wrapper together.
+
+A ``rank_assignment`` plug-in takes an :class:`Assignment` and returns another one. It begins as what is left of the
+last one: survivors have their ranks, the dead have left gaps. ``Compose`` runs several from left to right; the first
+must close the gaps. Every other plug-in takes a :class:`State`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.config.in_process_restart import InProcessRestartConfig
-from outlast.errors import ConfigError
-from outlast.inprocess.assignments import FillGaps
-from outlast.inprocess.retry import FaultCounter
-from outlast.inprocess.state import State
-from outlast.policy.rank_assignment import Rule
+from outlast.env import environ
+from outlast.errors import ConfigError, RestartAbort, UnhealthyRank
+from outlast.policy.rank_assignment import (
+    Assignment,
+    Member,
+    Rule,
+    fill_gaps,
+    hold_back,
+    keep_first,
+    keep_multiple,
+    shift_up,
+)
 
-__all__ = ["Plugins"]
+__all__ = [
+    "ActiveWorldSizeDivisibleBy",
+    "Assignment",
+    "Compose",
+    "FaultCounter",
+    "FillGaps",
+    "Level",
+    "MaxActiveWorldSize",
+    "Member",
+    "Plugins",
+    "RetryController",
+    "ShiftRanks",
+    "State",
+    "Tree",
+    "labels_of",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """This rank's place in one restart."""
+
+    initial_rank: int
+    """The rank that this process was started as; it stays the same."""
+    initial_world_size: int
+    """How many processes were started, reserves included."""
+    rank: int | None
+    """Its rank in the function; ``None``: it is a reserve."""
+    world_size: int
+    """How many processes are left, reserves included."""
+    active_world_size: int
+    """How many ranks run the function."""
+    iteration: int
+    """Number of the restart; 0 = the function's first call."""
+    node: str
+    """Name of the node."""
+    fault_counts: Mapping[int, int] = field(default_factory=dict)
+    """Faults so far, by initial rank; consequences of another rank's fault do not count."""
+
+    @property
+    def active_rank(self) -> int | None:
+        """The rank in the function, by its longer name."""
+        return self.rank
+
+    @property
+    def is_reserve(self) -> bool:
+        """Whether this process waits to take another one's place."""
+        return self.rank is None
+
+
+class Compose:
+    """Call plug-ins from left to right, each with what the one before it returned.
+
+    A plug-in that returns ``None`` hands on what it was given, so that plug-ins that only do something (``initialize``,
+    ``abort``, ``finalize``, ``health_check``) and those that decide (``rank_assignment``) are composed alike. The
+    first one that raises ends the call; those to its right are not called.
+
+    Args:
+        plugins: What is called; at least one.
+
+    Raises:
+        ConfigError: There is none, or one cannot be called.
+    """
+
+    def __init__(self, *plugins: Callable[[Any], Any]) -> None:
+        if not plugins:
+            raise ConfigError("Compose() has no plug-ins; name at least one")
+        for plugin in plugins:
+            if not callable(plugin):
+                raise ConfigError(
+                    f"Compose was given {plugin!r}, which cannot be called; pass an instance or a function"
+                )
+        self._plugins = plugins
+
+    def __call__(self, value: Any) -> Any:
+        """Return what the last plug-in handed on."""
+        for plugin in self._plugins:
+            returned = plugin(value)
+            value = value if returned is None else returned
+        return value
+
+    def __repr__(self) -> str:
+        return f"Compose({', '.join(map(repr, self._plugins))})"
+
+    def labels(self) -> dict[str, str]:
+        """Return what its plug-ins want to be known of this rank's place."""
+        return {name: text for plugin in self._plugins for name, text in labels_of(plugin).items()}
+
+
+def labels_of(plugin: object) -> Mapping[str, str]:
+    """Return what a ``rank_assignment`` plug-in wants to be known of this rank's place, for ``Member.labels``.
+
+    It is asked once on every rank, by its method ``labels()`` if it has one.
+    """
+    labels = getattr(plugin, "labels", None)
+    return labels() if callable(labels) else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryController:
+    """End restarting in process by ``RestartAbort``; an ``initialize`` plug-in.
+
+    Raises:
+        ConfigError: A limit is out of range.
+    """
+
+    max_iterations: int | None = None
+    """Restarts that may be made; ``None`` = no limit, 0 = none."""
+    min_world_size: int = 1
+    """Fewest processes to go on with, reserves included."""
+    min_active_world_size: int = 1
+    """Fewest ranks to run the function with."""
+
+    def __post_init__(self) -> None:
+        if self.max_iterations is not None and self.max_iterations < 0:
+            raise ConfigError(f"max_iterations={self.max_iterations} must not be negative; None = no limit")
+        for name in ("min_world_size", "min_active_world_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def __call__(self, state: State) -> None:
+        """Check what is left.
+
+        Raises:
+            RestartAbort: A limit is passed; the message names it.
+        """
+        for broken, limit in (
+            (
+                self.max_iterations is not None and state.iteration > self.max_iterations,
+                f"this would be restart {state.iteration} of max_iterations={self.max_iterations}",
+            ),
+            (
+                state.world_size < self.min_world_size,
+                f"{state.world_size} processes are left of min_world_size={self.min_world_size}",
+            ),
+            (
+                state.active_world_size < self.min_active_world_size,
+                f"{state.active_world_size} ranks would run of min_active_world_size={self.min_active_world_size}",
+            ),
+        ):
+            if broken:
+                raise RestartAbort(
+                    f"{limit}; look at the faults before, and restart the job",
+                    counts={
+                        "restarts": state.iteration,
+                        "living": state.world_size,
+                        "active": state.active_world_size,
+                        "faults": sum(state.fault_counts.values()),
+                    },
+                    rank=state.initial_rank,
+                    node=state.node,
+                    iteration=state.iteration,
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultCounter:
+    """Let a rank leave for good that fails too often; a ``health_check`` plug-in.
+
+    Raises:
+        ConfigError: The limit is out of range.
+    """
+
+    max_rank_faults: int | None = None
+    """Faults that a rank may have; with one more it leaves. ``None`` = no limit. What follows from another rank's fault
+    does not count."""
+
+    def __post_init__(self) -> None:
+        if self.max_rank_faults is not None and self.max_rank_faults < 0:
+            raise ConfigError(f"max_rank_faults={self.max_rank_faults} must not be negative; None = no limit")
+
+    def __call__(self, state: State) -> None:
+        """Check this rank.
+
+        Raises:
+            UnhealthyRank: It has failed more often than it may.
+        """
+        faults = state.fault_counts.get(state.initial_rank, 0)
+        if self.max_rank_faults is not None and faults > self.max_rank_faults:
+            raise UnhealthyRank(
+                f"rank {state.initial_rank} failed {faults} times, more than max_rank_faults={self.max_rank_faults} "
+                "allows; look at its node",
+                rank=state.initial_rank,
+                node=state.node,
+                iteration=state.iteration,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftRanks:
+    """Move survivors up into the gaps, in order; reserves follow behind them. Shrinks once reserves are spent."""
+
+    def __call__(self, assignment: Assignment) -> Assignment:
+        """Return the assignment without gaps."""
+        return shift_up(assignment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillGaps:
+    """Let reserves take dead ranks' places; survivors keep their ranks.
+
+    Raises:
+        ConfigError: The granularity is unknown.
+    """
+
+    granularity: str = "rank"
+    """``rank``: any reserve takes any rank's place. ``node``: first reserves of the same node do; where they do not
+    suffice, all ranks of the node go together to one with as many reserves, and its survivors become reserves."""
+    may_shrink: bool = False
+    """What follows once reserves are spent: the last ranks move into the gaps (with ``node`` all move up, in order);
+    off: ``RestartAbort``."""
+
+    def __post_init__(self) -> None:
+        if self.granularity not in ("node", "rank"):
+            raise ConfigError(f"granularity={self.granularity!r} must be node or rank")
+
+    def __call__(self, assignment: Assignment) -> Assignment:
+        """Return the assignment without gaps.
+
+        Raises:
+            RestartAbort: Reserves do not suffice, and it must not shrink.
+        """
+        whole = 1 if self.granularity == "node" else None
+        return fill_gaps(assignment, place=lambda member: (member.node,), whole=whole, may_shrink=self.may_shrink)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxActiveWorldSize:
+    """Make ranks reserves beyond a number.
+
+    Args:
+        limit: Most ranks that run the function, at least 1.
+
+    Raises:
+        ConfigError: It is below 1.
+    """
+
+    limit: int
+
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise ConfigError(f"MaxActiveWorldSize({self.limit}): the limit must be at least 1")
+
+    def __call__(self, assignment: Assignment) -> Assignment:
+        """Return the assignment with at most that many ranks."""
+        return keep_first(assignment, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveWorldSizeDivisibleBy:
+    """Make the last ranks reserves, so that a number divides how many run the function.
+
+    Args:
+        divisor: The number, at least 1.
+
+    Raises:
+        ConfigError: It is below 1.
+    """
+
+    divisor: int
+
+    def __post_init__(self) -> None:
+        if self.divisor < 1:
+            raise ConfigError(f"ActiveWorldSizeDivisibleBy({self.divisor}): the divisor must be at least 1")
+
+    def __call__(self, assignment: Assignment) -> Assignment:
+        """Return the assignment with a multiple of that many ranks."""
+        return keep_multiple(assignment, self.divisor)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of a :class:`Tree`, such as its racks.
+
+    Args:
+        key: What tells a rank's part of the machine at this level: the name of an environment variable, or a function
+            without arguments, asked once on every rank; ``"node"`` = the node's name.
+        reserve: Ranks that each part holds back, beyond those that the levels within it hold back.
+        whole: Replace parts of this level as a whole: one whose own reserves do not suffice is given up, and its ranks
+            go together to another part.
+
+    Raises:
+        ConfigError: The reserve is negative, or the name empty.
+    """
+
+    key: str | Callable[[], str]
+    reserve: int = 0
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reserve < 0:
+            raise ConfigError(f"Level(reserve={self.reserve}) must not be negative")
+        if self.key == "":
+            raise ConfigError("Level(key='') must name an environment variable, or be a function")
+
+    def part(self) -> str:
+        """Return this rank's part of the machine at this level.
+
+        Raises:
+            ConfigError: The environment variable is not set.
+        """
+        if not isinstance(self.key, str):
+            return str(self.key())
+        if (value := environ().get(self.key)) is None:
+            raise ConfigError(f"Level({self.key!r}): this environment variable is not set; set it on every rank")
+        return value
+
+
+class Tree:
+    """Hold reserves back at every level of the machine, and fill each gap from the nearest.
+
+    At the start each part of each level holds its last ranks back. Later a gap is filled by a reserve of the same
+    innermost part, else of the next wider one, and so on; survivors keep their ranks, but for those of a ``whole``
+    part that is given up::
+
+        Tree(Level("RACK", reserve=8), Level("node", reserve=1, whole=True))
+
+    Args:
+        levels: From the widest to the narrowest; at least one.
+        may_shrink: As for :class:`FillGaps`.
+
+    Raises:
+        ConfigError: There is no level, or more than one is ``whole``.
+    """
+
+    def __init__(self, *levels: Level, may_shrink: bool = False) -> None:
+        if not levels:
+            raise ConfigError("Tree() has no levels; name at least one")
+        if sum(level.whole for level in levels) > 1:
+            raise ConfigError("more than one Level of a Tree has whole=True; keep one")
+        self._levels = levels
+        self._may_shrink = may_shrink
+        self._names = [f"tree-{number}" for number in range(len(levels))]
+
+    def __call__(self, assignment: Assignment) -> Assignment:
+        """Return the assignment without gaps.
+
+        Raises:
+            RestartAbort: Reserves do not suffice, and it must not shrink.
+        """
+        if not assignment.previous:
+            reserves = [level.reserve for level in self._levels]
+            return hold_back(assignment, place=self._place, reserves=reserves)
+        whole = next((number + 1 for number, level in enumerate(self._levels) if level.whole), None)
+        return fill_gaps(assignment, place=self._place, whole=whole, may_shrink=self._may_shrink)
+
+    def __repr__(self) -> str:
+        return f"Tree({', '.join(map(repr, self._levels))}, may_shrink={self._may_shrink})"
+
+    def labels(self) -> dict[str, str]:
+        """Return this rank's parts of the machine, for ``Member.labels``.
+
+        Raises:
+            ConfigError: An environment variable is not set.
+        """
+        named = zip(self._names, self._levels, strict=True)
+        return {name: level.part() for name, level in named if level.key != "node"}
+
+    def _place(self, member: Member) -> list[str]:
+        named = zip(self._names, self._levels, strict=True)
+        return [member.node if level.key == "node" else member.labels[name] for name, level in named]
+
 
 Plugin = Callable[[State], Any]
 

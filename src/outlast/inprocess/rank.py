@@ -1,50 +1,202 @@
-"""One rank's part in one call of a wrapped function: from the first order to the last."""
+"""One rank's part in one call of a wrapper: from the first order to the last.
+
+Beside the function's own end there are three others: the rank is permanently removed and the others resume
+(:class:`RankLeft`), all ranks have to stop, or the monitor process is gone.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
-from outlast import env, logs
+from outlast import clock, env, logs
 from outlast.config.in_process_restart import InProcessRestartConfig
-from outlast.errors import ConfigError, OutlastError, RestartAbort
-from outlast.inprocess import messages as m
-from outlast.inprocess.announcements import Announcements
-from outlast.inprocess.compose import labels_of
-from outlast.inprocess.ending import Ending
-from outlast.inprocess.handle import Handle, current_handle, handle_parameter, set_current
-from outlast.inprocess.interruption import Interruption, RestartRequested
-from outlast.inprocess.iteration_store import IterationStore
-from outlast.inprocess.leaving import Background, describe, drop, end_groups, is_consequence, leave
-from outlast.inprocess.meeting import Meeting, own_address
-from outlast.inprocess.monitor_link import MonitorLink
-from outlast.inprocess.monitor_task import MonitorTask
-from outlast.inprocess.monitor_thread import MonitorThread, Notice
-from outlast.inprocess.own_facts import OwnFacts
-from outlast.inprocess.page import Page, RankPhase
-from outlast.inprocess.plugins import Plugins
+from outlast.errors import ConfigError, ExitReason, OutlastError, RestartAbort
+from outlast.inprocess import protocol as m
+from outlast.inprocess.agent_report import StatusReporter
+from outlast.inprocess.call import (
+    Background,
+    Handle,
+    IterationStore,
+    RestartRequested,
+    current_handle,
+    describe,
+    drop,
+    end_groups,
+    handle_parameter,
+    is_consequence,
+    leave,
+    set_current,
+)
+from outlast.inprocess.failover.bootstrap import Bootstrap, own_address
+from outlast.inprocess.monitor_client import Instruction, MonitorLink, MonitorThread
+from outlast.inprocess.plugins import Plugins, State, labels_of
+from outlast.inprocess.progress import Page, RankPhase
+from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks
+from outlast.policy.inprocess_restart import add_fault, count_causes
 from outlast.policy.rank_assignment import Member, assign
 from outlast.runtime import connections, device
+from outlast.runtime.interruption import SignalInterruption
 
-__all__ = ["Rank"]
+__all__ = ["Ending", "RankLeft", "RestartContext", "WrappedRank"]
+
+
+class RestartContext:
+    """The last order to go, and the faults since.
+
+    Args:
+        place: This process's place at its start.
+
+    Thread: the main thread; :meth:`describe` from any.
+    """
+
+    def __init__(self, place: env.WorkerEnv) -> None:
+        self.place = place
+        self.iteration = 0
+        """The one that this rank was told to enter last."""
+        self._go: m.Go | None = None
+        self._faults: tuple[m.RankFault, ...] = ()
+
+    def note_go(self, go: m.Go) -> None:
+        """Note an order to go; its counts have all faults before it."""
+        self._go, self.iteration, self._faults = go, go.iteration, ()
+
+    def note_faults(self, faults: Iterable[m.RankFault]) -> None:
+        """Note faults since the last order to go."""
+        for fault in faults:
+            self._faults = add_fault(self._faults, fault)
+
+    def describe(self) -> State:
+        """Return it as plug-ins are told."""
+        go, place = self._go, self.place
+        ranks = go.ranks if go is not None else {}
+        return State(
+            initial_rank=place.global_rank,
+            initial_world_size=place.world_size,
+            rank=ranks.get(place.global_rank),
+            world_size=len(ranks) or place.world_size,
+            active_world_size=go.active_world_size if go is not None else place.world_size,
+            iteration=self.iteration,
+            node=place.node,
+            fault_counts=count_causes(go.fault_counts if go is not None else {}, self._faults),
+        )
+
+
+class RankLeft(SystemExit):
+    """This rank leaves a wrapped function for good, and the others go on; its process ends with exit code 0.
+
+    Args:
+        reason: Why, in one line.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(int(ExitReason.FINISHED))
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
 
 log = logging.getLogger(__name__)
+
+_LAST_WORD_S = 5.0
+
+
+class Ending:
+    """End a rank's part.
+
+    Args:
+        facts: What it knows.
+        plugins: Their ``terminate`` is called.
+        said: Tells the node's agent.
+        link: Tells the others.
+        inbox: Where the last order comes.
+
+    Thread: the main thread.
+    """
+
+    def __init__(
+        self,
+        facts: RestartContext,
+        plugins: Plugins,
+        said: StatusReporter,
+        link: MonitorLink,
+        inbox: queue.SimpleQueue[Instruction],
+    ) -> None:
+        self._facts, self._plugins, self._said = facts, plugins, said
+        self._link, self._inbox = link, inbox
+
+    def part(self, reason: str, *, tell: bool) -> NoReturn:
+        """Leave for good, alone.
+
+        Args:
+            reason: Why, in one line.
+            tell: Whether the others do not know it yet.
+
+        Raises:
+            RankLeft: Always.
+        """
+        if tell:
+            self._link.send(m.Left(reason=reason))
+        self._said.leave()
+        self._terminate()
+        text = f"rank {self._facts.place.global_rank} is permanently removed: {reason}"
+        log.warning("%s", text)
+        raise RankLeft(text)
+
+    def give_up(self, error: RestartAbort) -> NoReturn:
+        """Have all ranks stop.
+
+        Raises:
+            RestartAbort: Always; with the counts of all ranks where they are heard of in time.
+
+        Blocks: up to 5 s.
+        """
+        self._link.send(m.Left(reason=str(error), fatal=True))
+        end_s = clock.now_s() + _LAST_WORD_S
+        while (left_s := end_s - clock.now_s()) > 0:
+            try:
+                order = self._inbox.get(timeout=left_s)
+            except queue.Empty:
+                break
+            if isinstance(order, m.Abort):
+                raise self.abortion(order) from error
+        self._terminate()
+        raise error
+
+    def abortion(self, order: m.Abort) -> RestartAbort:
+        """Return what to raise where all were told to stop."""
+        self._terminate()
+        return RestartAbort(
+            order.reason,
+            counts={"restarts": order.iteration, "faults": sum(order.fault_counts.values())},
+            rank=self._facts.place.global_rank,
+            node=self._facts.place.node,
+            iteration=self._facts.iteration,
+        )
+
+    def _terminate(self) -> None:
+        try:
+            self._plugins.terminate(self._facts.describe())
+        except Exception:
+            log.exception("the terminate plug-in failed")
+
 
 _STORE_TIMEOUT_S = 1800.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
-class _Returned:
+class _CallResult:
     """What the function ended with: a value, or the ``SystemExit`` that it raised."""
 
     def __init__(self, value: object = None, leaving: SystemExit | None = None) -> None:
         self.value, self.leaving = value, leaving
 
 
-class Rank:
+class WrappedRank:
     """Go through iterations as ordered, until all have completed.
 
     Args:
@@ -57,14 +209,14 @@ class Rank:
     def __init__(self, config: InProcessRestartConfig, plugins: Plugins) -> None:
         self._config, self._plugins = config, plugins
         self._place = env.read_worker()
-        self._facts = OwnFacts(self._place)
+        self._facts = RestartContext(self._place)
         self._ready_for = -1
-        self._returned: _Returned | None = None
+        self._returned: _CallResult | None = None
         self._kept: dict[str, Any] = {}
         self._handle: Handle | None = None
         self._store: IterationStore | None = None
-        self._interruption = Interruption(Rank._enter.__code__)
-        self._said: Announcements
+        self._interruption = SignalInterruption(RestartRequested, WrappedRank._enter.__code__)
+        self._said: StatusReporter
         self._background: Background
         self._page: Page
         self._link: MonitorLink
@@ -91,10 +243,10 @@ class Rank:
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
         try:
             before |= device.settle_collectives()
-            self._said = Announcements(self._place, self._config)
+            self._said = StatusReporter(self._place, self._config)
             self._background = Background()
             self._host = own_address(self._place)
-            meeting = Meeting(self._place, timeout_s=self._config.barrier_timeout)
+            meeting = Bootstrap(self._place, timeout_s=self._config.barrier_timeout)
             self._page = Page.create()
             self._link = MonitorLink(self._describe_task(meeting), self._page)
             self._thread = MonitorThread(
@@ -118,7 +270,7 @@ class Rank:
 
     # -- orders ------------------------------------------------------------------------------------------------
 
-    def _join(self, meeting: Meeting) -> None:
+    def _join(self, meeting: Bootstrap) -> None:
         listening = self._next(self._config.barrier_timeout)
         if not isinstance(listening, m.Listening):
             raise OutlastError(f"the monitor process did not start: {listening!r}")
@@ -131,7 +283,7 @@ class Rank:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         handle_name: str | None,
-        meeting: Meeting,
+        meeting: Bootstrap,
     ) -> Any:
         while True:
             order = self._next()
@@ -159,7 +311,7 @@ class Rank:
                     self._leave(None)
                     raise order
 
-    def _next(self, timeout_s: float | None = None) -> Notice:
+    def _next(self, timeout_s: float | None = None) -> Instruction:
         try:
             return self._thread.inbox.get(timeout=timeout_s)
         except queue.Empty:
@@ -180,7 +332,7 @@ class Rank:
         self._store = IterationStore(self._host)
         self._ready_for = iteration
         self._page.set_phase(RankPhase.WAITING)
-        self._link.send(m.Ready(iteration=iteration, store_address=self._store.address))
+        self._link.send(m.RankReady(iteration=iteration, store_address=self._store.address))
 
     def _assign(self, order: m.Assign) -> m.Assigned:
         members = [
@@ -244,7 +396,7 @@ class Rank:
 
     def _enter(
         self, go: m.Go, rank: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> _Returned | BaseException:
+    ) -> _CallResult | BaseException:
         """Call the function; return what it ended with.
 
         This frame is the boundary of what is interrupted: it is not, whatever it calls is.
@@ -257,10 +409,10 @@ class Rank:
             self._plugins.initialize(self._facts.describe())
             value = function(*args, **kwargs)
         except SystemExit as error:
-            return _Returned(leaving=error)
+            return _CallResult(leaving=error)
         except BaseException as error:  # noqa: BLE001 - whatever ended the function is dealt with outside
             return error
-        return _Returned(value)
+        return _CallResult(value)
 
     def _prepare(self, go: m.Go, rank: int) -> None:
         """Set the scene for the function on this rank."""
@@ -278,11 +430,11 @@ class Rank:
             }
         )
 
-    def _settle(self, outcome: _Returned | BaseException) -> None:
+    def _settle(self, outcome: _CallResult | BaseException) -> None:
         """Report how the call ended, and leave it if it failed."""
-        if not isinstance(outcome, _Returned):
+        if not isinstance(outcome, _CallResult):
             self._said.restart(self._facts.iteration + 1)
-        if isinstance(outcome, _Returned):
+        if isinstance(outcome, _CallResult):
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
             if outcome.leaving is not None:
@@ -302,10 +454,10 @@ class Rank:
         self._leave(outcome)
 
     def _tell_fault(self, error: BaseException) -> None:
-        fault = m.Fault(
+        fault = m.RankFault(
             initial_rank=self._place.global_rank,
             iteration=self._facts.iteration,
-            kind=m.FaultKind.EXCEPTION,
+            kind=m.RankFaultKind.EXCEPTION,
             summary=describe(error),
             is_consequence=is_consequence(error),
         )
@@ -387,6 +539,6 @@ class Rank:
     def _check_group(self, backend: str, timeout_s: float) -> None:
         device.check_collectives(backend, timeout_s, hard_timeout_s=self._config.hard_timeout)
 
-    def _describe_task(self, meeting: Meeting) -> MonitorTask:
+    def _describe_task(self, meeting: Bootstrap) -> MonitorTask:
         labels = labels_of(self._plugins.rank_assignment)
         return MonitorTask.of(self._config, self._place, host=self._host, meeting=meeting.key, labels=labels)

@@ -16,14 +16,12 @@ import torch
 import torch.distributed as dist
 
 from outlast import clock
-from outlast.checkpoint.restore import restore_into
-from outlast.checkpoint.state import capture, decode, flatten
+from outlast.checkpoint.state import capture, decode, flatten, restore_into
 from outlast.decoding import from_msgpack
 from outlast.errors import CheckpointError, OutlastError
-from outlast.inprocess.kept_state import KeptState, digest_parts, parts_of
-from outlast.inprocess.own_page import OwnPage
-from outlast.inprocess.own_things import OwnThings
-from outlast.policy.in_place import Holding, InPlacePlan, Origin, plan_in_place
+from outlast.inprocess.kept_state import KeptTrainingState, digest_parts, parts_of
+from outlast.inprocess.rank_local_state import RankLocalState, SharedBuffer
+from outlast.policy.in_place import InPlaceHolding, InPlacePlan, Origin, plan_in_place
 from outlast.runtime.gathering import gather_bytes
 from outlast.runtime.group import Group
 
@@ -47,7 +45,7 @@ class _Tensor(msgspec.Struct, frozen=True):
     shape: list[int]
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _PartHeader(msgspec.Struct, frozen=True):
     """What is told before the tensors of a part are sent."""
 
     tree: bytes
@@ -97,10 +95,10 @@ class Restore:
         """What the last :meth:`resume` found; ``None`` = nothing to go on from."""
         self.has_loaded: Origin | None = None
         """The generation that the state goes back to, for whoever saves it."""
-        self._kept = KeptState()
+        self._kept = KeptTrainingState()
         self._state: Mapping[str, Any] = {}
         self._own: Mapping[str, Any] = {}
-        self._neighbours: dict[int, OwnPage] = {}
+        self._neighbours: dict[int, SharedBuffer] = {}
         self._was_used = False
 
     def resume(
@@ -140,7 +138,7 @@ class Restore:
         ranks = tuple(range(world_size)) if replicas is None else tuple(sorted(replicas))
         group = Group.open(timeout_s=_TIMEOUT_S) if world_size > 1 else None
         talk = _Talk(group.process_group if group is not None else None, rank)
-        plan = plan_in_place(talk.gather(self._holding(state, ranks), Holding))
+        plan = plan_in_place(talk.gather(self._holding(state, ranks), InPlaceHolding))
         problem = ""
         if plan.iteration is not None:
             problem = self._carry_out(plan, talk)
@@ -186,13 +184,13 @@ class Restore:
 
     # -- details -----------------------------------------------------------------------------------------------
 
-    def _holding(self, state: Mapping[str, Any], ranks: tuple[int, ...]) -> Holding:
+    def _holding(self, state: Mapping[str, Any], ranks: tuple[int, ...]) -> InPlaceHolding:
         kept = self._kept
         iteration, reason, digest = kept.look(state)
         own = {of: page.iterations() for of, page in self._neighbours.items()}
         if kept.page is not None and kept.rank is not None:
             own[kept.rank] = kept.page.iterations()
-        return Holding(
+        return InPlaceHolding(
             iteration=iteration,
             reason=reason,
             rank=kept.rank,
@@ -224,7 +222,7 @@ class Restore:
                     problem = str(error)
         if not problem:
             try:
-                OwnThings({"own": self._own, "state": self._state}, parts.optimizers).put_back(own)
+                RankLocalState({"own": self._own, "state": self._state}, parts.optimizers).put_back(own)
             except (CheckpointError, OutlastError, RuntimeError, KeyError, ValueError, TypeError) as error:
                 problem = f"rank {talk.rank}: {error}"
         return next((text for text in talk.gather(problem, str) if text), "")
@@ -244,7 +242,7 @@ class Restore:
         for other, neighbour in enumerate(there):
             if other != rank and neighbour.node == name:
                 try:
-                    self._neighbours[other] = OwnPage.open(neighbour.pid, neighbour.fd)
+                    self._neighbours[other] = SharedBuffer.open(neighbour.pid, neighbour.fd)
                 except OSError as error:  # another container, or no right to: then nobody speaks for that rank
                     log.debug("what is the own of rank %d cannot be read: %s", other, error)
 
@@ -291,7 +289,7 @@ class _Talk:
         flat = flatten(capture(parts))
         hosted = [(named.name, named.tensor.detach().cpu().contiguous()) for named in flat.tensors]
         kinds = [_Tensor(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in hosted]
-        self.pass_on(msgspec.msgpack.encode(_Part(flat.tree, kinds)), self.rank, taker)
+        self.pass_on(msgspec.msgpack.encode(_PartHeader(flat.tree, kinds)), self.rank, taker)
         for _, one in hosted:
             if one.numel():
                 dist.send(one.reshape(-1).view(torch.uint8), dst=taker, group=self._group)
@@ -302,7 +300,7 @@ class _Talk:
         Raises:
             CheckpointError: They do not fit.
         """
-        told = from_msgpack(self.pass_on(b"", giver, self.rank), _Part)
+        told = from_msgpack(self.pass_on(b"", giver, self.rank), _PartHeader)
         tensors = {}
         for kind in told.tensors:
             one = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))

@@ -13,9 +13,9 @@ from outlast.config import Config
 from outlast.config.files import load_config
 from outlast.config.in_process_restart import InProcessRestartConfig
 from outlast.errors import ConfigError
-from outlast.inprocess.handle import handle_parameter
+from outlast.inprocess.call import handle_parameter
 from outlast.inprocess.plugins import Plugins
-from outlast.inprocess.rank import Rank
+from outlast.inprocess.rank import WrappedRank
 
 __all__ = ["Wrapper"]
 
@@ -104,7 +104,7 @@ class Wrapper:
 
         @functools.wraps(function)
         def protected(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            value: R | None = Rank(self.config, self._plugins).run(function, args, kwargs)
+            value: R | None = WrappedRank(self.config, self._plugins).run(function, args, kwargs)
             return value
 
         return protected

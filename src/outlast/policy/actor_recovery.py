@@ -12,14 +12,14 @@ import msgspec
 
 __all__ = [
     "ActorFacts",
-    "Budget",
     "Exhausted",
     "Formation",
-    "Missing",
-    "Seat",
+    "MissingSlots",
+    "RecoveryBudget",
+    "SlotAssignment",
     "ends_call",
-    "fill_seats",
-    "shrink_seats",
+    "fill_slots",
+    "shrink_slots",
 ]
 
 
@@ -34,7 +34,7 @@ class ActorFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration of which it holds exactly the state; ``None``: it has none, or it is torn."""
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class SlotAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """Who has a rank, and what it brings along."""
 
     rank: int
@@ -46,21 +46,21 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 class Formation(msgspec.Struct, frozen=True, kw_only=True):
     """Who works in the next incarnation."""
 
-    seats: tuple[Seat, ...]
+    seats: tuple[SlotAssignment, ...]
     """In the order of the ranks."""
     dismissed: tuple[int, ...] = ()
     """Survivors that have no seat any more; they wait as spares."""
 
 
-class Missing(msgspec.Struct, frozen=True, kw_only=True):
+class MissingSlots(msgspec.Struct, frozen=True, kw_only=True):
     """There are seats that nobody can take now."""
 
     ranks: tuple[int, ...]
 
 
-def fill_seats(
+def fill_slots(
     before: Mapping[int, str], survivors: Mapping[int, ActorFacts], spares: Sequence[ActorFacts]
-) -> Formation | Missing:
+) -> Formation | MissingSlots:
     """Fill exactly the empty seats, each with a spare of the lost actor's node if there is one.
 
     Args:
@@ -82,15 +82,15 @@ def fill_seats(
         if rank not in taken and left:
             taken[rank] = left.pop(0)
     if missing := tuple(rank for rank in empty if rank not in taken):
-        return Missing(ranks=missing)
-    kept = {rank: Seat(rank=rank, actor=one.actor, has=one.iteration) for rank, one in survivors.items()}
-    new = {rank: Seat(rank=rank, actor=one.actor) for rank, one in taken.items()}
+        return MissingSlots(ranks=missing)
+    kept = {rank: SlotAssignment(rank=rank, actor=one.actor, has=one.iteration) for rank, one in survivors.items()}
+    new = {rank: SlotAssignment(rank=rank, actor=one.actor) for rank, one in taken.items()}
     return Formation(seats=tuple((kept | new)[rank] for rank in sorted(before)))
 
 
-def shrink_seats(
+def shrink_slots(
     num_seats: int, survivors: Mapping[int, ActorFacts], spares: Sequence[ActorFacts]
-) -> Formation | Missing:
+) -> Formation | MissingSlots:
     """Form a smaller group: survivors in their order first, then spares. All load, since shards changed hands.
 
     Args:
@@ -100,9 +100,9 @@ def shrink_seats(
     """
     actors = [survivors[rank].actor for rank in sorted(survivors)] + [spare.actor for spare in spares]
     if len(actors) < num_seats:
-        return Missing(ranks=tuple(range(len(actors), num_seats)))
+        return MissingSlots(ranks=tuple(range(len(actors), num_seats)))
     return Formation(
-        seats=tuple(Seat(rank=rank, actor=actor) for rank, actor in enumerate(actors[:num_seats])),
+        seats=tuple(SlotAssignment(rank=rank, actor=actor) for rank, actor in enumerate(actors[:num_seats])),
         dismissed=tuple(actor for actor in actors[num_seats:] if actor not in {spare.actor for spare in spares}),
     )
 
@@ -124,7 +124,7 @@ class Exhausted(msgspec.Struct, frozen=True, kw_only=True):
     """For people."""
 
 
-class Budget:
+class RecoveryBudget:
     """Count recoveries without progress, so that nothing is repeated for ever.
 
     Args:

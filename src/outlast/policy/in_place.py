@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-__all__ = ["Holding", "InPlacePlan", "Origin", "plan_in_place"]
+__all__ = ["InPlaceHolding", "InPlacePlan", "Origin", "plan_in_place"]
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """For each rank where its part came from."""
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class InPlaceHolding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one rank holds."""
 
     iteration: int | None = None
@@ -62,16 +62,16 @@ class InPlacePlan:
     reason: str = ""
     """Why from there, for people; empty: nobody holds anything."""
     part_from: Mapping[int, int] = field(default_factory=dict)
-    """Rank that lacks its part to the rank that gives it."""
+    """WrappedRank that lacks its part to the rank that gives it."""
     own_from: Mapping[int, int] = field(default_factory=dict)
     """Every rank to the one that has its own things."""
     digests: Mapping[int, str] = field(default_factory=dict)
-    """Rank that is given its part to the digest it must have then."""
+    """WrappedRank that is given its part to the digest it must have then."""
     has_loaded: Origin | None = None
     """What the state goes back to."""
 
 
-def plan_in_place(holdings: Sequence[Holding]) -> InPlacePlan:
+def plan_in_place(holdings: Sequence[InPlaceHolding]) -> InPlacePlan:
     """Return what the ranks do.
 
     Args:
@@ -92,7 +92,7 @@ def plan_in_place(holdings: Sequence[Holding]) -> InPlacePlan:
     return InPlacePlan(iteration=None, reason="; ".join([first, *reasons[:3]]))
 
 
-def _plan_at(iteration: int, holdings: Sequence[Holding]) -> InPlacePlan | str:
+def _plan_at(iteration: int, holdings: Sequence[InPlaceHolding]) -> InPlacePlan | str:
     """Return the plan to go on from an iteration, or what is in the way of it."""
     part_from, own_from, digests = dict[int, int](), dict[int, int](), dict[int, str]()
     for rank in range(len(holdings)):

@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outlast.lazy import lazy_names
 
 if importlib.util.find_spec("ray") is None:
     raise ImportError("outlast.ray needs Ray, which is not installed: pip install 'outlast[ray]'", name="ray")
 
 if TYPE_CHECKING:
     from outlast.config import RecoveryConfig
-    from outlast.ray.actor_group import ActorGroup
-    from outlast.ray.batches import Whole, concat
-    from outlast.ray.dispatch import Dispatch, MeshDispatch, PassThroughDispatch, register_dispatch
+    from outlast.ray.actor_group import ActorGroup, Pending
+    from outlast.ray.dispatch import Dispatch, MeshDispatch, PassThroughDispatch, Whole, concat, register_dispatch
     from outlast.ray.mesh import Mesh, MeshRank
-    from outlast.ray.pending import Pending
-    from outlast.ray.report import RecoveryReport
+    from outlast.ray.recovery import RecoveryReport
     from outlast.ray.train_actor import TrainActor
+    from outlast.ray.watch import LossKind, LostActor
 
 _HOMES = {
     "ActorGroup": "outlast.ray.actor_group",
     "Dispatch": "outlast.ray.dispatch",
+    "LossKind": "outlast.ray.watch",
+    "LostActor": "outlast.ray.watch",
     "Mesh": "outlast.ray.mesh",
     "MeshDispatch": "outlast.ray.dispatch",
     "MeshRank": "outlast.ray.mesh",
     "PassThroughDispatch": "outlast.ray.dispatch",
     "TrainActor": "outlast.ray.train_actor",
-    "Pending": "outlast.ray.pending",
+    "Pending": "outlast.ray.actor_group",
     "RecoveryConfig": "outlast.config",
-    "RecoveryReport": "outlast.ray.report",
-    "Whole": "outlast.ray.batches",
-    "concat": "outlast.ray.batches",
+    "RecoveryReport": "outlast.ray.recovery",
+    "Whole": "outlast.ray.dispatch",
+    "concat": "outlast.ray.dispatch",
     "register_dispatch": "outlast.ray.dispatch",
 }
 
 __all__ = [
     "ActorGroup",
     "Dispatch",
+    "LossKind",
+    "LostActor",
     "Mesh",
     "MeshDispatch",
     "MeshRank",
@@ -51,11 +55,5 @@ __all__ = [
     "register_dispatch",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # On first use, so that what needs only a mesh waits neither for torch nor for Ray.
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'outlast.ray' has no attribute {name!r}")
+# On first use, so that what needs only a mesh waits neither for torch nor for Ray.
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

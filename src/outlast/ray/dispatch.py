@@ -2,20 +2,25 @@
 
 A *parcel* is the arguments of one call as some actors get them. Each is put into the object store once, however many
 actors read it.
+
+A *batch* is a tensor or array of at least one dimension, or a list, whose items are samples. Dicts and tuples hold
+batches as fields, however deep. Everything else (numbers, strings, ``None``, 0-d tensors, other objects) has no
+samples and stays whole.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from outlast.config.base import nearest
 from outlast.errors import ConfigError
-from outlast.ray.batches import count_samples, cut, keep_whole, pad_weights
 from outlast.ray.mesh import Mesh, MeshRank
 
 __all__ = [
@@ -23,10 +28,191 @@ __all__ = [
     "MeshDispatch",
     "Parcel",
     "PassThroughDispatch",
+    "Whole",
+    "concat",
+    "count_samples",
+    "cut",
     "find_dispatch",
+    "keep_whole",
+    "pad_weights",
     "register_dispatch",
     "takes_weights",
 ]
+
+
+class Whole:
+    """Mark a value that every actor is to get as it is, although it looks like a batch.
+
+    Args:
+        value: Anything; the method gets this, not the mark.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Whole({self.value!r})"
+
+
+def count_samples(fields: Mapping[str, Any]) -> int | None:
+    """Return how many samples the batches in ``fields`` have; ``None`` if there is no batch.
+
+    Args:
+        fields: Values by what an error is to call them.
+
+    Raises:
+        ConfigError: Two batches have different lengths (both are named), or a list seems to hold fields.
+    """
+    first: tuple[str, int] | None = None
+    for name, value in fields.items():
+        for where, batch in _batches(value, name):
+            if first is None:
+                first = where, len(batch)
+            elif len(batch) != first[1]:
+                raise ConfigError(
+                    f"{first[0]} has {first[1]} samples, {where} has {len(batch)}: all batches of a call are cut in the"
+                    " same way; wrap what every actor is to get as it is in Whole(...)"
+                )
+    return None if first is None else first[1]
+
+
+def cut(value: Any, start: int, length: int) -> Any:
+    """Return ``length`` samples of every batch in ``value`` from ``start`` on, in memory of their own.
+
+    Beyond a batch's end its last sample is repeated. What has no samples is returned as by ``keep_whole``.
+    """
+    if isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0:
+        return keep_whole(_rows(value, start, length))
+    if isinstance(value, list):
+        part = value[start : start + length]
+        return keep_whole(part + value[-1:] * (length - len(part)))
+    if isinstance(value, MutableMapping | tuple):
+        return _rebuilt(value, lambda field: cut(field, start, length))
+    return keep_whole(value)
+
+
+def keep_whole(value: Any) -> Any:
+    """Return ``value`` without ``Whole`` marks, its tensors in memory of their own.
+
+    Pickled, a tensor that is a view brings all the memory that it is a view of.
+    """
+    if isinstance(value, Whole):
+        return keep_whole(value.value)
+    if type(value) is torch.Tensor and value.layout == torch.strided:
+        value = value.detach()
+        return value.clone() if value.untyped_storage().nbytes() != value.nbytes else value
+    if isinstance(value, list):
+        return [keep_whole(item) for item in value]
+    if isinstance(value, MutableMapping | tuple):
+        return _rebuilt(value, keep_whole)
+    return value
+
+
+def pad_weights(num_samples: int, start: int, length: int) -> torch.Tensor:
+    """Return what ``cut`` with these limits made of each sample: 1 for a real one, 0 for padding (float32)."""
+    return (torch.arange(start, start + length) < num_samples).to(torch.float32)
+
+
+def concat(results: Sequence[Any], num_samples: int | None = None) -> Any:
+    """Join results of data shards, given in their order, into one of all samples.
+
+    Args:
+        results: What each shard gave; all of one structure.
+        num_samples: Samples that the call's batch had. What comes after them is padding and is dropped; ``None`` =
+            nothing was padded.
+
+    Returns:
+        The same structure: tensors, arrays and lists joined along the first dimension; in the place of a value
+        without samples (a loss) a list of what each shard gave.
+
+    Raises:
+        ValueError: Results have different structures, or fewer samples than ``num_samples``.
+    """
+    if not results:
+        raise ValueError("there are no results to join")
+    head = results[0]
+    if any(type(result) is not type(head) for result in results):
+        kinds = sorted({type(result).__name__ for result in results})
+        raise ValueError(f"results of different kinds cannot be joined: {', '.join(kinds)}")
+    if isinstance(head, torch.Tensor) and head.ndim > 0:
+        return _first(torch.cat(list(results)), num_samples)
+    if isinstance(head, np.ndarray) and head.ndim > 0:
+        return _first(np.concatenate(results), num_samples)
+    if isinstance(head, list):
+        return _first([sample for result in results for sample in result], num_samples)
+    if isinstance(head, Mapping):
+        if any(set(result) != set(head) for result in results):
+            raise ValueError("results have different keys and cannot be joined")
+        return {key: concat([result[key] for result in results], num_samples) for key in head}
+    if isinstance(head, tuple):
+        if any(len(result) != len(head) for result in results):
+            raise ValueError("results are tuples of different lengths and cannot be joined")
+        return _tuple_like(head, [concat(list(parts), num_samples) for parts in zip(*results, strict=True)])
+    return list(results)
+
+
+def _batches(value: Any, where: str) -> Iterator[tuple[str, Sequence[Any] | torch.Tensor | np.ndarray[Any, Any]]]:
+    if isinstance(value, Whole):
+        return
+    if isinstance(value, torch.Tensor | np.ndarray):
+        if value.ndim > 0:
+            yield where, value
+    elif isinstance(value, list):
+        _refuse_fields(value, where)
+        yield where, value
+    elif isinstance(value, MutableMapping):
+        for key, field in value.items():
+            yield from _batches(field, f"{where}[{key!r}]")
+    elif isinstance(value, tuple):
+        for number, field in enumerate(value):
+            yield from _batches(field, f"{where}[{number}]")
+
+
+def _refuse_fields(samples: list[Any], where: str) -> None:
+    # What a DataLoader hands out, [inputs, targets], is a list of two fields. Cut as a list of two samples it would
+    # give one actor the inputs and another the targets.
+    if len(samples) > 1 and all(isinstance(sample, torch.Tensor | np.ndarray) and sample.ndim for sample in samples):
+        kinds = {(type(sample), sample.dtype, sample.ndim) for sample in samples}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"{where} is a list of tensors of different kinds: a list is cut as samples; give fields as a tuple"
+                f" or a dict, such as tuple({where.split('[', maxsplit=1)[0]})"
+            )
+
+
+def _rows(batch: Any, start: int, length: int) -> Any:
+    part = batch[start : start + length]
+    missing = length - len(part)
+    if missing == 0:
+        return part
+    if isinstance(batch, torch.Tensor):
+        return torch.cat([part, batch[-1:].expand(missing, *batch.shape[1:])])
+    return np.concatenate([part, np.repeat(batch[-1:], missing, axis=0)])
+
+
+def _rebuilt(value: MutableMapping[Any, Any] | tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple):
+        return _tuple_like(value, [change(field) for field in value])
+    # A shallow copy keeps what else a mapping of another class carries, such as a default factory.
+    result = copy.copy(value)
+    for key, field in value.items():
+        result[key] = change(field)
+    return result
+
+
+def _tuple_like(value: tuple[Any, ...], fields: list[Any]) -> tuple[Any, ...]:
+    return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
+
+
+def _first(joined: Any, num_samples: int | None) -> Any:
+    if num_samples is None:
+        return joined
+    if len(joined) < num_samples:
+        raise ValueError(f"the results have {len(joined)} samples in all, not {num_samples}")
+    return joined[:num_samples]
+
 
 Parcel = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -71,7 +257,7 @@ class Dispatch(ABC):
 class MeshDispatch(Dispatch):
     """Cut batches over the data axis; tensor-, context- and pipeline-parallel peers get the same shard.
 
-    See ``outlast.ray.batches`` for what counts as a batch. Shards have equal lengths: if the samples cannot be divided
+    See ``outlast.ray.dispatch`` for what counts as a batch. Shards have equal lengths: if the samples cannot be divided
     so, the last one is repeated, and the method must have a parameter ``weights``. It always gets it, a float32
     tensor with 1 for each real sample and 0 for each repeated one, or with the caller's own weights, which are cut
     like any batch. With ``sum(weights * loss)`` differentiated on each shard, gradients summed over the data axis and

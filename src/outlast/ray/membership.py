@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from outlast import clock
 from outlast.errors import ConfigError, OutlastError, RendezvousError
-from outlast.inprocess.leaving import end_groups
+from outlast.inprocess.call import end_groups
 from outlast.ray.mesh import AXES
-from outlast.ray.words import Assignment
+from outlast.ray.protocol import ActorAssignment
 from outlast.runtime import connections, device
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore, connect, host
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Membership:
         self._store: TCPStore | None = None
         self._is_formed = False
 
-    def form(self, assignment: Assignment, check: Callable[[], None]) -> None:
+    def form(self, assignment: ActorAssignment, check: Callable[[], None]) -> None:
         """Meet the other ranks and connect to them.
 
         Args:
@@ -160,7 +160,7 @@ class Membership:
         sys.excepthook = self._excepthook  # torch puts another layer around it for every default group
         self._is_formed = False
 
-    def _connect(self, assignment: Assignment, check: Callable[[], None]) -> TCPStore:
+    def _connect(self, assignment: ActorAssignment, check: Callable[[], None]) -> TCPStore:
         end_s = clock.now_s() + assignment.timeout_s
         endpoint = Endpoint(assignment.store_addr, assignment.store_port)
         while True:

@@ -57,7 +57,7 @@ class NodeKeeper:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Keeper:
     """A keeper, and what is known of its life."""
 
     handle: Any
@@ -74,7 +74,7 @@ class NodeKeepers:
     """
 
     def __init__(self) -> None:
-        self._keepers: dict[str, _Kept] = {}
+        self._keepers: dict[str, _Keeper] = {}
         self._name = f"outlast-keeper-{uuid.uuid4().hex}"
         self._lost: list[str] = []
 
@@ -155,7 +155,7 @@ class NodeKeepers:
     def _start(self, node_id: str) -> None:
         pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
         keeper = ray.remote(NodeKeeper).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
-        self._keepers[node_id] = _Kept(keeper.remote(f"{self._name}-{node_id}"))
+        self._keepers[node_id] = _Keeper(keeper.remote(f"{self._name}-{node_id}"))
 
     def _lose(self, node_id: str, error: RayError) -> bool:
         """Give up a keeper that died; return whether another one could take its place."""

@@ -1,21 +1,127 @@
-"""The actors of a group: those that start, those that wait as spares, and the end of all of them."""
+"""The actors of a group: their placement, those that start, those that wait as spares, and the end of all of them.
+
+Each actor has a bundle of resources, which a successor takes over.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outlast import clock
-from outlast.errors import ActorFailed, DeadlineExceeded
-from outlast.ray.actor import Actor
-from outlast.ray.answers import Answer, Fault, await_answers, describe_error, read_answer
-from outlast.ray.placement import Placement
+from outlast.config.base import nearest
+from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, SparesExhausted
+from outlast.ray.watch import Actor, Reply, ReplyFault, await_replies, describe_error, read_reply
 
-__all__ = ["Pool"]
+__all__ = ["STRATEGIES", "Placement", "Pool"]
+
+
+_RESERVE_LOOK_S = 0.5
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+class Placement:
+    """Reserve a bundle for each actor, spares included; release all of them.
+
+    When a node is lost, Ray moves its bundles to others that have room, and what is to be started there waits for it.
+
+    Args:
+        num_actors: Bundles.
+        num_cpus: CPUs of each.
+        num_gpus: GPUs of each.
+        resources: Custom resources of each.
+        strategy: How bundles are spread over nodes, one of ``STRATEGIES``; or a placement group of the caller's own
+            with bundles enough, which is not removed in the end.
+
+    Raises:
+        ConfigError: There is no such strategy, or the caller's group has too few bundles.
+
+    Thread: one.
+    """
+
+    def __init__(
+        self,
+        num_actors: int,
+        *,
+        num_cpus: float,
+        num_gpus: float,
+        resources: Mapping[str, float],
+        strategy: str | PlacementGroup,
+    ) -> None:
+        bundle = {"CPU": num_cpus, "GPU": num_gpus, **resources}
+        self._bundle = {name: amount for name, amount in bundle.items() if amount}
+        self._num_actors = num_actors
+        self._owned = not isinstance(strategy, PlacementGroup)
+        self._group: Any = None
+        if isinstance(strategy, PlacementGroup):
+            if len(strategy.bundle_specs) < num_actors:
+                raise ConfigError(
+                    f"placement: the group has {len(strategy.bundle_specs)} bundles, but mesh and spares are "
+                    f"{num_actors} actors; give each actor one"
+                )
+            self._group = strategy
+        else:
+            if strategy not in STRATEGIES:
+                raise ConfigError(f"placement={strategy!r} is unknown; {nearest(str(strategy), STRATEGIES)}")
+            if self._bundle:  # actors that need nothing can be placed anywhere, and Ray has no empty bundles
+                self._group = placement_group([dict(self._bundle)] * num_actors, strategy=strategy)
+
+    def wait(self, timeout_s: float, idle: Callable[[], None]) -> None:
+        """Wait until everything is reserved.
+
+        Args:
+            timeout_s: Longest wait in seconds.
+            idle: Called while it waits; may raise to end the wait, and everything is released.
+
+        Raises:
+            SparesExhausted: The cluster has not enough resources; what was reserved is released.
+
+        Blocks: up to ``timeout_s``.
+        """
+        if self._group is None:
+            return
+        deadline_s = clock.now_s() + timeout_s
+        is_reserved = False
+        try:
+            while not is_reserved and (left_s := deadline_s - clock.now_s()) > 0:
+                idle()
+                is_reserved = self._group.wait(min(_RESERVE_LOOK_S, left_s))
+        finally:
+            if not is_reserved:
+                self.close()
+        if not is_reserved:
+            raise SparesExhausted(
+                f"the cluster has no room for {self._num_actors} actors with {self._bundle} each, not within "
+                f"{timeout_s:g} s; it has {ray.cluster_resources()}: use fewer actors or spares, or smaller ones"
+            )
+
+    def options(self, bundle: int) -> dict[str, Any]:
+        """Return the options with which an actor is created in a bundle."""
+        options: dict[str, Any] = {
+            "num_cpus": self._bundle.get("CPU", 0),
+            "num_gpus": self._bundle.get("GPU", 0),
+            "resources": {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")},
+        }
+        if self._group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=bundle
+            )
+        return options
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None and self._owned:
+            with contextlib.suppress(ValueError):  # removed by somebody else
+                remove_placement_group(group)
+
 
 log = logging.getLogger(__name__)
 _MAX_FAILED_STARTS = 3
@@ -33,7 +139,7 @@ class _Starting:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Ping:
+class _SparePing:
     ref: Any
     sent_s: float
 
@@ -68,7 +174,7 @@ class Pool:
         self._ping_interval_s, self._ping_timeout_s = ping_interval_s, ping_timeout_s
         self._num_actors = 0
         self._starting: dict[int, _Starting] = {}
-        self._pings: dict[int, _Ping] = {}
+        self._pings: dict[int, _SparePing] = {}
         self._failed_starts: dict[int, int] = {}
         self._num_failed_starts = 0
         self._why_failed: BaseException | None = None
@@ -160,10 +266,10 @@ class Pool:
             # All of them usually answer within this, so that there is a choice.
             ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_CHOICE_S, fetch_local=False)
             for spare in [one for one in self.spares if refs.get(one.number) in ready]:
-                answer = read_answer(refs.pop(spare.number))
+                answer = read_reply(refs.pop(spare.number))
                 if answer.fault is None:
                     alive.add(spare.number)
-                elif answer.fault == Fault.DIED:
+                elif answer.fault == ReplyFault.DIED:
                     self._lose(spare, answer)
         return [spare for spare in self.spares if spare.number in alive]
 
@@ -187,7 +293,7 @@ class Pool:
         self.spares = ()
         for handle in handles:
             self._kill(handle)
-        await_answers({number: handle.pulse.remote() for number, handle in enumerate(handles)}, timeout_s)
+        await_replies({number: handle.pulse.remote() for number, handle in enumerate(handles)}, timeout_s)
         self._placement.close()
 
     def _start(self, bundle: int) -> None:
@@ -203,7 +309,7 @@ class Pool:
         ready, _ = ray.wait(hellos, num_returns=len(hellos), timeout=0, fetch_local=False)
         for one in [one for one in self._starting.values() if one.hello in ready]:
             del self._starting[one.number]
-            answer = read_answer(one.hello)
+            answer = read_reply(one.hello)
             if answer.fault is None:
                 self._failed_starts.pop(one.bundle, None)
                 actor = Actor(number=one.number, bundle=one.bundle, handle=one.handle, hello=answer.value)
@@ -214,7 +320,7 @@ class Pool:
             self._kill(one.handle)
             self._note_failed_start(one, answer)
 
-    def _note_failed_start(self, one: _Starting, answer: Answer) -> None:
+    def _note_failed_start(self, one: _Starting, answer: Reply) -> None:
         failures = self._failed_starts[one.bundle] = self._failed_starts.get(one.bundle, 0) + 1
         self._num_failed_starts += 1
         self._why_failed = answer.error
@@ -235,22 +341,22 @@ class Pool:
         for spare in self.spares:
             ping = self._pings.get(spare.number)
             if ping is None:
-                self._pings[spare.number] = _Ping(ref=spare.handle.pulse.remote(), sent_s=now_s)
+                self._pings[spare.number] = _SparePing(ref=spare.handle.pulse.remote(), sent_s=now_s)
                 continue
             if ping.ref is None:
                 if now_s - ping.sent_s >= self._ping_interval_s:
-                    self._pings[spare.number] = _Ping(ref=spare.handle.pulse.remote(), sent_s=now_s)
+                    self._pings[spare.number] = _SparePing(ref=spare.handle.pulse.remote(), sent_s=now_s)
                 continue
             ready, _ = ray.wait([ping.ref], timeout=0, fetch_local=False)
-            answer = read_answer(ping.ref) if ready else None
+            answer = read_reply(ping.ref) if ready else None
             if answer is not None and answer.fault is None:
                 ping.ref = None
-            elif answer is not None and answer.fault == Fault.DIED:
+            elif answer is not None and answer.fault == ReplyFault.DIED:
                 self._lose(spare, answer)
             elif now_s - ping.sent_s >= self._ping_timeout_s:
-                self._lose(spare, answer or Answer(fault=Fault.LATE))
+                self._lose(spare, answer or Reply(fault=ReplyFault.LATE))
 
-    def _lose(self, spare: Actor, answer: Answer) -> None:
+    def _lose(self, spare: Actor, answer: Reply) -> None:
         log.warning(
             "spare %d (pid %d, node %s) is lost (%s); a new one is started in its place",
             spare.number,

@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,28 +22,74 @@ import ray.cloudpickle
 
 from outlast import clock, env
 from outlast.errors import OutlastError, RendezvousError
-from outlast.inprocess.leaving import describe, drop, is_consequence
-from outlast.policy.culprit import Position
-from outlast.policy.deadlines import deadlines, expired
-from outlast.ray.interruption import Abandoned, Interruption, Outcome
+from outlast.inprocess.call import describe, drop, is_consequence
+from outlast.monitor.collectives import read_books, waits_in
+from outlast.monitor.stacks import Frame, Stack
+from outlast.policy.causes import Position
+from outlast.policy.deadlines import Timeouts, deadlines, expired
 from outlast.ray.membership import StoreHost
-from outlast.ray.position import position_of
-from outlast.ray.seat import Seat
-from outlast.ray.words import (
+from outlast.ray.protocol import (
     Aborted,
-    Assignment,
+    ActorAssignment,
+    ActorIdentity,
+    ActorStatus,
     Call,
-    Failed,
+    CallFailed,
+    CallReturned,
     FailureKind,
-    Hello,
     Joined,
-    Pulse,
-    Returned,
     ShellSettings,
 )
+from outlast.ray.train_actor import ActorHost
 from outlast.runtime import connections, device
+from outlast.runtime.board import RankState
+from outlast.runtime.interruption import Abandoned, AsyncInterruption, CallOutcome
 
-__all__ = ["Shell", "shell_class"]
+__all__ = ["Shell", "position_of", "shell_class", "stack_of"]
+
+
+def stack_of(thread: int) -> Stack:
+    """Return the Python stack of a thread of this process; empty when it runs no Python. Blocks: never."""
+    frame = sys._current_frames().get(thread)
+    frames = []
+    while frame is not None:
+        frames.append(Frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
+        frame = frame.f_back
+    return Stack(tuple(frames))
+
+
+def position_of(state: RankState, timeouts: Timeouts, thread: int, *, node: str, now_ns: int) -> Position:
+    """Return where a rank of this process is.
+
+    Args:
+        state: What its page of the board says.
+        timeouts: What is enforced.
+        thread: Identity of its working thread.
+        node: Name of its node.
+        now_ns: Monotonic nanoseconds.
+
+    Blocks: up to a tenth of a second.
+    """
+    stack, books = stack_of(thread), read_books(thread)
+    waits, collective = waits_in(stack, books)
+    return Position(
+        node=node,
+        global_rank=state.global_rank,
+        pid=state.pid,
+        iteration=state.iteration,
+        sections=tuple(section.name for section in state.sections),
+        num_entries=state.num_entries_in_iteration,
+        collectives=sum(books.groups.values()) if books.groups else -1,
+        groups=books.groups,
+        waiting_in=collective,
+        process_state=Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[0],
+        stack_line=stack.line,
+        waits_in_collective=waits,
+        expired=bool(expired(state, timeouts, now_ns)),
+        attached=state.attached,
+        finished=state.finished,
+    )
+
 
 log = logging.getLogger(__name__)
 _NUM_CONTROL_THREADS = 4
@@ -75,8 +123,8 @@ class Shell:
         self._node_id: str = context.get_node_id()
         self._node = _node_name(self._node_id)
         self._addr = str(ray.util.get_node_ip_address())
-        self._interruption = Interruption()
-        self._seat = Seat(partial(actor_class, *args, **kwargs), settings, self._node, self._interruption)
+        self._interruption = AsyncInterruption()
+        self._seat = ActorHost(partial(actor_class, *args, **kwargs), settings, self._node, self._interruption)
         self._stores = StoreHost()
         self._incarnation = self._joined = -1
         self._call: int | None = None
@@ -87,10 +135,10 @@ class Shell:
     # -- control: answered at any time -------------------------------------------------------------------------
 
     @ray.method(concurrency_group="control")
-    def hello(self) -> Hello:
+    def hello(self) -> ActorIdentity:
         """Say who this is."""
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Hello(
+        return ActorIdentity(
             node_id=self._node_id,
             node=self._node,
             addr=self._addr,
@@ -100,7 +148,7 @@ class Shell:
         )
 
     @ray.method(concurrency_group="control")
-    def pulse(self) -> Pulse:
+    def pulse(self) -> ActorStatus:
         """Say what this actor is doing. Blocks: never."""
         sections: tuple[tuple[str, float], ...] = ()
         exceeded: tuple[str, ...] = ()
@@ -112,7 +160,7 @@ class Shell:
             exceeded = tuple(one.describe(self._node) for one in expired(state, self._seat.timeouts, now_ns))
             if ends := deadlines(state, self._seat.timeouts):
                 due_in_s = (ends[0] - now_ns) / 1e9
-        return Pulse(
+        return ActorStatus(
             incarnation=self._incarnation,
             iteration=self._seat.keeping.iteration,
             call=self._call,
@@ -162,7 +210,7 @@ class Shell:
 
     # -- the working thread ------------------------------------------------------------------------------------
 
-    def join(self, assignment: Assignment) -> Joined | Failed:
+    def join(self, assignment: ActorAssignment) -> Joined | CallFailed:
         """Take a place in an incarnation."""
         if assignment.incarnation <= self._incarnation:
             return self._refused(f"incarnation {assignment.incarnation} is not newer than {self._incarnation}")
@@ -172,7 +220,7 @@ class Shell:
             with self._leaving:
                 self._seat.leave()  # nothing, unless the driver did not abort the one before
         except OutlastError as error:
-            return self._failed(Outcome(error=error))
+            return self._failed(CallOutcome(error=error))
         self._incarnation = assignment.incarnation
         outcome = self._interruption.run(assignment.incarnation, partial(self._seat.join, assignment))
         if outcome.error is not None:
@@ -181,7 +229,7 @@ class Shell:
         joined: Joined = outcome.value
         return joined
 
-    def call(self, call: Call, parcel: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Returned | Failed:
+    def call(self, call: Call, parcel: tuple[tuple[Any, ...], Mapping[str, Any]]) -> CallReturned | CallFailed:
         """Call a method of the user's.
 
         Args:
@@ -196,7 +244,7 @@ class Shell:
             self._call = None
         if outcome.error is not None:
             return self._failed(outcome)
-        return Returned(iteration=self._seat.keeping.iteration, value=outcome.value if call.wants_result else None)
+        return CallReturned(iteration=self._seat.keeping.iteration, value=outcome.value if call.wants_result else None)
 
     def leave(self) -> str:
         """Wait until what was saved is committed, then end the incarnation; return what went wrong, or nothing.
@@ -239,11 +287,11 @@ class Shell:
         return ""
 
     def _where(self) -> str:
-        from outlast.ray.position import stack_of
+        pass  # house: was a lazy import within this module
 
         return stack_of(self._interruption.thread).line or "no line of Python"
 
-    def _failed(self, outcome: Outcome) -> Failed:
+    def _failed(self, outcome: CallOutcome) -> CallFailed:
         error = outcome.error
         assert error is not None
         kind = _kind_of(error)
@@ -253,7 +301,7 @@ class Shell:
                 pickled = ray.cloudpickle.dumps(error)
             except Exception:  # noqa: BLE001 - whatever an exception of the user's does when it is pickled
                 log.info("%s cannot be pickled; only its text is passed on", type(error).__name__)
-        failed = Failed(
+        failed = CallFailed(
             kind=kind,
             summary=describe(error),
             traceback="".join(traceback.format_exception(error)),
@@ -265,8 +313,8 @@ class Shell:
         drop(error)  # its frames hold groups and tensors
         return failed
 
-    def _refused(self, why: str) -> Failed:
-        return Failed(kind=FailureKind.REFUSED, summary=why, iteration=self._seat.keeping.iteration)
+    def _refused(self, why: str) -> CallFailed:
+        return CallFailed(kind=FailureKind.REFUSED, summary=why, iteration=self._seat.keeping.iteration)
 
 
 def shell_class() -> Any:

@@ -30,13 +30,13 @@ from outlast.config import FaultToleranceConfig
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.monitor.examine import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.culprit import Culprit, Position, find_culprit
+from outlast.policy.causes import Culprit, Position, find_culprit
 from outlast.policy.deadlines import Timeouts, expired
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
 from outlast.wording import count
 
-__all__ = ["Briefing", "Post", "Standing", "TrainWatch", "WorkerPlace"]
+__all__ = ["AttemptFacts", "RunFacts", "TrainWatch", "WatchAddresses", "WorkerPlace"]
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _GRACE_S = 10.0
 """Seconds after another signal than SIGKILL in which a worker has to end."""
 
 
-class Briefing(msgspec.Struct, frozen=True, kw_only=True):
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a watch is told of the run."""
 
     run_id: str
@@ -66,7 +66,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
-class Post(msgspec.Struct, frozen=True, kw_only=True):
+class WatchAddresses(msgspec.Struct, frozen=True, kw_only=True):
     """Where the machine's workers find what the watch has for them."""
 
     board: str
@@ -74,7 +74,7 @@ class Post(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the checkpoint writer; empty = there is none."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a watch knows of an attempt."""
 
     durable_iteration: int | None = None
@@ -95,7 +95,7 @@ class TrainWatch:
     Thread: any; Ray calls the methods from several.
     """
 
-    def __init__(self, node: str, briefing: Briefing) -> None:
+    def __init__(self, node: str, briefing: RunFacts) -> None:
         logs.configure(f"watch {node}", node=node)
         self.node = node
         self._config = FaultToleranceConfig.from_json(briefing.fault_tolerance)
@@ -116,7 +116,7 @@ class TrainWatch:
         self._incident: Incident | None = None
         self._stacks_dir = ""
 
-    def begin(self, attempt: int, workers: Sequence[WorkerPlace], num_ranks: int) -> Post:
+    def begin(self, attempt: int, workers: Sequence[WorkerPlace], num_ranks: int) -> WatchAddresses:
         """Watch the workers of a new attempt, and say where they find their board.
 
         Args:
@@ -140,7 +140,7 @@ class TrainWatch:
                     log.warning("rank %d (pid %d) ended before it could be watched", worker.global_rank, worker.pid)
             self._watchdog = Watchdog(board, self._timeouts, node=self.node, on_hang=self._on_hang)
             self._watchdog.start()
-            return Post(board=board.path, writer="" if self._writer is None else self._writer.address)
+            return WatchAddresses(board=board.path, writer="" if self._writer is None else self._writer.address)
 
     def meet(self, watches: Sequence[Any]) -> None:
         """Take in who watches this attempt's machines, this watch included; the first is the judge."""
@@ -213,11 +213,11 @@ class TrainWatch:
             os.close(worker)
         return True
 
-    def standing(self) -> Standing:
+    def standing(self) -> AttemptFacts:
         """Say what is known of the attempt so far."""
         with self._lock:
             states = self._board.read_all() if self._board is not None else []
-            return Standing(
+            return AttemptFacts(
                 durable_iteration=max(
                     (s.durable_iteration for s in states if s.durable_iteration is not None), default=None
                 ),

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from outlast.errors import OutlastError
-from outlast.policy.in_process import InProcessState
+from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Tier
 from outlast.runtime import board_page as layout
 from outlast.runtime.board_page import MAX_DEPTH, MAX_NAMES, OTHER, LoadedCopy, RankPage

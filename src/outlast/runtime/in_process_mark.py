@@ -16,7 +16,7 @@ import msgspec
 
 from outlast.clock import now_ns
 from outlast.incidents import IncidentKind
-from outlast.policy.in_process import InProcessState
+from outlast.policy.inprocess_protocol import InProcessState
 from outlast.runtime import board_page as layout
 from outlast.runtime.board import Board
 

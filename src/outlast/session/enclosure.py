@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 from outlast.config import Config
 from outlast.errors import ConfigError
-from outlast.inprocess.handle import Handle, current_handle
+from outlast.inprocess.call import Handle, current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 
 __all__ = ["Enclosure"]

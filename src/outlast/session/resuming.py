@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.env import WorkerEnv
 from outlast.errors import RestartAbort
 from outlast.incidents import EventKind
-from outlast.inprocess.handle import Handle
+from outlast.inprocess.call import Handle
 from outlast.runtime.journal import Journal
 from outlast.session.attempts import OWN_STATE, Attempts
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, Untrusted
-from outlast.inprocess.handle import current_handle
+from outlast.inprocess.call import current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.journal import Journal
 from outlast.session.attempts import OWN_STATE, Attempts

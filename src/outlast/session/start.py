@@ -10,7 +10,7 @@ from outlast import env, logs
 from outlast.config import Config, FaultToleranceConfig
 from outlast.config.files import load_config
 from outlast.errors import ConfigError
-from outlast.inprocess.handle import current_handle
+from outlast.inprocess.call import current_handle
 from outlast.runtime import postmortem
 from outlast.runtime.slurm_job import log_job_info
 from outlast.session.session import Session

@@ -4,7 +4,35 @@ from __future__ import annotations
 
 from outlast.chaos import FaultPlan
 from outlast.testing.cluster import Agent, Cluster
-from outlast.testing.fake_clock import FakeClock
 from outlast.testing.ranks import RankProcesses
 
 __all__ = ["Agent", "Cluster", "FakeClock", "FaultPlan", "RankProcesses"]
+
+
+class FakeClock:
+    """Tell the time that the test has set; a :class:`outlast.clock.Clock`.
+
+    Args:
+        start_s: The first reading, in seconds; above 0, as 0 means "never" on a heartbeat board.
+    """
+
+    def __init__(self, start_s: float = 1000.0) -> None:
+        self._now_ns = round(start_s * 1e9)
+
+    def now_ns(self) -> int:
+        """Return the set time in nanoseconds."""
+        return self._now_ns
+
+    def now_s(self) -> float:
+        """Return the set time in seconds."""
+        return self._now_ns / 1e9
+
+    def advance(self, seconds: float) -> None:
+        """Move the time on; it never goes back.
+
+        Raises:
+            ValueError: ``seconds`` is negative.
+        """
+        if seconds < 0:
+            raise ValueError(f"a monotonic clock cannot go back by {-seconds} s")
+        self._now_ns += round(seconds * 1e9)

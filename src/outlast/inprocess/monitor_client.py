@@ -1,0 +1,355 @@
+"""The rank's end of its monitor process: the link to it, and the thread that reads orders from it.
+
+The monitor thread runs in every rank during the wrapper's call. It receives orders while the main thread is busy, and
+gets the main thread out of the function. On the rank's page it shows the monitor process that the interpreter is free
+and that the main thread moves; the monitor process judges both.
+
+A monitor process that is killed is replaced by another one, which joins the hub (wherever that is then) in its place.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from outlast import env as environment
+from outlast.errors import OutlastError
+from outlast.inprocess import protocol as m
+from outlast.inprocess.progress import MainThreadProgress, Page, RankPhase
+from outlast.inprocess.protocol import MemberRecord, MonitorTask
+from outlast.runtime import connections
+from outlast.runtime.interruption import SignalInterruption
+
+__all__ = ["Instruction", "Link", "MonitorLink", "MonitorThread"]
+
+
+log = logging.getLogger(__name__)
+
+_LONGEST_LOOK_S = 0.25
+"""Both timeouts are kept within half a second, whatever the intervals."""
+_FIRST_POKE_S, _LONGEST_POKE_S = 0.005, 0.05
+_ALL_CALLS = 1 << 62
+
+Instruction = m.Listening | m.Order | OutlastError
+"""What the main thread is told: an order, or that there is nobody left to give orders."""
+
+
+class Link(Protocol):
+    """The way to the monitor process."""
+
+    def fileno(self) -> int:
+        """Return what is readable when there is something to hear."""
+        ...
+
+    def receive(self) -> tuple[m.Listening | m.Order, ...]:
+        """Return what was said."""
+        ...
+
+
+class MonitorThread:
+    """Hear orders; leave.
+
+    Args:
+        link: The way to the monitor process.
+        page: What the monitor process sees.
+        interruption: Gets the main thread out.
+        interval_s: Longest time between two looks.
+        abort: Called once for each order to leave, after the connections were cut; aborts what else waits on peers.
+
+    Thread: make, start and stop it on the main thread.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        page: Page,
+        interruption: SignalInterruption,
+        *,
+        interval_s: float,
+        abort: Callable[[], None],
+    ) -> None:
+        self._link, self._page, self._interruption = link, page, interruption
+        self._interval_s = min(interval_s, _LONGEST_LOOK_S)
+        self._abort = abort
+        self._progress = MainThreadProgress()
+        self._pings_only = False
+        self._must_abort = False
+        self._poke_s = _FIRST_POKE_S
+        self._is_stopped = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.inbox: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
+        """What the main thread has to hear, in order."""
+        self._thread = threading.Thread(target=self._run, name="outlast-inprocess", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread. Idempotent. Blocks: up to ``timeout_s``, while a plug-in runs in it."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("the monitor thread is still busy after %g s; it ends with the process", timeout_s)
+        else:
+            os.close(self._wake)
+
+    def begin_iteration(self) -> None:
+        """Let any progress of the main thread count again. Thread: the main thread."""
+        self._pings_only = False
+
+    def count_pings_only(self) -> None:
+        """Let only pings count as progress until the next iteration. Thread: any."""
+        self._pings_only = True
+
+    # -- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._link.fileno(), select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not self._is_stopped:
+            wait_s = self._look()
+            for fd, _ in poll.poll(wait_s * 1e3):
+                if fd != self._wake:
+                    self._hear()
+
+    def _look(self) -> float:
+        """Tell the page how things are, and go on getting the main thread out; return when to look again."""
+        self._page.beat()
+        if self._progress.take() and not self._pings_only:
+            self._page.stamp_progress()
+        self._progress.ask()
+        if not self._interruption.is_wanted:
+            return self._interval_s
+        return self._get_out()
+
+    def _hear(self) -> None:
+        try:
+            received = self._link.receive()
+        except OutlastError as error:
+            log.error("%s", error)
+            self._interruption.order(_ALL_CALLS)
+            self._must_abort, self._poke_s = True, _FIRST_POKE_S
+            self.inbox.put(error)
+            self._is_stopped = True
+            while self._interruption.is_wanted:
+                threading.Event().wait(self._get_out())
+            return
+        for message in received:
+            if isinstance(message, m.Restart):
+                self._leave_before(message.iteration)
+            elif isinstance(message, m.Abort | m.Expel):
+                self._leave_before(_ALL_CALLS)
+            self.inbox.put(message)
+
+    def _leave_before(self, iteration: int) -> None:
+        self._interruption.order(iteration - 1)
+        if self._interruption.is_wanted:
+            self._page.set_phase(RankPhase.LEAVING)
+        self._must_abort, self._poke_s = True, _FIRST_POKE_S
+
+    def _get_out(self) -> float:
+        """Cut whatever the main thread may wait on and interrupt it; return when to do it again."""
+        if self._interruption.is_atomic:
+            return _FIRST_POKE_S
+        connections.cut_all(both_ways=self._poke_s >= _LONGEST_POKE_S)
+        if self._interruption.is_put_off:
+            return _FIRST_POKE_S
+        self._interruption.poke()  # first: a wait that is woken below must not come back to the function
+        if self._poke_s > _FIRST_POKE_S:
+            connections.end_lost_waits()
+        if self._must_abort:
+            self._must_abort = False
+            self._abort()
+            self._interruption.poke()
+        poke_s, self._poke_s = self._poke_s, min(2 * self._poke_s, _LONGEST_POKE_S)
+        return poke_s
+
+
+_MAX_STARTS = 3
+
+
+class MonitorLink:
+    """A rank's monitor process.
+
+    One that is killed is replaced by another one, which joins the hub (wherever that is then) in its place.
+
+    Args:
+        task: What it is told.
+        page: The page that it watches; stays the caller's.
+
+    Raises:
+        OSError: No process can be started.
+
+    Thread: :meth:`send` from any, :meth:`receive` from one, :meth:`close` when :meth:`receive` is called no more.
+    """
+
+    def __init__(self, task: MonitorTask, page: Page) -> None:
+        self._task, self._page = task, page
+        self._lock = threading.Lock()
+        self._record = MemberRecord()
+        self._known = m.HubCandidates(candidates=())
+        self._token = ""
+        self._last_words: m.Left | None = None
+        self._is_over = False
+        self._num_starts = 0
+        self._socket = self._start()
+
+    def _start(self) -> socket.socket:
+        self._num_starts += 1
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, m.MAX_PACKET_BYTES)
+            variables = environment.environ()
+            # The rank may have found outlast through its own sys.path.
+            package_root = str(Path(__file__).resolve().parents[2])
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")]))
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "outlast.inprocess.monitor_process",
+                    str(theirs.fileno()),
+                    str(self._page.fd),
+                    msgspec.json.encode(self._task).decode(),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # who reads the rank's output waits for its end, not for this process's
+                pass_fds=[theirs.fileno(), self._page.fd],
+                env=variables,
+                start_new_session=True,  # Ctrl-C is for the rank; this process ends with it
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        return ours
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when :meth:`receive` has something; it stays the same."""
+        return self._socket.fileno()
+
+    def send(self, message: m.Connect | m.Report) -> None:
+        """Tell the monitor process something; if it is gone, the next one is told.
+
+        Blocks: hardly; a packet fits into the socket's buffer.
+        """
+        with self._lock:
+            if isinstance(message, m.Connect):
+                self._token = message.token
+            else:
+                self._record.note_report(message)
+            if isinstance(message, m.Left):
+                self._last_words = message
+                self._is_over = True
+            self._send(message)
+
+    def receive(self) -> tuple[m.Listening | m.Order, ...]:
+        """Return what the monitor process has said since the last call; call it when :meth:`fileno` is readable.
+
+        Raises:
+            OutlastError: The monitor process is gone, and no other one is of use.
+
+        Blocks: hardly; while another monitor process is started, some milliseconds.
+        """
+        return tuple(self._received())
+
+    def _received(self) -> Iterator[m.Listening | m.Order]:
+        while True:
+            try:
+                data = self._socket.recv(m.MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                log.debug("the monitor process's socket broke: %s", error)
+                data = b""
+            if not data:
+                self._replace()
+                return
+            message = m.decode_from_monitor(data)
+            with self._lock:
+                if isinstance(message, m.HubCandidates):
+                    self._known = message
+                    continue
+                if isinstance(message, m.Finish | m.Abort | m.Expel):
+                    self._is_over = True
+                elif not isinstance(message, m.Listening):
+                    self._record.note_order(message)
+            if isinstance(message, m.Listening) and self._num_starts > 1:
+                continue  # the rank has used the address of the first one
+            yield message
+
+    def _replace(self) -> None:
+        """Start another monitor process in place of one that is gone."""
+        exit_code = self._process.wait()
+        with self._lock:
+            if self._is_over or not self._known.candidates or self._num_starts >= _MAX_STARTS:
+                raise OutlastError(
+                    f"the monitor process (pid {self.pid}) of rank {self._task.initial_rank} ended with {exit_code}; "
+                    "its log says why"
+                )
+            log.warning("the monitor process (pid %d) ended with code %d; a new one is started", self.pid, exit_code)
+            try:
+                new = self._start()
+            except OSError as error:
+                raise OutlastError(f"the monitor process is gone, and no other one can be started: {error}") from error
+            with new:
+                os.dup2(new.fileno(), self._socket.fileno(), inheritable=False)
+            self._send(
+                m.Reconnect(
+                    token=self._token,
+                    known=self._known,
+                    standing=self._record.standing,
+                    final_report=self._last_words,
+                )
+            )
+
+    def _send(self, message: m.FromRank) -> None:
+        try:
+            self._socket.send(m.encode(message))
+        except OSError as error:
+            log.debug("the monitor process is gone: %s", error)  # receive() sees it, too
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Let go of the monitor process: it ends, unless other members still need its hub; idempotent.
+
+        Blocks: up to ``timeout_s``, while it ends.
+        """
+        if not self._is_over:
+            self.send(m.Left(reason="the rank left the wrapper"))
+        try:
+            # Processes that the rank forked have the socket, too.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("the monitor process is gone: %s", error)
+        self._socket.close()
+        try:
+            self._process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            if self._process not in _still_needed:
+                _still_needed.append(self._process)
+
+
+_still_needed: list[subprocess.Popen[bytes]] = []
+"""Monitor processes whose hub outlives their rank; they end by themselves."""

@@ -1,0 +1,337 @@
+"""Messages between ranks, their monitor processes and the hub; msgpack, never pickle.
+
+* On a monitor process's command line: :class:`MonitorTask`.
+* Between a rank and its monitor process: a ``SOCK_SEQPACKET`` pair, one message a packet. The rank sends
+  :class:`Connect` once, then what it reports (:data:`~outlast.policy.inprocess_protocol.Report`); it receives
+  :class:`Listening` first, then orders, and in between who could host the hub (:class:`HubCandidates`), so that it
+  can start another monitor process where its first one is gone (:class:`Reconnect`).
+* Between monitor processes and the hub: :mod:`outlast.inprocess.link`.
+
+A :class:`MemberRecord` remembers what a member was ordered and reported, so that a new hub or monitor process can
+resume from it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from outlast.decoding import msgpack_decoder
+from outlast.errors import OutlastError
+from outlast.policy.inprocess_protocol import (
+    Abort,
+    Assign,
+    Assigned,
+    Completed,
+    Expel,
+    Finish,
+    Go,
+    HubCandidate,
+    Left,
+    MemberFacts,
+    MemberStanding,
+    Order,
+    RankFault,
+    RankFaultKind,
+    RankReady,
+    Report,
+    Restart,
+    RestartLimits,
+)
+
+if TYPE_CHECKING:
+    from outlast.config.in_process_restart import InProcessRestartConfig
+    from outlast.env import WorkerEnv
+
+__all__ = [
+    "MAX_PACKET_BYTES",
+    "Abort",
+    "Assign",
+    "Assigned",
+    "Beat",
+    "Completed",
+    "Connect",
+    "Expel",
+    "Finish",
+    "FromMonitor",
+    "FromRank",
+    "Go",
+    "Gone",
+    "HubCandidate",
+    "HubCandidates",
+    "JoinHub",
+    "Left",
+    "Listening",
+    "MemberFacts",
+    "MemberPlace",
+    "MemberRecord",
+    "MemberStanding",
+    "MonitorTask",
+    "NotHub",
+    "OnLink",
+    "Order",
+    "RankFault",
+    "RankFaultKind",
+    "RankReady",
+    "Reconnect",
+    "Report",
+    "Restart",
+    "decode_from_monitor",
+    "decode_from_rank",
+    "decode_on_link",
+    "encode",
+]
+
+
+class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a monitor process is told, as JSON on its command line."""
+
+    pid: int
+    """The rank's process."""
+    initial_rank: int
+    initial_world_size: int
+    node: str
+    host: str
+    """Address of this machine at which monitor processes of other machines reach this one."""
+    limits: RestartLimits
+    soft_timeout_s: float
+    """Seconds without progress of the main thread while the interpreter is free."""
+    hard_timeout_s: float
+    """Seconds without progress after which the rank is ended."""
+    thread_interval_s: float
+    """Seconds between two beats of the rank's monitor thread."""
+    process_interval_s: float
+    """Longest time between two looks of the monitor process."""
+    heartbeat_interval_s: float
+    heartbeat_timeout_s: float
+    """Of the link to the hub."""
+    termination_grace_s: float
+    """Seconds between SIGTERM and SIGKILL for a rank that is ended while its main thread still runs."""
+    meeting: str = ""
+    """Key of the meeting at which the ranks learn where the hub is; empty: nobody stands in for the rank there."""
+    labels: dict[str, str] = {}
+    """What this rank says of its place beyond its node, for those who assign ranks."""
+    log_path: str = ""
+    """File to which the monitor process writes its log; empty: the rank's standard error."""
+
+    @classmethod
+    def of(
+        cls, config: InProcessRestartConfig, place: WorkerEnv, *, host: str, meeting: str, labels: Mapping[str, str]
+    ) -> MonitorTask:
+        """Return what the monitor process of this very process is told.
+
+        Args:
+            config: The settings.
+            place: This process's place at its start.
+            host: Address of this machine.
+            meeting: Key of the meeting.
+            labels: What this rank says of its place.
+        """
+        folder = config.monitor_process_logdir
+        return cls(
+            pid=os.getpid(),
+            initial_rank=place.global_rank,
+            initial_world_size=place.world_size,
+            node=place.node,
+            host=host,
+            limits=RestartLimits(
+                max_iterations=config.max_iterations,
+                barrier_timeout_s=config.barrier_timeout,
+                completion_timeout_s=config.completion_timeout,
+                last_call_wait_s=config.last_call_wait,
+            ),
+            soft_timeout_s=config.soft_timeout,
+            hard_timeout_s=config.hard_timeout,
+            thread_interval_s=config.monitor_thread_interval,
+            process_interval_s=config.monitor_process_interval,
+            heartbeat_interval_s=config.heartbeat_interval,
+            heartbeat_timeout_s=config.heartbeat_timeout,
+            termination_grace_s=config.termination_grace_time,
+            meeting=meeting,
+            labels=dict(labels),
+            log_path="" if folder is None else os.path.join(folder, f"inprocess-{place.global_rank}.log"),
+        )
+
+
+MAX_PACKET_BYTES = 1 << 20
+
+
+class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The monitor process runs, and could host the hub at this address."""
+
+    address: str
+    """``host port``."""
+
+
+class MemberPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a living member's process is."""
+
+    node: str
+    space: str
+    """Names the machine and the name space in which ``pid`` means something."""
+    pid: int
+    address: str
+    """``host port`` where its monitor process listens."""
+    labels: dict[str, str] = {}
+    """What the rank says of its place beyond its node."""
+
+
+class HubCandidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Who may host the hub, in this order; the first one does. Also the answer to a :class:`JoinHub`."""
+
+    candidates: tuple[HubCandidate, ...]
+    members: dict[int, MemberPlace] = {}
+    """Living members by initial rank; empty before the first :class:`Go`."""
+
+
+class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """JoinHub the hub; who is told its own address hosts it."""
+
+    hub: str
+    """``host port``."""
+    token: str
+    """The secret of this group of monitor processes; hexadecimal digits."""
+
+
+class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """JoinHub the hub in place of a monitor process that is gone."""
+
+    token: str
+    known: HubCandidates
+    standing: MemberStanding
+    final_report: Left | None = None
+    """What may not have reached the hub."""
+
+
+class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First message on a link: who comes, and that it knows the secret."""
+
+    token: str
+    initial_rank: int
+    initial_world_size: int
+    place: MemberPlace
+    """Of the rank's process."""
+    life: str
+    """Names the monitor process."""
+    wants: str = ""
+    """Life of the monitor process that it believes to talk to; empty: any."""
+    standing: MemberStanding = MemberStanding()
+    labels: dict[str, str] = {}
+    """What the rank says of its place beyond its node."""
+
+
+class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer of a monitor process that hosts no hub (yet)."""
+
+    life: str
+    candidates: tuple[HubCandidate, ...] = ()
+    """As far as it knows."""
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A sign of life."""
+
+
+class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rank's process is gone."""
+
+    fault: RankFault
+
+
+FromRank = Connect | Reconnect | Report
+FromMonitor = Listening | HubCandidates | Order
+OnLink = JoinHub | NotHub | HubCandidates | Beat | Gone | Report | Order
+
+_encoder = msgspec.msgpack.Encoder()
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgpack_decoder(FromRank)
+_from_monitor: msgspec.msgpack.Decoder[FromMonitor] = msgpack_decoder(FromMonitor)
+_on_link: msgspec.msgpack.Decoder[OnLink] = msgpack_decoder(OnLink)
+
+
+def encode(message: FromRank | FromMonitor | OnLink) -> bytes:
+    """Return a message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_from_rank(data: bytes) -> FromRank:
+    """Return what a rank told its monitor process.
+
+    Raises:
+        OutlastError: It is none of ours.
+    """
+    try:
+        return _from_rank.decode(data)
+    except msgspec.DecodeError as error:
+        raise OutlastError(f"unreadable message from a rank to its monitor process: {error}") from error
+
+
+def decode_from_monitor(data: bytes) -> FromMonitor:
+    """Return what a monitor process told its rank.
+
+    Raises:
+        OutlastError: It is none of ours.
+    """
+    try:
+        return _from_monitor.decode(data)
+    except msgspec.DecodeError as error:
+        raise OutlastError(f"unreadable message from a monitor process to its rank: {error}") from error
+
+
+def decode_on_link(data: bytes | bytearray | memoryview) -> OnLink:
+    """Return what came over a link.
+
+    Raises:
+        OutlastError: It is none of ours.
+    """
+    try:
+        return _on_link.decode(data)
+    except msgspec.DecodeError as error:
+        raise OutlastError(f"unreadable message between monitor processes: {error}") from error
+
+
+class MemberRecord:
+    """Note orders and reports; say where the member stands.
+
+    Args:
+        standing: Where it stood before.
+    """
+
+    def __init__(self, standing: MemberStanding | None = None) -> None:
+        self.standing = MemberStanding() if standing is None else standing
+
+    def reports(self) -> tuple[Report, ...]:
+        """Return what the rank reported that may still matter; a hub may hear it twice."""
+        standing = self.standing
+        completed = () if standing.completed < 0 else (Completed(iteration=standing.completed),)
+        ready = () if standing.ready is None else (standing.ready,)
+        return (*standing.faults, *completed, *ready)
+
+    def note_order(self, order: Order) -> None:
+        """Note an order that the rank got."""
+        match order:
+            case Go():
+                self.standing = msgspec.structs.replace(
+                    self.standing,
+                    iteration=order.iteration,
+                    ranks=order.ranks,
+                    fault_counts=order.fault_counts,
+                    ready=None,
+                    faults=(),
+                )
+            case Restart():
+                self.standing = msgspec.structs.replace(self.standing, restart=order.iteration)
+
+    def note_report(self, report: Report) -> None:
+        """Note what the rank reported."""
+        match report:
+            case RankReady():
+                self.standing = msgspec.structs.replace(self.standing, ready=report)
+            case Completed():
+                self.standing = msgspec.structs.replace(self.standing, completed=report.iteration)
+            case RankFault() if len(self.standing.faults) < 8:
+                self.standing = msgspec.structs.replace(self.standing, faults=(*self.standing.faults, report))
+            case Left():
+                pass  # its own last words; see Reconnect

@@ -1,0 +1,379 @@
+"""What is a rank's own in a training state: random numbers, and everything that is neither module nor optimizer.
+
+It is small, and changes anywhere in a step; a copy is taken at the end of each, so it must cost next to nothing: what
+did not change is not encoded again, and what is simple is encoded in one go.
+
+The copies of the last two iterations lie in shared memory that outlives the rank while a neighbour has it open. Two
+slots take turns, each with its iteration, length and digest; a rank that dies while it writes leaves the other one.
+The memory has no name in any file system: a neighbour opens it through ``/proc``, and it is gone with its last user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import struct
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from outlast.checkpoint.state import decode, flatten, is_stateful
+from outlast.decoding import from_msgpack, msgpack_decoder
+from outlast.errors import OutlastError
+from outlast.runtime.device import device_rng_state
+from outlast.runtime.random_numbers import restore_random
+
+__all__ = ["CAPACITY_BYTES", "RankLocalState", "SharedBuffer"]
+
+
+CAPACITY_BYTES = 256 << 10
+"""What one iteration may take; memory that is not written to is not used."""
+_HEAD = struct.Struct("<qQQ")
+_SLOT_BYTES = CAPACITY_BYTES + 4096
+
+
+class SharedBuffer:
+    """The own things of one rank.
+
+    Args:
+        fd: Descriptor of the memory; this object owns it.
+        writable: Whether this is the rank itself.
+    """
+
+    def __init__(self, fd: int, *, writable: bool) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(
+            fd, 2 * _SLOT_BYTES, prot=mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        )
+
+    @classmethod
+    def create(cls) -> SharedBuffer:
+        """Return a new one."""
+        fd = os.memfd_create("outlast-own", os.MFD_CLOEXEC)
+        os.ftruncate(fd, 2 * _SLOT_BYTES)
+        page = cls(fd, writable=True)
+        page.clear()
+        return page
+
+    @classmethod
+    def open(cls, pid: int, fd: int) -> SharedBuffer:
+        """Open that of a neighbour.
+
+        Raises:
+            OSError: It is gone, or may not be opened.
+        """
+        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC), writable=False)
+
+    def write(self, iteration: int, data: bytes) -> None:
+        """Keep what belongs to an iteration, in place of the older one of two.
+
+        Args:
+            iteration: Number of optimizer steps done, 0 or more.
+            data: At most :data:`CAPACITY_BYTES`.
+        """
+        start = (iteration & 1) * _SLOT_BYTES
+        self._map[start : start + _HEAD.size] = _HEAD.pack(-1, 0, 0)
+        self._map[start + _HEAD.size : start + _HEAD.size + len(data)] = data
+        self._map[start : start + _HEAD.size] = _HEAD.pack(iteration, len(data), xxhash.xxh3_64_intdigest(data))
+
+    def clear(self) -> None:
+        """Forget both iterations."""
+        for slot in range(2):
+            self._map[slot * _SLOT_BYTES : slot * _SLOT_BYTES + _HEAD.size] = _HEAD.pack(-1, 0, 0)
+
+    def iterations(self) -> tuple[int, ...]:
+        """Return the iterations of which it holds something, in order."""
+        found = (_HEAD.unpack_from(self._map, slot * _SLOT_BYTES)[0] for slot in range(2))
+        return tuple(sorted(one for one in found if one >= 0 and self.read(one) is not None))
+
+    def read(self, iteration: int) -> bytes | None:
+        """Return what belongs to an iteration; ``None`` = it is not there, or not whole."""
+        start = (iteration & 1) * _SLOT_BYTES
+        there, length, digest = _HEAD.unpack_from(self._map, start)
+        if there != iteration or length > CAPACITY_BYTES:
+            return None
+        data = self._map[start + _HEAD.size : start + _HEAD.size + length]
+        return data if xxhash.xxh3_64_intdigest(data) == digest else None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        if self.fd >= 0:
+            self._map.close()
+            os.close(self.fd)
+            self.fd = -1
+
+
+_MT19937_BYTES = 624 * 4 + 4
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+_INT_MAX = 2**63
+
+
+class _Encoded(msgspec.Struct, frozen=True):
+    """One value, taken apart."""
+
+    tree: bytes
+    tensors: list[tuple[str, str, list[int], bytes]]
+
+
+class _Payload(msgspec.Struct, frozen=True):
+    """All that is a rank's own at the end of a step."""
+
+    python: bytes
+    numpy: bytes
+    torch: bytes
+    device: bytes
+    simple: dict[str, Any]
+    others: dict[str, bytes]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgpack_decoder(_Payload)
+
+
+class RankLocalState:
+    """Take a copy of a rank's own things, and put one back.
+
+    Args:
+        state: What training changes; what is a module or an optimizer in it is left out, but an optimizer's settings
+            (learning rates) are not.
+        optimizers: Its optimizers, by path.
+
+    Thread: that of the training loop.
+    """
+
+    def __init__(self, state: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._state, self._optimizers = state, dict(optimizers)
+        self._stateful = dict(_stateful_in(state, ""))
+        self._has_plain = _has_plain(state)
+        self._random = _Random()
+        self._encoded: dict[str, tuple[bytes, bytes]] = {}
+
+    def take(self) -> bytes:
+        """Return a copy of what they are now.
+
+        Raises:
+            OutlastError: Something cannot be copied so that it can be put back.
+        """
+        simple: dict[str, Any] = {}
+        others: dict[str, bytes] = {}
+        for path, optimizer in self._optimizers.items():
+            numbers, rest = list[dict[str, Any]](), list[dict[str, Any]]()
+            for group in optimizer.param_groups:
+                numbers.append({name: value for name, value in group.items() if type(value) in _SCALARS})
+                rest.append(
+                    {name: value for name, value in group.items() if type(value) not in _SCALARS and name != "params"}
+                )
+            simple[f"groups {path}"] = numbers
+            others[f"groups {path}"] = self._encode(f"groups {path}", rest)
+        for path, value in self._stateful.items():
+            captured = value.state_dict()
+            if _is_simple(captured):
+                simple[path] = captured
+            else:
+                others[f"state {path}"] = self._encode(f"state {path}", captured)
+        if self._has_plain:
+            for path, _, _, value in _plain_in(self._state, ""):
+                others[f"plain {path}"] = self._encode(f"plain {path}", value)
+        parts = self._random.take()
+        return _encoder.encode(_Payload(*parts, simple, others))
+
+    def put_back(self, data: bytes) -> None:
+        """Make them what they were when :meth:`take` returned ``data``, in this process or another one.
+
+        Raises:
+            OutlastError: They are not made of the same parts.
+        """
+        try:
+            payload = _decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise OutlastError(f"what was kept of a rank cannot be read ({error})") from error
+        for path, value in self._stateful.items():
+            if path in payload.simple:
+                value.load_state_dict(payload.simple[path])
+            else:
+                value.load_state_dict(_from_bytes(_of(payload.others, f"state {path}")))
+        for path, optimizer in self._optimizers.items():
+            groups = _from_bytes(_of(payload.others, f"groups {path}"))
+            numbers = payload.simple.get(f"groups {path}", [])
+            if not len(groups) == len(numbers) == len(optimizer.param_groups):
+                raise OutlastError(
+                    f"optimizer {path!r} has another number of parameter groups than the one that was kept"
+                )
+            for group, kept, scalars in zip(optimizer.param_groups, groups, numbers, strict=True):
+                group.update(kept)
+                group.update(scalars)
+        for path, mapping, name, value in list(_plain_in(self._state, "")):
+            kept = _from_bytes(_of(payload.others, f"plain {path}"))
+            if isinstance(value, torch.Tensor):
+                with torch.no_grad():
+                    value.copy_(kept)
+            elif isinstance(mapping, MutableMapping):
+                mapping[name] = kept
+            else:
+                raise OutlastError(f"state {path!r} is a plain value in a mapping that takes none back; give a dict")
+        _put_back_random(payload)
+
+    def _encode(self, name: str, value: Any) -> bytes:
+        """Return a value as bytes: the same ones while msgpack says the same of it, which takes a tenth as long."""
+        try:
+            key = _encoder.encode(value)
+        except (TypeError, OverflowError, msgspec.ValidationError):
+            return _as_bytes(value)  # tensors, or what msgpack does not know
+        known = self._encoded.get(name)
+        if known is None or known[0] != key:
+            known = self._encoded[name] = (key, _as_bytes(value))
+        return known[1]
+
+
+class _Random:
+    """Random numbers of this process, encoded; what was not used since is not encoded again."""
+
+    def __init__(self) -> None:
+        self._python_address = _python_state_address()
+        self._python_seen: tuple[bytes, float | None] | None = None
+        self._python = b""
+        self._numpy_seen, self._numpy = b"", b""
+
+    def take(self) -> tuple[bytes, bytes, bytes, bytes]:
+        device = device_rng_state()
+        return (
+            self._take_python(),
+            self._take_numpy(),
+            torch.get_rng_state().numpy().tobytes(),
+            b"" if device is None else device,
+        )
+
+    def _take_python(self) -> bytes:
+        if self._python_address:
+            generator: Any = random._inst
+            seen = (ctypes.string_at(self._python_address, _MT19937_BYTES), generator.gauss_next)
+            if seen == self._python_seen:
+                return self._python
+            self._python_seen = seen
+        self._python = _encoder.encode(random.getstate())
+        return self._python
+
+    def _take_numpy(self) -> bytes:
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if type(generator).__name__ != "MT19937":
+            raise OutlastError("numpy's global generator is not its default one; it cannot be kept")
+        seen = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        if seen != self._numpy_seen or not self._numpy:
+            self._numpy_seen = seen
+            state: Any = np.random.get_state()
+            _, words, position, has_gauss, gauss = state
+            self._numpy = _encoder.encode((words.tobytes(), int(position), int(has_gauss), float(gauss)))
+        return self._numpy
+
+
+def _python_state_address() -> int:
+    """Return where CPython keeps the words of the global generator; 0 where that is not known for sure."""
+    address = id(random._inst) + object.__basicsize__
+    try:
+        seen = ctypes.string_at(address, _MT19937_BYTES)
+    except (ValueError, OSError):
+        return 0
+    *words, position = random.getstate()[1]
+    as_kept = position.to_bytes(4, "little") + np.array(words, dtype="<u4").tobytes()
+    return address if seen == as_kept else 0
+
+
+def _put_back_random(payload: _Payload) -> None:
+    version, words, gauss = msgspec.msgpack.decode(payload.python)
+    numpy_words, position, has_gauss, numpy_gauss = msgspec.msgpack.decode(payload.numpy)
+    restore_random(
+        {
+            "python": (version, tuple(words), gauss),
+            "numpy": ("MT19937", np.frombuffer(numpy_words, dtype=np.uint32), position, has_gauss, numpy_gauss),
+            "torch": torch.frombuffer(bytearray(payload.torch), dtype=torch.uint8),
+            "device": payload.device or None,
+        }
+    )
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(
+        is_stateful(inner) or isinstance(inner, torch.Tensor) or _is_nested(inner) for inner in value.values()
+    )
+
+
+def _stateful_in(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        here = f"{path}.{name}" if path else str(name)
+        if _is_part(value):
+            continue
+        if is_stateful(value):
+            yield here, value
+        elif _is_nested(value):
+            yield from _stateful_in(value, here)
+
+
+def _plain_in(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any], str, Any]]:
+    for name, value in state.items():
+        here = f"{path}.{name}" if path else str(name)
+        if _is_part(value) or is_stateful(value):
+            continue
+        if not isinstance(value, torch.Tensor) and _is_nested(value):
+            yield from _plain_in(value, here)
+        else:
+            yield here, state, name, value
+
+
+def _has_plain(state: Mapping[str, Any]) -> bool:
+    return next(_plain_in(state, ""), None) is not None
+
+
+def _is_simple(value: Any) -> bool:
+    """Say whether msgpack gives a value back as it is."""
+    if type(value) is not dict:
+        return False
+    for name, inner in value.items():
+        kind = type(inner)
+        if type(name) is not str or not (
+            kind in _SCALARS or (kind is list and all(type(one) in _SCALARS for one in inner))
+        ):
+            return False
+        if kind is int and not -_INT_MAX <= inner < _INT_MAX:
+            return False
+    return True
+
+
+def _as_bytes(value: Any) -> bytes:
+    flat = flatten(value)
+    tensors = []
+    for named in flat.tensors:
+        host = named.tensor.detach().cpu().contiguous()
+        kind = str(host.dtype).removeprefix("torch.")
+        tensors.append((named.name, kind, list(host.shape), host.reshape(-1).view(torch.uint8).numpy().tobytes()))
+    return _encoder.encode(_Encoded(flat.tree, tensors))
+
+
+def _from_bytes(data: bytes) -> Any:
+    encoded = from_msgpack(data, _Encoded)
+    tensors = {}
+    for name, kind, shape, content in encoded.tensors:
+        dtype = getattr(torch, kind)
+        if content:
+            tensors[name] = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+    return decode(encoded.tree, tensors.__getitem__)
+
+
+def _of(others: Mapping[str, bytes], name: str) -> bytes:
+    if name not in others:
+        raise OutlastError(f"nothing was kept of {name}; is the state made of the same parts on all ranks?")
+    return others[name]

@@ -1,0 +1,327 @@
+"""What members of an in-process restart report, what the hub orders, and what a worker's agent reads of it.
+
+The hub's decisions about these messages are in :mod:`outlast.policy.inprocess_restart`. An *initial rank* identifies
+a process for its whole life; a *restart count* numbers the calls of the wrapped function, from 0.
+
+For its agent a worker that runs a function which :class:`outlast.inprocess.Wrapper` calls again after a fault is
+*armed*. Its peers resume without it, so that its end need not end the cycle; if they cannot, they end themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum, StrEnum
+from typing import Protocol
+
+import msgspec
+
+__all__ = [
+    "HAS_BEGUN",
+    "Abort",
+    "Assign",
+    "Assigned",
+    "Completed",
+    "Expel",
+    "Finish",
+    "Go",
+    "HubCandidate",
+    "InProcessState",
+    "Left",
+    "MemberFacts",
+    "MemberStanding",
+    "Order",
+    "RankFault",
+    "RankFaultKind",
+    "RankReady",
+    "Report",
+    "Restart",
+    "RestartLimits",
+    "WorkerStanding",
+    "has_resumed",
+    "is_survivable",
+    "needs_restart",
+    "newest_begun",
+]
+
+
+class InProcessState(IntEnum):
+    """How a worker stands with restarts inside its process."""
+
+    OFF = 0
+    """It is in no wrapped function: its end is a failure of the cycle."""
+    ACTIVE = 1
+    """It runs the function."""
+    RESTARTING = 2
+    """It left the function because of a fault somewhere, or is about to, and has not begun it anew."""
+    RETURNED = 3
+    """All are done with the function; what the worker does now is like any other worker's."""
+    LEFT = 4
+    """It left its peers for good, and they go on without it."""
+    GAVE_UP = 5
+    """The restart inside the processes is abandoned: whoever started them must start them again."""
+    RESERVE = 6
+    """It waits to take the place of another."""
+    COMPLETED = 7
+    """It is done with the function, others are not."""
+
+
+_SURVIVABLE = frozenset(
+    {
+        InProcessState.ACTIVE,
+        InProcessState.RESTARTING,
+        InProcessState.LEFT,
+        InProcessState.RESERVE,
+        InProcessState.COMPLETED,
+    }
+)
+_GOING_ON = _SURVIVABLE - {InProcessState.LEFT} | {InProcessState.RETURNED}
+HAS_BEGUN = frozenset(
+    {InProcessState.ACTIVE, InProcessState.RESERVE, InProcessState.COMPLETED, InProcessState.RETURNED}
+)
+"""States of a worker that knows why the restart iteration before was left."""
+_DISPENSABLE = _SURVIVABLE - {InProcessState.ACTIVE, InProcessState.RESTARTING}
+
+
+class WorkerStanding(Protocol):
+    """What must be known of a worker, as on the heartbeat board."""
+
+    @property
+    def in_process(self) -> InProcessState: ...
+    @property
+    def in_process_call(self) -> int: ...
+    @property
+    def in_process_iteration(self) -> int: ...
+
+
+def is_survivable(
+    worker: WorkerStanding, *, living: Iterable[WorkerStanding], done: Iterable[WorkerStanding], has_unseen_peers: bool
+) -> bool:
+    """Return whether a cycle can go on after a worker's end.
+
+    Args:
+        worker: The one that ended with anything but 0.
+        living: Those of its node that run.
+        done: Those of its node that ended in order.
+        has_unseen_peers: There are peers on other nodes.
+    """
+    if worker.in_process not in _SURVIVABLE:
+        return False
+    if has_unseen_peers or any(peer.in_process in _GOING_ON for peer in living):
+        return True
+    return worker.in_process in _DISPENSABLE and any(peer.in_process != InProcessState.LEFT for peer in done)
+
+
+def needs_restart(worker: WorkerStanding) -> bool:
+    """Return whether the peers of a worker that ended must restart to go on without it."""
+    return worker.in_process in (InProcessState.ACTIVE, InProcessState.RESTARTING)
+
+
+def newest_begun(workers: Iterable[WorkerStanding]) -> tuple[int, int]:
+    """Return the newest call and restart iteration that a worker has begun, whatever it does in it."""
+    begun = [(one.in_process_call, one.in_process_iteration) for one in workers if one.in_process in HAS_BEGUN]
+    return max(begun, default=(0, 0))
+
+
+def has_resumed(worker: WorkerStanding, reached: tuple[int, int]) -> bool:
+    """Return whether others got on after the end of a worker that was in the function, or on its way to it.
+
+    Args:
+        worker: How it stood at its end.
+        reached: The newest call and restart iteration that others have begun.
+    """
+    return reached >= (
+        worker.in_process_call,
+        worker.in_process_iteration + (worker.in_process == InProcessState.ACTIVE),
+    )
+
+
+class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds in-process restarts."""
+
+    max_iterations: int | None = None
+    """Restarts in process; ``None``: no bound."""
+    barrier_timeout_s: float = 120.0
+    """Seconds that a member has to be ready for the next iteration."""
+    completion_timeout_s: float = 120.0
+    """Seconds from the first completed rank to the last."""
+    last_call_wait_s: float = 1.0
+    """Seconds that the cause is waited for when all known faults are consequences of another one."""
+
+
+WAITS = "waits_in_collective"
+"""Key of a fault's evidence: ``yes`` where the rank waited for others."""
+
+
+class RankFaultKind(StrEnum):
+    """What went wrong on a rank."""
+
+    EXCEPTION = "exception"
+    """The wrapped function or a plug-in raised."""
+    DIED = "died"
+    """Its process is gone."""
+    SOFT_TIMEOUT = "soft_timeout"
+    """Its main thread made no progress, though the interpreter was free."""
+    HARD_TIMEOUT = "hard_timeout"
+    """It was stopped, or held the interpreter's lock, or could not be interrupted; its monitor process ended it."""
+    UNHEALTHY = "unhealthy"
+    """Its health check failed."""
+    LINK_LOST = "link_lost"
+    """Its monitor process cannot be reached."""
+    COMPLETION_TIMEOUT = "completion_timeout"
+    """Others had completed long since."""
+    BARRIER_TIMEOUT = "barrier_timeout"
+    """It was not ready for the next iteration in time."""
+
+
+class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Something went wrong on a rank."""
+
+    initial_rank: int
+    iteration: int
+    """The iteration in which it happened."""
+    kind: RankFaultKind
+    summary: str = ""
+    is_consequence: bool = False
+    """It only says that a connection to another rank broke: another rank's fault is the cause."""
+    evidence: dict[str, str] = {}
+
+    @property
+    def is_victims(self) -> bool:
+        """Whether the rank only waited for another one that hung; it is not held against it."""
+        return self.kind == RankFaultKind.SOFT_TIMEOUT and self.evidence.get(WAITS) == "yes"
+
+
+class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rank is out of the function, its groups are gone, its checks passed: it can enter ``iteration``."""
+
+    iteration: int
+    store_address: str
+    """``host port`` of the socket that it has bound and would host that iteration's store on."""
+
+
+class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The function returned."""
+
+    iteration: int
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rank leaves for good."""
+
+    reason: str
+    fatal: bool = False
+    """All have to stop."""
+
+
+class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """The answer to :class:`Assign`."""
+
+    ordinal: int
+    """Of the question."""
+    ranks: dict[int, int | None] = {}
+    """Active rank by initial rank; ``None``: a reserve; not in it: leaves for good."""
+    error: str = ""
+    """Why no ranks can be assigned; all stop with it."""
+
+
+Report = RankReady | RankFault | Completed | Left | Assigned
+
+
+class MemberFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A member, for those who assign ranks."""
+
+    initial_rank: int
+    node: str
+    active_rank: int | None
+    """In the iteration before; ``None``: it was a reserve, or there was none."""
+    is_alive: bool = True
+    """Whether it can be given a rank; one that had a rank and is gone leaves a gap."""
+    labels: dict[str, str] = {}
+    """What it says of its place beyond its node."""
+
+
+class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Leave the function (a reserve: stop waiting), and say :class:`RankReady` for the next iteration."""
+
+    iteration: int
+    """The next one; what runs with a lower number is to be left."""
+    faults: tuple[RankFault, ...] = ()
+
+
+class Assign(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Assign active ranks to these members and answer :class:`Assigned`."""
+
+    ordinal: int
+    """To be repeated in the answer."""
+    iteration: int
+    members: tuple[MemberFacts, ...]
+    """By initial rank; also those that had an active rank in the iteration before and are gone."""
+
+
+class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Enter the function."""
+
+    iteration: int
+    ranks: dict[int, int | None]
+    """Active rank by initial rank of all members; ``None``: a reserve; who is not in it leaves for good."""
+    active_world_size: int
+    store_address: str
+    """``host port`` where the rank with active rank 0 listens."""
+    faults: tuple[RankFault, ...] = ()
+    """Why the iteration before ended; causes first, no more than 16."""
+    fault_counts: dict[int, int] = {}
+    """Number of faults by initial rank, all iterations together."""
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All active ranks have completed; the wrapper returns."""
+
+    iteration: int
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """In-process restart cannot help any more; the wrapper raises."""
+
+    reason: str
+    iteration: int
+    fault_counts: dict[int, int] = {}
+    """Number of faults by initial rank, all iterations together."""
+
+
+class Expel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This member counts as dead and is ended by its monitor process."""
+
+    reason: str
+
+
+class MemberStanding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a member stands, for a hub that was not there when it got there."""
+
+    iteration: int = -1
+    """The last one that it was told to enter; -1: none yet."""
+    ranks: dict[int, int | None] = {}
+    """Of that :class:`Go`."""
+    fault_counts: dict[int, int] = {}
+    """Of that :class:`Go`."""
+    restart: int = -1
+    """The iteration of the last :class:`Restart`; -1: none yet."""
+    ready: RankReady | None = None
+    """What it said last."""
+    completed: int = -1
+    """The iteration that it completed last."""
+    faults: tuple[RankFault, ...] = ()
+    """Its own, since that :class:`Go`."""
+
+
+class HubCandidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A monitor process that may host the hub."""
+
+    initial_rank: int
+    node: str
+    address: str
+    """``host port``."""
+    life: str
+    """Names the process: a rank may have another one later."""
+
+
+Order = Restart | Assign | Go | Finish | Abort | Expel

@@ -1,0 +1,629 @@
+"""The restart in process, decided: who has to leave the function, when all are ready, who goes where.
+
+:func:`advance` is a pure function of what is known (:class:`RestartState`) and what just happened; its actions are
+orders to members. The hub (:mod:`outlast.inprocess.hub`) carries both. Times come with the events.
+
+``FORMING(i)`` ends when every living member is ready for call i of the function: one of them is asked to assign the
+active ranks, and then all go. ``RUNNING(i)`` ends with a fault of an active member (then ``FORMING(i+1)``) or when all
+active members have completed. Every wait has a deadline: a member that is not ready in time is expelled, and one that
+does not answer the question for the ranks too; one that runs is bounded by its own monitor process.
+
+Reports on an older call are dropped. A spare may die at any time without a restart; so may a member that has
+completed, before all have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+
+from outlast.policy.inprocess_protocol import (
+    Abort,
+    Assign,
+    Assigned,
+    Completed,
+    Expel,
+    Finish,
+    Go,
+    Left,
+    MemberFacts,
+    MemberStanding,
+    Order,
+    RankFault,
+    RankFaultKind,
+    RankReady,
+    Report,
+    Restart,
+    RestartLimits,
+)
+
+__all__ = [
+    "Draft",
+    "Event",
+    "HubMember",
+    "Isolated",
+    "MemberJoined",
+    "MemberLost",
+    "MemberReported",
+    "Question",
+    "RestartPhase",
+    "RestartState",
+    "Send",
+    "TimePassed",
+    "add_fault",
+    "advance",
+    "begin",
+    "count_causes",
+    "describe_member",
+    "judge",
+    "next_deadline_s",
+    "take_over",
+]
+
+
+def add_fault(known: tuple[RankFault, ...], fault: RankFault) -> tuple[RankFault, ...]:
+    """Return the faults with one more, unless it is known: a rank may say the same to two hubs."""
+    name = (fault.initial_rank, fault.iteration, fault.kind)
+    if any((other.initial_rank, other.iteration, other.kind) == name for other in known):
+        return known
+    return (*known, fault)
+
+
+def judge(faults: tuple[RankFault, ...]) -> tuple[RankFault, ...]:
+    """Return the faults, causes first; who waited for a rank that hung or had to be ended is not to blame."""
+    ended = any(fault.kind == RankFaultKind.HARD_TIMEOUT for fault in faults)
+    judged = (
+        msgspec.structs.replace(fault, is_consequence=True)
+        if fault.is_victims or (ended and fault.kind == RankFaultKind.SOFT_TIMEOUT)
+        else fault
+        for fault in faults
+    )
+    return tuple(sorted(judged, key=lambda fault: fault.is_consequence))
+
+
+def count_causes(before: Mapping[int, int], faults: tuple[RankFault, ...]) -> dict[int, int]:
+    """Return the number of causes by initial rank, with those of an iteration added to those before.
+
+    A rank is at fault once in an iteration, in however many ways that showed.
+    """
+    counts = {**before}
+    for rank, _ in {(fault.initial_rank, fault.iteration) for fault in judge(faults) if not fault.is_consequence}:
+        counts[rank] = counts.get(rank, 0) + 1
+    return counts
+
+
+class RestartPhase(StrEnum):
+    """Where the members are, as a whole."""
+
+    FORMING = "forming"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+class HubMember(msgspec.Struct, frozen=True, kw_only=True):
+    """A living member."""
+
+    node: str
+    is_here: bool = False
+    """It has come; before, it is only expected."""
+    active_rank: int | None = None
+    """In the iteration that runs or ran last."""
+    store_address: str | None = None
+    """It is ready for the iteration that forms, and would host its store there; ``None``: it is not."""
+    completed: bool = False
+    labels: Mapping[str, str] = {}
+    """What it says of its place beyond its node."""
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A member has been asked to assign the ranks."""
+
+    ordinal: int
+    to: int
+    asked_s: float
+
+
+class RestartState(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known."""
+
+    phase: RestartPhase
+    iteration: int
+    """The one that forms, runs, or ran last."""
+    members: Mapping[int, HubMember]
+    """Living ones by initial rank."""
+    began_s: float
+    """When the phase began."""
+    gone: tuple[MemberFacts, ...] = ()
+    """Those that have gone since the last order to go and had an active rank; they leave gaps."""
+    go: Go | None = None
+    """The order to enter the iteration that runs, where this hub gave it."""
+    faults: tuple[RankFault, ...] = ()
+    """Since the last order to go."""
+    fault_counts: Mapping[int, int] = {}
+    """Causes by initial rank, up to the last order to go."""
+    question: Question | None = None
+    num_questions: int = 0
+    """Ordinal of the last question; another hub's begin elsewhere, so that answers to it are not taken."""
+    last_call_s: float | None = None
+    """Until when the cause of the known faults is waited for."""
+    first_completed_s: float | None = None
+    end: Finish | Abort | None = None
+    """The last order."""
+
+
+class MemberJoined(msgspec.Struct, frozen=True, kw_only=True):
+    """A member is linked to the hub, for the first time or again."""
+
+    initial_rank: int
+    node: str
+    standing: MemberStanding
+    at_s: float
+    labels: Mapping[str, str] = {}
+    """What it says of its place beyond its node."""
+
+
+class MemberReported(msgspec.Struct, frozen=True, kw_only=True):
+    """A member reported."""
+
+    initial_rank: int
+    report: Report
+    at_s: float
+
+
+class MemberLost(msgspec.Struct, frozen=True, kw_only=True):
+    """A member's process is gone, or counts as gone."""
+
+    initial_rank: int
+    kind: RankFaultKind
+    summary: str
+    at_s: float
+
+
+class TimePassed(msgspec.Struct, frozen=True, kw_only=True):
+    """Time has passed; see :func:`next_deadline_s`."""
+
+    at_s: float
+
+
+class Isolated(msgspec.Struct, frozen=True, kw_only=True):
+    """Most members are out of reach, and may go on elsewhere: those here must not."""
+
+    reason: str
+    at_s: float
+
+
+Event = MemberJoined | MemberReported | MemberLost | TimePassed | Isolated
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True):
+    """Give these members an order."""
+
+    to: tuple[int, ...]
+    order: Order
+
+
+def begin(world_size: int, at_s: float) -> RestartState:
+    """Return the state before anyone has come."""
+    members = {rank: HubMember(node="") for rank in range(world_size)}
+    return RestartState(phase=RestartPhase.FORMING, iteration=0, members=members, began_s=at_s)
+
+
+def take_over(
+    standings: Mapping[int, MemberStanding], nodes: Mapping[int, str], world_size: int, at_s: float
+) -> RestartState:
+    """Return the state for a hub that follows one that is gone.
+
+    Args:
+        standings: Of the members that came, by initial rank.
+        nodes: Node of every member that lived when the old hub spoke last; empty: no iteration was formed yet.
+        world_size: Initial one.
+        at_s: The time.
+
+    No member is here yet in this state: follow with :class:`MemberJoined` for each that came, :class:`MemberLost` for
+    each that did not.
+    """
+    newest = max(standings.values(), key=lambda standing: standing.iteration)
+    restart = max(standing.restart for standing in standings.values())
+    if newest.iteration < 0 or not nodes:
+        return msgspec.structs.replace(begin(world_size, at_s), num_questions=int(at_s * 1e6))
+    members = {
+        rank: HubMember(node=node, active_rank=newest.ranks.get(rank))
+        for rank, node in nodes.items()
+        # Who was left out of the last iteration leaves, whatever the old hub managed to say of it.
+        if rank in newest.ranks
+    }
+    all_went = all(standing.iteration == newest.iteration for standing in standings.values())
+    forming = restart > newest.iteration or not all_went
+    return RestartState(
+        phase=RestartPhase.FORMING if forming else RestartPhase.RUNNING,
+        iteration=newest.iteration + 1 if forming else newest.iteration,
+        members=members,
+        began_s=at_s,
+        num_questions=int(at_s * 1e6),
+        gone=tuple(
+            MemberFacts(initial_rank=rank, node="", active_rank=active, is_alive=False)
+            for rank, active in newest.ranks.items()
+            if active is not None and rank not in nodes
+        ),
+        fault_counts=newest.fault_counts,
+    )
+
+
+_MAX_FAULTS = 16
+"""Faults that are told to everybody; a thousand ranks may all say that they lost a connection."""
+
+
+class Draft:
+    """The state and the orders of one event.
+
+    Args:
+        state: Before the event.
+        limits: Of restarts.
+        at_s: When it happened.
+    """
+
+    def __init__(self, state: RestartState, limits: RestartLimits, at_s: float) -> None:
+        self.state, self.limits, self.at_s = state, limits, at_s
+        self.actions: list[Send] = []
+
+    @property
+    def told_faults(self) -> tuple[RankFault, ...]:
+        """The faults since the last order to go as everybody is told them, causes first."""
+        return judge(self.state.faults)[:_MAX_FAULTS]
+
+    @property
+    def fault_counts(self) -> dict[int, int]:
+        """Causes by initial rank, those since the last order to go among them."""
+        return count_causes(self.state.fault_counts, self.state.faults)
+
+    def note(self, fault: RankFault) -> None:
+        """Add a fault."""
+        self.replace(faults=add_fault(self.state.faults, fault))
+
+    def remove(self, rank: int) -> None:
+        """Take a member out; ranks that were being assigned are out of date then."""
+        members = {**self.state.members}
+        member = members.pop(rank)
+        gap = () if member.active_rank is None else (describe_member(rank, member, is_alive=False),)
+        self.replace(members=members, gone=(*self.state.gone, *gap), question=None)
+
+    def set_member(self, rank: int, member: HubMember) -> None:
+        """Put a member in the place of what was known of it."""
+        self.replace(members={**self.state.members, rank: member})
+
+    def replace(self, **changes: object) -> None:
+        """Change what is known."""
+        self.state = msgspec.structs.replace(self.state, **changes)
+
+    def send(self, rank: int, order: Order) -> None:
+        """Give one member an order."""
+        self.actions.append(Send(to=(rank,), order=order))
+
+    def send_all(self, order: Order) -> None:
+        """Give everybody who has come an order."""
+        to = tuple(sorted(rank for rank, member in self.state.members.items() if member.is_here))
+        self.actions.append(Send(to=to, order=order))
+
+
+def describe_member(rank: int, member: HubMember, *, is_alive: bool = True) -> MemberFacts:
+    """Return a member for those who assign ranks."""
+    return MemberFacts(
+        initial_rank=rank,
+        node=member.node,
+        active_rank=member.active_rank,
+        is_alive=is_alive,
+        labels=dict(member.labels),
+    )
+
+
+def next_deadline_s(state: RestartState, limits: RestartLimits) -> float | None:
+    """Return when the next :class:`TimePassed` is due; ``None``: time changes nothing."""
+    if state.phase == RestartPhase.RUNNING and state.first_completed_s is not None:
+        return state.first_completed_s + limits.completion_timeout_s
+    if state.phase != RestartPhase.FORMING:
+        return None
+    if state.question is not None:
+        return state.question.asked_s + limits.barrier_timeout_s
+    if state.last_call_s is not None:
+        return state.last_call_s
+    return state.began_s + limits.barrier_timeout_s
+
+
+def advance(state: RestartState, event: Event, limits: RestartLimits) -> tuple[RestartState, tuple[Send, ...]]:
+    """Return what is known after an event, and the orders to give, in this order."""
+    turn = _Turn(state, limits, event.at_s)
+    match event:
+        case MemberJoined():
+            turn.come(event)
+        case MemberReported():
+            turn.hear(event.initial_rank, event.report)
+        case MemberLost():
+            turn.lose(event.initial_rank, event.kind, event.summary)
+        case TimePassed():
+            turn.look()
+        case Isolated():
+            turn.give_up(event.reason)
+    return turn.state, tuple(turn.actions)
+
+
+class _Turn(Draft):
+    """One call of :func:`advance`."""
+
+    # -- what happened -----------------------------------------------------------------------------------------
+
+    def come(self, event: MemberJoined) -> None:
+        rank, standing, state = event.initial_rank, event.standing, self.state
+        if state.end is not None:
+            return self.send(rank, state.end)
+        member = state.members.get(rank)
+        if member is None:
+            return self.send(rank, Expel(reason="the others resumed without this rank"))
+        self.set_member(rank, msgspec.structs.replace(member, node=event.node, labels=event.labels, is_here=True))
+        if self._catch_up(standing):
+            state = self.state  # the order to restart went to this member, too
+        elif state.phase == RestartPhase.FORMING:
+            if standing.restart < state.iteration and state.iteration > 0:
+                self.send(rank, Restart(iteration=state.iteration, faults=self.told_faults))
+            elif state.question is not None and state.question.to == rank:
+                self._ask_again()
+        elif standing.iteration < state.iteration and state.go is not None:
+            self.send(rank, state.go)
+        for fault in standing.faults:
+            self.hear(rank, fault)
+        if standing.completed >= 0:
+            self.hear(rank, Completed(iteration=standing.completed))
+        if standing.ready is not None:
+            self.hear(rank, standing.ready)
+
+    def hear(self, rank: int, report: Report) -> None:
+        if self.state.end is not None or rank not in self.state.members:
+            return
+        match report:
+            case RankFault():
+                self._hear_fault(rank, report)
+            case RankReady():
+                self._hear_ready(rank, report)
+            case Completed():
+                self._hear_completed(rank, report.iteration)
+            case Assigned():
+                self._hear_assigned(rank, report)
+            case Left():
+                self._hear_left(rank, report)
+
+    def lose(self, rank: int, kind: RankFaultKind, summary: str) -> None:
+        state = self.state
+        if state.end is not None or (member := state.members.get(rank)) is None:
+            return
+        self.remove(rank)
+        if state.phase == RestartPhase.RUNNING and (member.active_rank is None or member.completed):
+            return self._finish_if_complete()
+        at = state.iteration if state.phase == RestartPhase.RUNNING else max(0, state.iteration - 1)
+        self.note(RankFault(initial_rank=rank, iteration=at, kind=kind, summary=summary))
+        if state.phase == RestartPhase.RUNNING:
+            self._restart()
+        else:
+            self._form()
+
+    def look(self) -> None:
+        due = next_deadline_s(self.state, self.limits)
+        if due is None or self.at_s < due:
+            return
+        state = self.state
+        if state.phase == RestartPhase.RUNNING:
+            for rank, member in state.members.items():
+                if member.active_rank is not None and not member.completed:
+                    self.note(
+                        RankFault(
+                            initial_rank=rank,
+                            iteration=state.iteration,
+                            kind=RankFaultKind.COMPLETION_TIMEOUT,
+                            summary=f"not completed {self.limits.completion_timeout_s:g} s after the first",
+                        )
+                    )
+            self._restart()
+        elif state.question is not None:
+            self._expel(state.question.to, "it did not assign the ranks in time")
+            self._form()
+        elif state.last_call_s is not None:
+            self._ask()
+        else:
+            for rank, member in state.members.items():
+                if member.store_address is None:
+                    self._expel(rank, "it was not ready in time" if member.is_here else "it did not come in time")
+            self._form()
+
+    def give_up(self, reason: str) -> None:
+        if self.state.end is None:
+            self._abort(reason)
+
+    # -- reports -----------------------------------------------------------------------------------------------
+
+    def _hear_fault(self, rank: int, fault: RankFault) -> None:
+        state = self.state
+        fault = msgspec.structs.replace(fault, initial_rank=rank)
+        if state.phase == RestartPhase.FORMING:
+            if fault.iteration >= state.iteration - 1:
+                self.note(fault)
+                if not fault.is_consequence and state.last_call_s is not None and state.question is None:
+                    self._form()
+        elif fault.iteration == state.iteration:
+            self.note(fault)
+            if state.members[rank].active_rank is not None:
+                self._restart()
+
+    def _hear_ready(self, rank: int, ready: RankReady) -> None:
+        state = self.state
+        if state.phase == RestartPhase.RUNNING and ready.iteration == state.iteration + 1:
+            # It left the function, and why did not reach this hub.
+            summary = "it left the function"
+            self.note(
+                RankFault(initial_rank=rank, iteration=state.iteration, kind=RankFaultKind.EXCEPTION, summary=summary)
+            )
+            self._restart()
+            state = self.state
+        if state.phase != RestartPhase.FORMING or ready.iteration != state.iteration:
+            return
+        self.set_member(rank, msgspec.structs.replace(state.members[rank], store_address=ready.store_address))
+        if state.question is None:
+            self._form()
+
+    def _hear_completed(self, rank: int, iteration: int) -> None:
+        state = self.state
+        member = state.members[rank]
+        if state.phase != RestartPhase.RUNNING or iteration != state.iteration or member.active_rank is None:
+            return
+        self.set_member(rank, msgspec.structs.replace(member, completed=True))
+        if state.first_completed_s is None:
+            self.replace(first_completed_s=self.at_s)
+        self._finish_if_complete()
+
+    def _hear_assigned(self, rank: int, answer: Assigned) -> None:
+        state = self.state
+        question = state.question
+        if question is None or (question.ordinal, question.to) != (answer.ordinal, rank):
+            return
+        if answer.error:
+            return self._abort(answer.error)
+        order = sorted(active for active in answer.ranks.values() if active is not None)
+        if not order or order != list(range(len(order))) or not answer.ranks.keys() <= state.members.keys():
+            return self._abort(f"rank_assignment gave {answer.ranks}: active ranks have to be 0, 1, ... of members")
+        self._go(answer.ranks)
+
+    def _hear_left(self, rank: int, left: Left) -> None:
+        if left.fatal:
+            self.remove(rank)
+            return self._abort(left.reason)
+        member, state = self.state.members[rank], self.state
+        if state.phase == RestartPhase.RUNNING and member.active_rank is not None and not member.completed:
+            return self.lose(rank, RankFaultKind.DIED, left.reason)
+        self.remove(rank)
+        if state.phase == RestartPhase.FORMING:
+            self._form()
+        else:
+            self._finish_if_complete()
+
+    def _catch_up(self, standing: MemberStanding) -> bool:
+        """Restart beyond what a member has seen, where that is more than this hub knows of; return whether it was."""
+        state = self.state
+        wanted = max(standing.restart, 0 if standing.iteration < 0 else standing.iteration + 1)
+        if wanted <= state.iteration + (state.phase == RestartPhase.RUNNING and standing.restart <= state.iteration):
+            return False
+        if standing.iteration >= state.iteration:
+            members = {
+                rank: msgspec.structs.replace(member, active_rank=standing.ranks.get(rank))
+                for rank, member in state.members.items()
+            }
+            self.replace(members=members, fault_counts=standing.fault_counts)
+        self.replace(iteration=wanted - 1, question=None, last_call_s=None)
+        self._restart()
+        return True
+
+    # -- what follows ------------------------------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        """Have everybody leave the function."""
+        state = self.state
+        if not state.members:
+            return self._abort("no rank is left")
+        if self.limits.max_iterations is not None and state.iteration >= self.limits.max_iterations:
+            return self._abort(f"all restarts are spent (max_iterations={self.limits.max_iterations})")
+        self.replace(
+            phase=RestartPhase.FORMING,
+            iteration=state.iteration + 1,
+            members={
+                rank: msgspec.structs.replace(member, completed=False, store_address=None)
+                for rank, member in state.members.items()
+            },
+            began_s=self.at_s,
+            first_completed_s=None,
+            go=None,
+        )
+        self.send_all(Restart(iteration=self.state.iteration, faults=self.told_faults))
+
+    def _form(self) -> None:
+        """Ask for the ranks if everybody is ready."""
+        state = self.state
+        if state.end is not None:
+            return
+        if not state.members:
+            return self._abort("no rank is left")
+        if any(member.store_address is None for member in state.members.values()):
+            self.replace(last_call_s=None)
+            return
+        if state.faults and all(fault.is_consequence for fault in state.faults) and self.limits.last_call_wait_s > 0:
+            if state.last_call_s is None:
+                self.replace(last_call_s=self.at_s + self.limits.last_call_wait_s)
+            if self.at_s < (self.state.last_call_s or 0.0):
+                return
+        self._ask()
+
+    def _ask(self) -> None:
+        ordinal = self.state.num_questions + 1
+        question = Question(ordinal=ordinal, to=min(self.state.members), asked_s=self.at_s)
+        self.replace(question=question, num_questions=ordinal)
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        state = self.state
+        assert state.question is not None
+        members = [describe_member(rank, member) for rank, member in state.members.items()] + list(state.gone)
+        self.send(
+            state.question.to,
+            Assign(
+                ordinal=state.question.ordinal,
+                iteration=state.iteration,
+                members=tuple(sorted(members, key=lambda member: member.initial_rank)),
+            ),
+        )
+
+    def _go(self, ranks: Mapping[int, int | None]) -> None:
+        state = self.state
+        host = next(rank for rank, active in ranks.items() if active == 0)
+        counts = self.fault_counts
+        go = Go(
+            iteration=state.iteration,
+            ranks=dict(ranks),
+            active_world_size=sum(active is not None for active in ranks.values()),
+            store_address=state.members[host].store_address or "",
+            faults=self.told_faults,
+            fault_counts=counts,
+        )
+        self.send_all(go)
+        self.replace(
+            phase=RestartPhase.RUNNING,
+            members={
+                rank: HubMember(node=member.node, labels=member.labels, is_here=member.is_here, active_rank=ranks[rank])
+                for rank, member in state.members.items()
+                if rank in ranks
+            },
+            began_s=self.at_s,
+            go=go,
+            gone=(),
+            faults=(),
+            fault_counts=counts,
+            question=None,
+            last_call_s=None,
+        )
+
+    def _finish_if_complete(self) -> None:
+        state = self.state
+        if all(member.completed or member.active_rank is None for member in state.members.values()):
+            order = Finish(iteration=state.iteration)
+            self.send_all(order)
+            self.replace(phase=RestartPhase.FINISHED, end=order)
+
+    def _abort(self, reason: str) -> None:
+        order = Abort(reason=reason, iteration=self.state.iteration, fault_counts=self.fault_counts)
+        self.send_all(order)
+        self.replace(phase=RestartPhase.ABORTED, end=order, question=None)
+
+    def _expel(self, rank: int, reason: str) -> None:
+        is_here = self.state.members[rank].is_here
+        self.remove(rank)
+        at = max(0, self.state.iteration - 1)
+        self.note(RankFault(initial_rank=rank, iteration=at, kind=RankFaultKind.BARRIER_TIMEOUT, summary=reason))
+        if is_here:
+            self.send(rank, Expel(reason=reason))

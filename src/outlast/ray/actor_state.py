@@ -1,0 +1,292 @@
+"""The books of an actor's state: how far it is, whether it is whole, what of it is kept, and its loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from outlast import clock
+from outlast.config import CheckpointConfig
+from outlast.decoding import from_json
+from outlast.env import WorkerEnv
+from outlast.errors import OutlastError
+from outlast.monitor.collectives import count_collectives
+from outlast.runtime.consensus import Consensus
+from outlast.runtime.gathering import gather_bytes
+from outlast.runtime.interruption import AsyncInterruption
+from outlast.runtime.random_numbers import RandomSnapshot
+from outlast.session.place import has_near_tier
+from outlast.session.rhythm import NEAR_TIERS, Due, Rhythm
+from outlast.session.state import without_wrappers
+
+if TYPE_CHECKING:
+    from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
+    from outlast.runtime.journal import Journal
+
+__all__ = ["StartingState", "StateTracker"]
+
+
+class StartingState(msgspec.Struct, frozen=True, kw_only=True):
+    """From which state a rank goes on."""
+
+    generation: int | None = None
+    """The generation that all agreed on; ``None`` = none."""
+    origin: str = "kept"
+    """``kept``; ``new`` = all ranks begin at 0; or the tier that it was read from."""
+    is_as_set_up: bool = True
+    """Of ``new``: whether all ranks are as they were set up; if not, all have to be set up anew."""
+
+
+class StateTracker:
+    """Keep an actor's state, as far as it is configured, and know at any time which state it is.
+
+    A state is *held* when it is whole and it is known which attempt saved it: it need not be loaded from there.
+
+    Args:
+        config: Where and how often it is saved; ``None`` = never.
+        interruption: Says whether the working thread has to leave.
+
+    Thread: the working thread, except where a method says otherwise.
+    """
+
+    def __init__(self, config: CheckpointConfig | None, interruption: AsyncInterruption) -> None:
+        self._config, self._interruption = config, interruption
+        self.count = 0
+        """Optimizer steps that the state has done, whole or not."""
+        self._is_torn = False
+        self._has_state = False
+        self._attempt: str | None = None
+        self._random = RandomSnapshot()
+        self._manager: CheckpointManager | None = None
+        self._rhythm: Rhythm | None = None
+        self._consensus: Consensus | None = None
+        self._origin: Restored | None = None
+        self._incarnation, self._world_size = 0, 1
+        self._stepped_ns = 0
+
+    # -- the books ---------------------------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int | None:
+        """Optimizer steps that the state has done; ``None`` = it is torn, or there is no state. Thread: any."""
+        return None if self._is_torn or not self._has_state else self.count
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the state is as it was set up."""
+        return not self._is_torn and self.count == 0
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a state that could be lost."""
+        return self._has_state
+
+    def begin_anew(self, *, has_state: bool) -> None:
+        """Take note of a state that was set up just now."""
+        self.count, self._is_torn, self._attempt, self._origin = 0, False, None, None
+        self._has_state = has_state
+        self._random.take()
+
+    @contextmanager
+    def update(self, iteration: int) -> Iterator[None]:
+        """Be in the context in which the state goes from ``iteration - 1`` to ``iteration``.
+
+        Raises:
+            OutlastError: The state has not done ``iteration - 1`` steps.
+        """
+        self._check_whole()
+        if iteration != self.count + 1:
+            raise OutlastError(
+                f"update({iteration}), but the state has done {self.count} steps: the next update is "
+                f"{self.count + 1}; take the iteration from the group after RolledBack",
+                iteration=self.count,
+            )
+        with self._interruption.update():
+            num_collectives = count_collectives()
+            self._is_torn = True
+            yield
+            if self._interruption.is_wanted and count_collectives() != num_collectives:
+                self._interruption.check()  # what a collective brought meanwhile may be nothing: torn it is
+            self.count, self._attempt = iteration, f"unsaved-{self._incarnation}"
+            self._random.take()
+            self._is_torn = False
+
+    @contextmanager
+    def whole_call(self) -> Iterator[None]:
+        """Be in a call of an actor of whose state nothing is known: any may change it, and none can be gone back to."""
+        self._is_torn = True
+        yield
+        self.count, self._is_torn = self.count + 1, False
+
+    def _check_whole(self) -> None:
+        if self._is_torn:
+            raise OutlastError("the state was left in the middle of an update: it has to be loaded first")
+
+    # -- an incarnation ----------------------------------------------------------------------------------------
+
+    def open(self, place: WorkerEnv, journal: Journal) -> None:
+        """StartingState an incarnation.
+
+        Args:
+            place: This rank's place.
+            journal: Where events are written.
+
+        Raises:
+            CheckpointError: A folder cannot be used.
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        from outlast.checkpoint import CheckpointManager
+
+        self._incarnation, self._world_size = place.cycle, place.world_size
+        if self._config is None:
+            return
+        self._manager = CheckpointManager(self._config, env=place, journal=journal)
+        self._manager.treat_failures_as_abandoned(lambda: self._interruption.is_left(place.cycle))
+        self._rhythm = Rhythm(
+            self._config,
+            decides=place.global_rank == 0,
+            world_size=place.world_size,
+            has_near=has_near_tier(self._config, place),
+        )
+        if "auto" in (self._config.save_interval, self._config.non_persistent_save_interval):
+            self._consensus = Consensus(["save"], world_size=place.world_size)
+
+    def restore(
+        self, state: Mapping[str, Any], has: int | None, take: Callable[[dict[str, Any]], None]
+    ) -> StartingState:
+        """Have the state that all ranks go on from.
+
+        Args:
+            state: Name to what is saved.
+            has: The iteration whose state may be kept; ``None`` = it is loaded in any case.
+            take: Called with plain values that were loaded.
+
+        Returns:
+            Which one that is.
+
+        Raises:
+            CheckpointError: There are generations, but none that all ranks can load.
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        held = None
+        if self._attempt is not None and self.iteration is not None and has == self.iteration:
+            held = (self.count, self._attempt)
+        if self._manager is not None:
+            self._manager.claim()
+        all_hold, are_new = self._compare(held)
+        if all_hold:
+            if self._manager is not None:
+                self._manager.go_on(without_wrappers(state), self.count, self._origin)
+            return self._go_on(StartingState())
+        given = without_wrappers(state)
+        loaded = dict(given)
+        restored = self._manager.load_latest(loaded, has=held) if self._manager is not None else None
+        if restored is None:
+            return self._go_on(StartingState(origin="new", is_as_set_up=are_new))
+        self._origin = restored
+        self.count, self._is_torn, self._attempt = restored.iteration, False, restored.attempt
+        if restored.tier != "kept":
+            take({name: value for name, value in loaded.items() if value is not given[name]})
+            self._random.take()
+        return self._go_on(StartingState(generation=restored.generation, origin=restored.tier))
+
+    def _go_on(self, begin: StartingState) -> StartingState:
+        self._random.restore()  # a call that failed has used some
+        if self._rhythm is not None:
+            self._rhythm.start_from(self.count)
+        return begin
+
+    def _compare(self, held: tuple[int, str] | None) -> tuple[bool, bool]:
+        """Return whether all ranks hold the same state, and whether all are as they were set up.
+
+        Collective: all ranks.
+        """
+        told = [msgspec.json.encode((held, self.is_new))]
+        if self._world_size > 1:
+            from torch.distributed.distributed_c10d import _get_default_group
+
+            told = gather_bytes(_get_default_group(), told[0])
+        everyone = [from_json(one, tuple[tuple[int, str] | None, bool]) for one in told]
+        all_hold = held is not None and all(one == held for one, _ in everyone)
+        return all_hold, all(is_new for _, is_new in everyone)
+
+    def save(self, state: Mapping[str, Any], iteration: int, *, now: bool) -> SaveHandle | None:
+        """Save a state if that is due.
+
+        Args:
+            state: Name to what is saved.
+            iteration: Number of optimizer steps done.
+            now: Save it to all tiers, due or not.
+
+        Raises:
+            OutlastError: The state has not done ``iteration`` steps.
+            CheckpointError: Saving failed too often in a row.
+
+        Collective: all ranks, at the same iteration.
+        Blocks: while the state is copied.
+        """
+        self._check_whole()
+        if iteration != self.count:
+            raise OutlastError(f"save({iteration}), but the state has done {self.count} steps", iteration=self.count)
+        if self._manager is None or self._rhythm is None or not self._has_state:
+            return None
+        due = Due.ALL if now else self._due(iteration)
+        if due == Due.NOTHING:
+            return None
+        with self._interruption.update():
+            self._random.take()
+            handle = self._manager.save(
+                without_wrappers(state), iteration, tiers=NEAR_TIERS if due == Due.NEAR else None
+            )
+            self._attempt = handle.attempt
+            self._rhythm.note_save(iteration, due)
+        return handle
+
+    def _due(self, iteration: int) -> Due:
+        """Return what is due after a step. Collective: all ranks, where an interval is automatic."""
+        assert self._manager is not None
+        assert self._rhythm is not None
+        now_ns = clock.now_ns()
+        if self._stepped_ns:
+            self._rhythm.note_step((now_ns - self._stepped_ns) / 1e9)
+        agreed = 0
+        if self._consensus is not None:
+            agreed = self._consensus.agree([self._rhythm.wish(iteration, self._manager.save_cost_s)])[0]
+        self._stepped_ns = clock.now_ns()
+        return self._rhythm.due(iteration, agreed)
+
+    def wait(self) -> None:
+        """Wait until what was saved is committed.
+
+        Raises:
+            CheckpointError: The newest save failed.
+
+        Blocks: up to ``CheckpointConfig.save_timeout``.
+        """
+        if self._manager is not None:
+            self._manager.wait()
+
+    def give_up(self) -> None:
+        """Have the working thread wait for no save any more; :meth:`close` follows. Blocks: never. Thread: any."""
+        if (manager := self._manager) is not None:
+            manager.give_up()
+
+    def close(self) -> None:
+        """End the incarnation; what is not committed yet is given up. Idempotent.
+
+        Blocks: up to 10 s, whatever the peers do.
+        Thread: any, once the working thread is out.
+        """
+        manager, self._manager = self._manager, None
+        if self._consensus is not None:
+            self._consensus.close()
+            self._consensus = None
+        if manager is not None:
+            manager.close()
