@@ -10,29 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
+
 import msgspec
 from msgspec import structs
+
 from outlast.decoding import from_json
-from outlast.errors import CheckpointError
-from outlast.errors import OutlastError
-from outlast.errors import Untrusted
-from outlast.policy.directory_owner import Owner as DirectoryRun
-from outlast.policy.directory_owner import Step as ClaimStep
-from outlast.policy.lease import Owner as LeaseOwner
-from outlast.policy.lease import is_same_training
-from outlast.runtime.lease import InUse
-from outlast.runtime.lease import Lease
-from outlast.runtime.lease import Records
-from outlast.policy.lease import ClaimStep
-from outlast.policy.lease import DirectoryRun
-from outlast.policy.lease import find_owner
-from outlast.policy.lease import judge_claim
-
-
+from outlast.errors import CheckpointError, OutlastError, Untrusted
+from outlast.policy.lease import ClaimStep, DirectoryRun, LeaseOwner, find_owner, is_same_training, judge_claim
+from outlast.runtime.lease import InUse, Lease, Records
 
 __all__ = [
     "NEW",

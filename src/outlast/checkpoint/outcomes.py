@@ -8,26 +8,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
+
 from outlast import clock
 from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.protocol import CopyFailure
-from outlast.checkpoint.save import PeerSilent
-from outlast.checkpoint.save import Save
-from outlast.checkpoint.save import SaveResult
+from outlast.checkpoint.recovery import Restored
+from outlast.checkpoint.save import PeerSilent, Save, SaveResult
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
-from outlast.incidents import EventKind
-from outlast.incidents import Incident
-from outlast.incidents import IncidentKind
+from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.journal import Journal
 from outlast.wording import count
-from outlast.checkpoint.recovery import Restored
-
 
 __all__ = ["Outcomes", "Reporter"]
 

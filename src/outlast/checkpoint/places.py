@@ -7,47 +7,31 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
 import msgspec
+
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.claim import Claim
-from outlast.checkpoint.claim import DirectoryContent
-from outlast.checkpoint.claim import DirectoryLease
-from outlast.checkpoint.claim import DirectoryRefused
-from outlast.checkpoint.claim import look_at
+from outlast.checkpoint.claim import Claim, DirectoryContent, DirectoryLease, DirectoryRefused, look_at
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import Directory
-from outlast.checkpoint.manifest import decode_manifest
-from outlast.checkpoint.manifest import topology_digest
+from outlast.checkpoint.manifest import decode_manifest, topology_digest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.replica.parity import holders_of
-from outlast.checkpoint.replica.replicator import Holder
-from outlast.checkpoint.replica.replicator import Target
+from outlast.checkpoint.replica.replicator import Holder, Target
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
-from outlast.env import WorkerEnv
-from outlast.env import clean_name
-from outlast.errors import CheckpointError
-from outlast.errors import ConfigError
-from outlast.errors import Unavailable
-from outlast.policy.lease import Owner as LeaseOwner
-from outlast.policy.partners import choose_partners
-from outlast.policy.partners import parity_groups
+from outlast.env import WorkerEnv, clean_name
+from outlast.errors import CheckpointError, ConfigError, OutlastError, Unavailable
+from outlast.policy.lease import LeaseOwner as LeaseOwner
+from outlast.policy.lease import RunEvidence, choose_run, find_owner
+from outlast.policy.partners import choose_partners, parity_groups
 from outlast.policy.recovery_point import Tier
-from outlast.runtime.processes import this_process
-from outlast.runtime.processes import this_program
-from outlast.errors import OutlastError
-from outlast.policy.lease import RunEvidence
-from outlast.policy.lease import choose_run
-from outlast.policy.lease import find_owner
 from outlast.runtime.addresses import own_address
-
-
+from outlast.runtime.processes import this_process, this_program
 
 __all__ = [
     "Claims",
