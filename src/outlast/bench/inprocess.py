@@ -24,7 +24,7 @@ __all__ = ["Comeback", "comebacks", "measure"]
 _WORKER = "outlast.bench.inprocess_worker"
 _QUIET_WORKER = "outlast.bench.inprocess_steps_worker"
 _PEER = "nvidia_resiliency_ext"
-_ACTIVE, _RESERVES = 4, 1
+_ACTIVE, _SPARES = 4, 1
 _GROUP_TIMEOUT_S = 600
 _RUN_TIMEOUT_S = 60.0
 _PEER_TIMEOUT_S = 40.0
@@ -36,7 +36,7 @@ Faults = Sequence[tuple[str, int]]
 """For the function's first call, its second, and so on: how which rank fails."""
 
 _OURS: tuple[Faults, ...] = (
-    (("exception", 1), ("sleep", 2), ("kill", 1)),  # the last one takes the reserve
+    (("exception", 1), ("sleep", 2), ("kill", 1)),  # the last one takes the spare
     (("kill", 0),),
     (("stop", 1),),
     (("gil", 1),),
@@ -183,7 +183,7 @@ def _group(library: str, faults: Faults, folder: Path) -> RankProcesses:
         "port": free_port(),
     }
     arguments = (library, str(folder), json.dumps(plan))
-    return RankProcesses(_WORKER, *arguments, world_size=_ACTIVE + _RESERVES, directory=folder / "logs", module=True)
+    return RankProcesses(_WORKER, *arguments, world_size=_ACTIVE + _SPARES, directory=folder / "logs", module=True)
 
 
 def _await(ranks: RankProcesses, folder: Path, faults: Faults) -> list[Comeback]:
@@ -270,7 +270,7 @@ def _quiet_bars(quiet: Rounds, growth: dict[str, float]) -> list[Bar]:
 
 def _notes(ours: Sequence[Comeback], peers: Sequence[Comeback], quiet: Rounds) -> list[str]:
     notes = [
-        f"{_ACTIVE} ranks on gloo and {_RESERVES} reserve; the group's own timeout is {_GROUP_TIMEOUT_S} s, "
+        f"{_ACTIVE} ranks on gloo and {_SPARES} spare; the group's own timeout is {_GROUP_TIMEOUT_S} s, "
         f"soft timeout {SOFT_TIMEOUT_S:g} s, hard timeout {HARD_TIMEOUT_S:g} s"
     ]
     for library, found in (("outlast", ours), (_PEER, peers)):

@@ -64,7 +64,7 @@ class Blocks:
     def wrapped(self) -> float:
         """Return the seconds of a step in the wrapper."""
         found = self._wrapped()
-        assert found is not None, "no rank is a reserve here"
+        assert found is not None, "no rank is a spare here"
         seconds, share = found
         self.watching_shares.append(share)
         return float(seconds)
