@@ -59,7 +59,7 @@ class RankWrote(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Plan:
+class _SharedWriting:
     """What rank 0 knows of a save under way."""
 
     inventories: list[Inventory] = field(default_factory=list)
@@ -199,9 +199,9 @@ class GlobalLane(Lane):
 
     # -- rank 0 ------------------------------------------------------------------------------------------------
 
-    def _order(self, save: Save) -> _Plan:
+    def _order(self, save: Save) -> _SharedWriting:
         """Gather what all ranks have, and post what each is to write. Errors are posted, not raised."""
-        plan = _Plan()
+        plan = _SharedWriting()
         try:
             self._hold_claim()
         except (CheckpointError, OSError) as error:
@@ -220,7 +220,7 @@ class GlobalLane(Lane):
         plan.error = None  # every rank posts it, the first one's counts
         return plan
 
-    def _decide(self, save: Save, directory: GlobalDirectory, plan: _Plan) -> None:
+    def _decide(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting) -> None:
         """Commit what all ranks wrote, or clear it away; post which."""
         for rank in range(self._world_size):  # even after a failure: nothing may be cleared away while somebody writes
             try:
@@ -246,7 +246,7 @@ class GlobalLane(Lane):
                 log.warning("files of a failed save cannot be removed: %s", failure)
         self._post(save, "outcome", outcome)
 
-    def _place(self, save: Save, directory: GlobalDirectory, plan: _Plan) -> None:
+    def _place(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting) -> None:
         composed = compose(plan.inventories, plan.duties, plan.reports)
         manifest = GlobalManifest(
             schema=SCHEMA,
