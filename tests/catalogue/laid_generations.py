@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
-from outlast.checkpoint.shard import CHUNK_BYTES, Identity, Layout, Span, digest, shard_name
+from outlast.checkpoint.shard import CHUNK_BYTES, Identity, ShardLayout, TensorSpan, digest, shard_name
 
 RUN = "run-0a1b2c3d"
 TOPOLOGY = "feed"
@@ -26,13 +26,13 @@ def shard_bytes(
         run=run, topology=TOPOLOGY, rank=rank, world_size=world_size, iteration=iteration, attempt=attempt
     )
     tensors = [("model.weight", "F32", (num_elements,), 4 * num_elements, 4), ("model.bias", "F32", (10,), 40, 4)]
-    layout = Layout(tensors)
+    layout = ShardLayout(tensors)
     head, tree, size = layout.place(identity, 16)
     data = head + random.Random(f"{rank}/{iteration}/{attempt}").randbytes(size - len(head))
     spans = []
     for index, offset in zip(layout.order, layout.offsets, strict=True):
         name, dtype, shape, num_bytes, _ = tensors[index]
-        spans.append(Span(name, dtype, shape, len(head) + offset, num_bytes))
+        spans.append(TensorSpan(name, dtype, shape, len(head) + offset, num_bytes))
     entries = tuple(
         TensorEntry(
             name=span.name,

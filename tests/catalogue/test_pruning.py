@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laid_generations import flip, lay_generation, two_nodes
 
-from outlast.checkpoint.catalogue.entries import Found, Generation, Looked, Place, Problem
+from outlast.checkpoint.catalogue.entries import DirectoryListing, Generation, ListedGeneration, ListedPlace, Problem
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.checkpoint.catalogue.pruning import Rule, plan_pruning
 from outlast.checkpoint.manifest import MANIFEST
@@ -149,10 +149,10 @@ def test_old_leftovers_go(tmp_path: Path) -> None:
     remains.remove()  # somebody else was quicker
 
 
-def found_at(iteration: int, kind: str) -> Found:
+def found_at(iteration: int, kind: str) -> ListedGeneration:
     problems = () if kind == "valid" else (Problem(kind=kind, reason="", file=""),)
     entry = Generation(iteration=iteration, tier="local", valid=kind == "valid", problems=problems)
-    return Found(entry=entry, files=(), judge=lambda problems: entry, remove=lambda: None)
+    return ListedGeneration(entry=entry, files=(), judge=lambda problems: entry, remove=lambda: None)
 
 
 @given(
@@ -164,7 +164,7 @@ def found_at(iteration: int, kind: str) -> Found:
 def test_the_newest_valid_one_always_stays(kinds: dict[int, str], k: int, interval: int, window: int) -> None:
     """Whatever lies there: the newest K valid ones, all that is newer, and all that is not known to be torn stay."""
     found = tuple(found_at(iteration, kind) for iteration, kind in sorted(kinds.items(), reverse=True))
-    looked = Looked(entry=Place(path="", tier="local"), found=found, remains=())
+    looked = DirectoryListing(entry=ListedPlace(path="", tier="local"), found=found, remains=())
     rule = Rule(most_recent_k=k, retain_interval=interval, suspect_window=window)
     gone = {one.entry.iteration for one in plan_pruning(looked, rule, now_ns=0).generations}
     valid = sorted((iteration for iteration, kind in kinds.items() if kind == "valid"), reverse=True)

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from laid_generations import flip, lay_generation, two_nodes
 
-from outlast.checkpoint.catalogue.entries import Found, Generation, StoredFile
+from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, StoredFile
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.checkpoint.catalogue.verification import verify
 from outlast.checkpoint.shard import CHUNK_BYTES, shard_name
 
 
-def newest(place: Path) -> Found:
+def newest(place: Path) -> ListedGeneration:
     return look_into(str(place)).found[0]
 
 
@@ -125,7 +125,7 @@ def test_an_interrupt_ends_the_readers() -> None:
 
     file = StoredFile(name="f", num_bytes=CHUNK_BYTES << 12, chunks=("",) * (1 << 12), open=opened, piece_bytes=4096)
     entry = Generation(iteration=1, tier="local", valid=True)
-    found = Found(entry=entry, files=(file,), judge=lambda problems: entry, remove=lambda: None)
+    found = ListedGeneration(entry=entry, files=(file,), judge=lambda problems: entry, remove=lambda: None)
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
     try:
         with pytest.raises(KeyboardInterrupt):

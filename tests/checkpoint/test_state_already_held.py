@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outlast.checkpoint import CheckpointManager
-from outlast.checkpoint.kept import gather_kept, is_kept
+from outlast.checkpoint.recovery import gather_kept, is_kept
 from outlast.checkpoint.tiers import Table
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError

@@ -26,7 +26,7 @@ from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.state import decode
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
-from outlast.policy.lease import Owner
+from outlast.policy.lease import LeaseOwner
 from outlast.runtime.lease import InUse, Lease, decode_owner
 from outlast.runtime.processes import this_process
 
@@ -124,7 +124,7 @@ def test_a_bucket_has_one_live_owner(server: S3Server, url: str, monkeypatch: py
 
     def lease(run: str, machine: str) -> Lease:
         process = msgspec.structs.replace(here, machine=machine)
-        return Lease(records, Owner(token="", process=process, run=run))
+        return Lease(records, LeaseOwner(token="", process=process, run=run))
 
     many = [lease(f"run-{number}", "here") for number in range(4)]
     gate = threading.Barrier(len(many), timeout=100)

@@ -16,8 +16,7 @@ from click.testing import CliRunner
 
 from outlast import __version__
 from outlast.cli.main import cli, main
-from outlast.launch.run_parser import describe_options, make_parser, option_name, parse_command
-from outlast.launch.torchrun_parser import make_torchrun_parser
+from outlast.launch.run_parser import describe_options, make_parser, make_torchrun_parser, option_name, parse_command
 
 
 def completed(*words: str) -> list[str]:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.launch import messages as m
-from outlast.launch.coordinator import Coordinator, Phase
-from outlast.launch.job import JobSettings
-from outlast.policy.culprit import Collective, Position
+from outlast.launch import protocol as m
+from outlast.launch.coordinator import Coordinator, JobPhase
+from outlast.launch.membership import JobSettings
+from outlast.policy.causes import Collective, Position
 from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.quarantine import Distrusted, Load
 
@@ -55,7 +55,7 @@ class Job:
     def join(self, name: str, *, ended: m.CycleFacts | None = None, nproc: int = 2, wish: int | None = None) -> None:
         self.beats.setdefault(name, 0)
         self.running.pop(name, None)
-        self.say(m.Join(node=name, epoch=f"{name}-1", addr=name, nproc=nproc, ended=ended, wish=wish))
+        self.say(m.JoinRequest(node=name, epoch=f"{name}-1", addr=name, nproc=nproc, ended=ended, wish=wish))
 
     def fail(self, name: str, kind: IncidentKind = IncidentKind.WORKER_DIED, **facts: Any) -> None:
         cycle = self.running[name].cycle
@@ -192,7 +192,7 @@ def test_world_waits_for_a_node_then_stops_with_the_reason() -> None:
     job.join("b")
     job.die("b")
     job.pass_time(15)
-    assert job.coordinator.phase == Phase.FORMING
+    assert job.coordinator.phase == JobPhase.FORMING
     job.pass_time(30)
     assert job.coordinator.stop is not None
     assert job.coordinator.stop.exit_code == 1
@@ -254,7 +254,7 @@ def test_second_agent_of_the_same_name_is_turned_away() -> None:
     """Two living agents of one name: the first goes on, the second gets exit code 2 and the remedy."""
     job = Job()
     job.join("a")
-    job.say(m.Join(node="a", epoch="a-2", addr="a", nproc=2))
+    job.say(m.JoinRequest(node="a", epoch="a-2", addr="a", nproc=2))
     job.pass_time(3)
     refusals = [message for message in job.said["a"] if isinstance(message, m.Stop)]
     assert [refusal.exit_code for refusal in refusals] == [2]
@@ -267,7 +267,7 @@ def test_new_agent_of_a_dead_one_takes_its_name() -> None:
     job.join("a")
     job.join("b")
     job.die("b")
-    job.say(m.Join(node="b", epoch="b-2", addr="b", nproc=2))
+    job.say(m.JoinRequest(node="b", epoch="b-2", addr="b", nproc=2))
     job.mute.discard("b")
     job.beats["b"] = 0
     job.coordinator.nodes.by_name["b"].beat = 0  # the old life's counter stands still
@@ -281,9 +281,9 @@ def test_takeover_keeps_cycle_and_slots() -> None:
     job = Job(num_slots=2, former_host="x")
     for slot, name in enumerate(("a", "b")):
         job.beats[name] = 0
-        place = m.Place(cycle=7, slot=slot, num_slots=2)
+        place = m.SlotPlace(cycle=7, slot=slot, num_slots=2)
         job.say(m.Register(node=name, epoch=f"{name}-1", addr=name, nproc=2, place=place, running=True))
-    assert job.coordinator.phase == Phase.RUNNING
+    assert job.coordinator.phase == JobPhase.RUNNING
     assert job.coordinator.cycle == 7
     assert not any(job.said.values())
 
@@ -292,7 +292,7 @@ def test_takeover_replaces_the_node_that_hosted_the_store() -> None:
     """The slot that nobody claims went down with the old store's host; a spare takes it in the next cycle."""
     job = Job(num_slots=2, former_host="host")
     job.beats.update(b=0, s=0)
-    place = m.Place(cycle=3, slot=1, num_slots=2)
+    place = m.SlotPlace(cycle=3, slot=1, num_slots=2)
     job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place))
     job.join("b", ended=m.CycleFacts(cycle=3, durable_iteration=40, progress_known=True))
     job.say(m.Register(node="s", epoch="s-1", addr="s", nproc=2))
@@ -307,7 +307,7 @@ def test_takeover_replaces_the_node_that_hosted_the_store() -> None:
 def test_divided_network_does_not_make_two_runs() -> None:
     """Where both halves of a divided network could be complete, only the one with most slots' holders goes on."""
     job = Job(num_slots=2, max_nodes=4, former_host="host")
-    place = m.Place(cycle=3, slot=1, num_slots=2)
+    place = m.SlotPlace(cycle=3, slot=1, num_slots=2)
     job.beats.update(b=0, s=0)
     job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place))
     job.join("b", ended=m.CycleFacts(cycle=3))
@@ -363,7 +363,7 @@ def test_what_is_distrusted_survives_the_coordinators_machine() -> None:
     job = Job(num_slots=1, former_host="x")
     job.beats["a"] = 0
     one = Distrusted(generation=120, attempt="job-0-aa.1", tier="memory")
-    place = m.Place(cycle=7, slot=0, num_slots=1)
+    place = m.SlotPlace(cycle=7, slot=0, num_slots=1)
     message = m.Register(node="a", epoch="a-1", addr="a", nproc=2, place=place, running=True, distrusted=(one,))
     job.say(message)
     job.say(message)

@@ -6,9 +6,9 @@ import pytest
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
-from outlast.launch import messages as m
-from outlast.launch.coordinator import Coordinator, Phase
-from outlast.launch.job import JobSettings
+from outlast.launch import protocol as m
+from outlast.launch.coordinator import Coordinator, JobPhase
+from outlast.launch.membership import JobSettings
 from outlast.policy.ladder import LadderState, Limits
 
 FAULT = Incident(kind=IncidentKind.WORKER_FAILED, rank=3, evidence={"summary": "ValueError"})
@@ -40,11 +40,11 @@ class Job:
         self.told += [(node, reply) for node, _, reply in self.coordinator.handle(message, 0.0)]
 
     def join(self, node: str, ended: m.CycleFacts | None = None) -> None:
-        self.say(m.Join(node=node, epoch="1", addr=node, nproc=2, ended=ended))
+        self.say(m.JoinRequest(node=node, epoch="1", addr=node, nproc=2, ended=ended))
 
     def start(self, cycle: int) -> None:
         self.say(m.Master(node="a", epoch="1", cycle=cycle, addr="a", port=1))
-        assert self.coordinator.phase == Phase.RUNNING
+        assert self.coordinator.phase == JobPhase.RUNNING
 
     def restarted(self, node: str, iteration: int, *, call: int = 0, cycle: int = 0, fault: Incident = FAULT) -> None:
         self.say(m.Restarted(node=node, epoch="1", cycle=cycle, call=call, iteration=iteration, incident=fault))
@@ -64,7 +64,7 @@ def test_each_restart_is_charged_once_though_every_node_tells() -> None:
         job.restarted(node, iteration)
     assert job.rungs == [Rung.RESTART_IN_PROCESS] * 3
     assert job.coordinator.state.restarts_without_progress == 3
-    assert job.coordinator.phase == Phase.RUNNING
+    assert job.coordinator.phase == JobPhase.RUNNING
 
 
 def test_another_call_counts_anew() -> None:

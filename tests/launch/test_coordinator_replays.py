@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
-from outlast.launch import messages as m
+from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.job import JobSettings
-from outlast.policy.ladder import LadderState, Limits, Step, begin_job
+from outlast.launch.membership import JobSettings
+from outlast.policy.ladder import LadderState, LadderStep, Limits, begin_job
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 
 
@@ -34,7 +34,7 @@ class Job:
             self.join(name, nproc=(nproc or {}).get(name, 1))
 
     def join(self, name: str, *, ended: m.CycleFacts | None = None, nproc: int = 1) -> None:
-        self.say(m.Join(node=name, epoch="1", addr=name, nproc=nproc, ended=ended))
+        self.say(m.JoinRequest(node=name, epoch="1", addr=name, nproc=nproc, ended=ended))
 
     def say(self, message: m.ToCoordinator) -> None:
         for name, epoch, told in self.coordinator.handle(message, 0.0):
@@ -118,7 +118,7 @@ def test_without_the_spare_the_node_has_its_slot_again_and_no_replay() -> None:
 
 def test_the_next_job_replays_what_was_left() -> None:
     """A replay that a preempted job left is what the first cycle of the next one does."""
-    left = Step(cycle=3, rung=Rung.REQUEUE_JOB, reason="told to leave")
+    left = LadderStep(cycle=3, rung=Rung.REQUEUE_JOB, reason="told to leave")
     job = Job("a", "b", state=begin_job(LadderState(held_back=("b",), replay=ASKED, history=(left,))))
     assert {start.replay for start in job.starts[0].values()} == {ASKED}
 

@@ -14,7 +14,7 @@ from outlast.incidents import Incident, IncidentKind
 from outlast.launch.crew import Crew
 from outlast.launch.cycle import Cycle
 from outlast.launch.worker_process import WorkerProcess
-from outlast.policy.culprit import find_culprit
+from outlast.policy.causes import find_culprit
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Started

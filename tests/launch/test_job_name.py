@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from outlast.incidents import Rung
-from outlast.launch.job import name_job
-from outlast.launch.ladder_file import load_ladder, save_ladder
-from outlast.policy.ladder import LadderState, Step
+from outlast.launch.membership import name_job
+from outlast.launch.verdicts import load_ladder, save_ladder
+from outlast.policy.ladder import LadderState, LadderStep
 from outlast.policy.quarantine import Distrusted, Load
 
 
@@ -17,7 +17,7 @@ def test_an_allocation_that_comes_back_gets_another_name() -> None:
     assert name_job("4711", LadderState()) == "4711"
     load = Load(cycle="4711-0", generation=5, attempt="4711-0-aa.1", tier="local")
     assert name_job("4711", LadderState(loads=(load,))) == "4711.1"
-    step = Step(cycle=0, job="4711", rung=Rung.RESTART_WORKERS, reason="")
+    step = LadderStep(cycle=0, job="4711", rung=Rung.RESTART_WORKERS, reason="")
     one = Distrusted(generation=5, attempt="x", tier="local", tainted=("4711.1-3",))
     assert name_job("4711", LadderState(history=(step,), distrusted=(one,))) == "4711.2"
 
@@ -30,7 +30,7 @@ def test_without_a_scheduler_names_are_drawn() -> None:
 def test_a_finished_run_without_a_name_is_followed_by_another(tmp_path: Path) -> None:
     """It leaves no budgets behind, but its jobs' names stay taken; one with a name stays finished, and so does one
     whose job is still in progress."""
-    step = Step(cycle=0, job="4711", rung=Rung.STOP, reason="finished")
+    step = LadderStep(cycle=0, job="4711", rung=Rung.STOP, reason="finished")
     save_ladder(tmp_path, LadderState(finished=True, stopped_with=0, restarts_total=5, best_durable=9, history=(step,)))
     assert load_ladder(tmp_path, is_new_job=True).finished
     assert load_ladder(tmp_path, is_new_job=False, is_named=False).finished

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from outlast.launch.lifeline import Lifeline, LifelineServer
+from outlast.launch.coordinator_client import Lifeline
+from outlast.launch.coordinator_server import LifelineServer
 
 Deaths = queue.SimpleQueue[tuple[str, str, str]]
 
@@ -43,7 +44,7 @@ def test_broken_connection_is_not_a_death(
     server: tuple[LifelineServer, Deaths], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent whose connection the network broke connects again at once, and nobody is told."""
-    monkeypatch.setattr("outlast.launch.lifeline.PATIENCE_S", 60.0)
+    monkeypatch.setattr("outlast.launch.coordinator_server.PATIENCE_S", 60.0)
     lifelines, deaths = server
     line = Lifeline("127.0.0.1", lifelines.port, node="a", epoch="1")
     wait_until_held(lifelines, 1)

@@ -19,7 +19,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.launch.options import parse_options
 from outlast.launch.run_owner import RunOwner
-from outlast.policy.lease import Owner
+from outlast.policy.lease import LeaseOwner
 from outlast.runtime.lease import FolderRecords, decode_owner, encode_owner
 from outlast.runtime.processes import this_process
 from outlast.testing import Cluster
@@ -142,7 +142,7 @@ def test_a_job_whose_run_directory_was_taken_over_ends(tmp_path: Path) -> None:
         job.wait_for("trains now", PATIENCE_S)
         ladder = tmp_path / "run" / "ladder.json"
         before = ladder.read_bytes() if ladder.exists() else None
-        other = Owner(token="other", process=this_process(), run="another")
+        other = LeaseOwner(token="other", process=this_process(), run="another")
         assert FolderRecords(tmp_path / "run").create(2, encode_owner(other))
         assert job.wait(PATIENCE_S) == [ExitReason.NO_PROGRESS], job.tails()
         job.assert_no_orphans(PATIENCE_S)

@@ -11,8 +11,7 @@ import pytest
 
 from outlast.errors import ConfigError
 from outlast.launch.options import parse_options
-from outlast.launch.run_parser import make_parser
-from outlast.launch.torchrun_parser import find_event_handlers, make_torchrun_parser
+from outlast.launch.run_parser import find_event_handlers, make_parser, make_torchrun_parser
 from outlast.runtime import device
 
 

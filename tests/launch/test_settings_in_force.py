@@ -16,20 +16,19 @@ from outlast.config.precedence import LayeredSettings
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind, IncidentKind
-from outlast.launch import messages as m
-from outlast.launch.agent_state import State
-from outlast.launch.control import ControlServer
+from outlast.launch import protocol as m
+from outlast.launch.agent_state import AgentState
+from outlast.launch.coordinator_client import CoordinatorClient
+from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.cycle import Cycle
 from outlast.launch.in_process import InProcess
-from outlast.launch.job import JobSettings
-from outlast.launch.member import Member
+from outlast.launch.membership import JobSettings
 from outlast.launch.node_agent import NodeAgent
 from outlast.launch.options import parse_options
 from outlast.launch.worker_process import WorkerProcess
 from outlast.monitor import RankMonitor
 from outlast.monitor.learned import LearnedTimeouts
-from outlast.policy.deadlines import Timeouts
-from outlast.policy.timeouts import Learned
+from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.postmortem import Postmortem
@@ -161,10 +160,10 @@ class Watching:
         """Called between the wait for news of the workers and the look at it."""
         self.crew: Any = SimpleNamespace(workers=Mock(fileno=self.zygote.fileno, receive=self._receive))
         self.go_on(cycle)
-        self.member = Member(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
+        self.member = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
         options: Any = SimpleNamespace(max_nodes=1, num_slots=1, torchrun=SimpleNamespace(max_restarts=3))
         self.agent = NodeAgent(options, self.crew, self.member, None, self.mailbox)
-        self.agent._state = State.RUNNING
+        self.agent._state = AgentState.RUNNING
 
     def _receive(self) -> Exited:
         self.on_receive()
@@ -250,7 +249,7 @@ def test_what_a_script_does_not_set_any_more_is_the_launchers_again() -> None:
     """The coordinator goes by the newest script's settings: one that sets nothing leaves those of options and file."""
     store, layers = Mock(), LayeredSettings(options={"max_no_progress_cycles": 5})
     job = JobSettings(job="job", num_slots=4)
-    server = ControlServer(store, job, run_dir=None, run_id="run", node="n", layers=layers, on_error=lambda _: None)
+    server = CoordinatorServer(store, job, run_dir=None, run_id="run", node="n", layers=layers, on_error=lambda _: None)
     limits = []
     for text in (FaultToleranceConfig(max_node_faults=7, min_nodes=2).to_json(), ""):
         message = m.ScriptSettings(node="n", epoch="e", fault_tolerance=text)

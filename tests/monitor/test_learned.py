@@ -7,8 +7,7 @@ import pytest
 
 from outlast.config import FaultToleranceConfig
 from outlast.monitor.learned import FILE_NAME, LearnedTimeouts, Observation, observe
-from outlast.policy.deadlines import Timeouts
-from outlast.policy.timeouts import Learned
+from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import RankState
 from outlast.testing import RankProcesses
 

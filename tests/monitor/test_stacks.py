@@ -13,7 +13,7 @@ import pytest
 import outlast
 from outlast.monitor import stacks
 from outlast.monitor.collectives import Books, count_collectives, waits_in
-from outlast.policy.culprit import Collective
+from outlast.policy.causes import Collective
 
 DUMP = """main thread 0x00007f0000000001
 Thread 0x00007f0000000002 (most recent call first):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from outlast.policy.directory_owner import Evidence, Owner, Step, choose_run, find_owner, judge_claim
+from outlast.policy.lease import ClaimStep, DirectoryRun, RunEvidence, choose_run, find_owner, judge_claim
 
 DAMAGE = st.sampled_from([None, "run-x", "run-A", "run-B"])
 
@@ -23,7 +23,7 @@ class Place:
     def look(self) -> tuple[str | None, int]:
         return self.hint, len(self.runs)
 
-    def owner(self, own: str | None = None) -> Owner | None:
+    def owner(self, own: str | None = None) -> DirectoryRun | None:
         return find_owner(self.hint, reversed(self.runs), own=own)
 
 
@@ -47,10 +47,10 @@ class Training:
                     now, owner = self.place.look(), self.place.owner(self.run)
                     step = judge_claim(self.run, owner, now[0], is_unchanged=not is_held and now == seen)
                     yield  # others may be quicker between the look and the deed
-                    if step is Step.REFUSE:
+                    if step is ClaimStep.REFUSE:
                         self.is_refused = True
                         return
-                    if step is not Step.CREATE or self.place.hint is None:
+                    if step is not ClaimStep.CREATE or self.place.hint is None:
                         self.place.hint = self.run
                         is_held = True
                         break
@@ -79,7 +79,7 @@ def test_of_two_runs_that_begin_together_one_saves_and_the_other_is_refused(
             next(programs[name], None)
     assert [first.is_refused, second.is_refused].count(True) == 1
     survivor = second if first.is_refused else first
-    assert place.owner() == Owner(survivor.run, is_proven=True)
+    assert place.owner() == DirectoryRun(survivor.run, is_proven=True)
     assert place.hint == survivor.run
     assert place.runs[-1] == survivor.run
 
@@ -97,7 +97,7 @@ def test_a_hint_that_is_lost_or_wrong_costs_a_run_nothing(damages: list[tuple[in
         for _ in range(count):
             next(program)
         place.hint = hint
-        assert place.owner() == Owner("run-A", is_proven=True)
+        assert place.owner() == DirectoryRun("run-A", is_proven=True)
     for _ in range(8):
         next(program)
     assert not training.is_refused
@@ -109,9 +109,9 @@ def test_manifests_decide_and_the_hint_only_among_them(hint: str | None, runs: l
     """The hint counts if a manifest names the same run, or there is none; otherwise the newest generation does."""
     owner = find_owner(hint, iter(runs))
     if not runs:
-        assert owner == (Owner(hint, is_proven=False) if hint is not None else None)
+        assert owner == (DirectoryRun(hint, is_proven=False) if hint is not None else None)
     else:
-        assert owner == Owner(hint if hint in runs else runs[0], is_proven=True)
+        assert owner == DirectoryRun(hint if hint in runs else runs[0], is_proven=True)
 
 
 def test_no_more_manifests_are_read_than_are_needed() -> None:
@@ -121,29 +121,34 @@ def test_no_more_manifests_are_read_than_are_needed() -> None:
         yield "a"
         raise AssertionError("an older manifest was read")
 
-    assert find_owner("a", read()) == Owner("a", is_proven=True)
+    assert find_owner("a", read()) == DirectoryRun("a", is_proven=True)
 
 
 def test_what_an_older_run_left_on_a_nodes_disk_is_taken_over() -> None:
     """A spare that brings another run's generations costs nothing, unless that run goes on saving there."""
-    left = Owner("old", is_proven=True)
-    assert judge_claim("new", left, "old", is_unchanged=True) is Step.WRITE
-    assert judge_claim("new", left, "old", is_unchanged=False) is Step.REFUSE
+    left = DirectoryRun("old", is_proven=True)
+    assert judge_claim("new", left, "old", is_unchanged=True) is ClaimStep.WRITE
+    assert judge_claim("new", left, "old", is_unchanged=False) is ClaimStep.REFUSE
 
 
 def test_the_run_that_most_places_hold_is_gone_on_with() -> None:
     """The global tier decides; without it a node with an older run's leftovers does not outvote the others."""
-    near = [Evidence("old", "old", 9000), Evidence(None, "ours", 100), Evidence(None, "ours", 90), Evidence()]
-    assert choose_run(Evidence("far", "far", 1), near) == "far"
-    assert choose_run(Evidence(None, None), near) == "ours"
+    near = [
+        RunEvidence("old", "old", 9000),
+        RunEvidence(None, "ours", 100),
+        RunEvidence(None, "ours", 90),
+        RunEvidence(),
+    ]
+    assert choose_run(RunEvidence("far", "far", 1), near) == "far"
+    assert choose_run(RunEvidence(None, None), near) == "ours"
     assert choose_run(None, near) == "ours"
-    assert choose_run(None, [Evidence("a", "a", 1), Evidence("b", "b", 2)]) == "b"
-    assert choose_run(Evidence("new", None), [Evidence("new", None)]) is None
+    assert choose_run(None, [RunEvidence("a", "a", 1), RunEvidence("b", "b", 2)]) == "b"
+    assert choose_run(RunEvidence("new", None), [RunEvidence("new", None)]) is None
 
 
 def test_one_foreign_manifest_does_not_decide_against_all_others() -> None:
     """Where all that can be read in the global tier is a manifest of another run, its hint counts, if what the nodes
     hold proves it; a hint that nothing proves does not."""
-    near = [Evidence("ours", "ours", 3)]
-    assert choose_run(Evidence("ours", "another", 9), near) == "ours"
-    assert choose_run(Evidence("nobody", "another", 9), near) == "another"
+    near = [RunEvidence("ours", "ours", 3)]
+    assert choose_run(RunEvidence("ours", "another", 9), near) == "ours"
+    assert choose_run(RunEvidence("nobody", "another", 9), near) == "another"

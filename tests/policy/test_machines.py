@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outlast.policy.machines import Cause, MachineTimes, choose_others, judge_machine
+from outlast.policy.machines import MachineTimes, SlownessCause, choose_others, judge_machine
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
 ROLES = dict.fromkeys(NODES, "")
@@ -21,15 +21,15 @@ OTHERS = (times(1, 0.0105, 0.021, r2=0.001), times(2, 0.0098, 0.0195))
 @pytest.mark.parametrize(
     ("suspect", "cause"),
     [
-        (times(0, 0.0135, 0.02, r1=0.001, r2=0.001), Cause.MACHINE),
-        (times(0, 0.01, 0.03, r1=0.001, r2=0.001), Cause.MACHINE),
-        (times(0, 0.01, 0.02, r1=0.002, r2=0.003), Cause.LINK),
-        (times(0, 0.01, 0.02, r1=0.001, r2=0.009), Cause.WORK),
-        (times(0, 0.0115, 0.023, r1=0.0012, r2=0.0011), Cause.WORK),
-        (times(0, 0.03, 0.02, r1=0.01, r2=0.01), Cause.MACHINE),
+        (times(0, 0.0135, 0.02, r1=0.001, r2=0.001), SlownessCause.MACHINE),
+        (times(0, 0.01, 0.03, r1=0.001, r2=0.001), SlownessCause.MACHINE),
+        (times(0, 0.01, 0.02, r1=0.002, r2=0.003), SlownessCause.LINK),
+        (times(0, 0.01, 0.02, r1=0.001, r2=0.009), SlownessCause.WORK),
+        (times(0, 0.0115, 0.023, r1=0.0012, r2=0.0011), SlownessCause.WORK),
+        (times(0, 0.03, 0.02, r1=0.01, r2=0.01), SlownessCause.MACHINE),
     ],
 )
-def test_the_cause_is_what_is_slower_than_on_both_others(suspect: MachineTimes, cause: Cause) -> None:
+def test_the_cause_is_what_is_slower_than_on_both_others(suspect: MachineTimes, cause: SlownessCause) -> None:
     """A product or copy slower than the slower one of the others: the machine; messages to both: its link; else the
     work."""
     verdict = judge_machine(suspect, OTHERS, node="n0")
@@ -40,13 +40,13 @@ def test_the_cause_is_what_is_slower_than_on_both_others(suspect: MachineTimes, 
 def test_with_one_other_rank_messages_are_not_judged() -> None:
     """Of two ranks nobody can tell whose end of the connection is slow."""
     verdict = judge_machine(times(0, 0.02, 0.02, r1=0.5), OTHERS[1:], node="n0")
-    assert verdict.cause == Cause.MACHINE
+    assert verdict.cause == SlownessCause.MACHINE
     assert "messages" not in verdict.reason
 
 
 def test_with_nobody_to_compare_with_the_cause_is_unknown() -> None:
     """When all others are slow too, nothing is claimed."""
-    assert judge_machine(times(0), (), node="n0").cause == Cause.UNKNOWN
+    assert judge_machine(times(0), (), node="n0").cause == SlownessCause.UNKNOWN
 
 
 @pytest.mark.parametrize(

@@ -8,27 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.policy.lease import (
-    Owner,
+    LeaseOwner,
+    LeaseStep,
+    OwnerStanding,
     Process,
     Silence,
-    Standing,
-    Step,
     find_life,
     is_same_training,
     judge_owner,
 )
 
 
-def _owner(number: int = 1, *, machine: str = "m", **known: object) -> Owner:
+def _owner(number: int = 1, *, machine: str = "m", **known: object) -> LeaseOwner:
     process = Process(host=machine, machine=machine, pid=number, started=number)
-    return Owner(token=f"t{number}", process=process, run=f"run-{number}", **known)  # type: ignore[arg-type]
+    return LeaseOwner(token=f"t{number}", process=process, run=f"run-{number}", **known)  # type: ignore[arg-type]
 
 
 class Place:
     """A directory's records, and what was written there, by the number of the writer."""
 
     def __init__(self) -> None:
-        self.records: dict[int, Owner] = {}
+        self.records: dict[int, LeaseOwner] = {}
         self.makers: dict[int, Actor] = {}
         self.writes: list[int] = []
 
@@ -81,19 +81,19 @@ class Actor:
         if number != self._seen:
             self._seen, self._silence = number, Silence()
         owner = self.place.records.get(number)
-        standing = Standing()
+        standing = OwnerStanding()
         if owner is not None:
             self._silence.look((owner.token, owner.renewals), now_s)
             other = next(one for one in actors if one.own.token == owner.token)
             process = None if other.own.process.machine != self.own.process.machine else not other.is_dead
-            standing = Standing(
+            standing = OwnerStanding(
                 is_alive=find_life(owner, process=process, job=None),
                 has_changed=self._silence.has_changed,
                 silent_s=self._silence.silent_s,
             )
         step = judge_owner(owner, self.own, standing)
-        self.is_refused = step is Step.REFUSE
-        self._decided = number if step is Step.TAKE else None
+        self.is_refused = step is LeaseStep.REFUSE
+        self._decided = number if step is LeaseStep.TAKE else None
 
     def take(self, actors: list[Actor]) -> None:
         """Make the next record, and clear the older ones away."""
@@ -188,19 +188,19 @@ def test_a_pause_of_the_observer_is_no_silence_of_the_owner() -> None:
 def test_a_later_stage_of_a_job_follows_at_once() -> None:
     """A cycle's ranks, a re-queued job and a new host of the coordinator wait for nobody; the same stage of the same
     job enters beside its owner only where that is meant to."""
-    silent = Standing()
+    silent = OwnerStanding()
     owner = _owner(1, job="j", stage=(1, 0), allocation="7")
-    assert judge_owner(owner, _owner(2, job="j", stage=(2, 0)), silent) is Step.TAKE
-    assert judge_owner(owner, _owner(2, job="j", stage=(1, 1)), silent) is Step.TAKE
-    assert judge_owner(owner, _owner(2, job="j", stage=(1, 0)), silent) is Step.WAIT
-    assert judge_owner(owner, _owner(2, job="other", stage=(2, 0)), silent) is Step.WAIT
-    assert judge_owner(owner, _owner(2, allocation="7", requeues=1), silent) is Step.TAKE
-    assert judge_owner(owner, _owner(2, allocation="7"), Standing(is_alive=True)) is Step.REFUSE
+    assert judge_owner(owner, _owner(2, job="j", stage=(2, 0)), silent) is LeaseStep.TAKE
+    assert judge_owner(owner, _owner(2, job="j", stage=(1, 1)), silent) is LeaseStep.TAKE
+    assert judge_owner(owner, _owner(2, job="j", stage=(1, 0)), silent) is LeaseStep.WAIT
+    assert judge_owner(owner, _owner(2, job="other", stage=(2, 0)), silent) is LeaseStep.WAIT
+    assert judge_owner(owner, _owner(2, allocation="7", requeues=1), silent) is LeaseStep.TAKE
+    assert judge_owner(owner, _owner(2, allocation="7"), OwnerStanding(is_alive=True)) is LeaseStep.REFUSE
     member = _owner(2, job="j", stage=(1, 0), shares=True)
-    assert judge_owner(owner, member, silent) is Step.ENTER
-    assert judge_owner(owner, member, Standing(is_alive=True)) is Step.ENTER
-    assert judge_owner(owner, member, Standing(is_alive=False)) is Step.TAKE
-    assert judge_owner(owner, member, Standing(is_alive=True), leads=True) is Step.TAKE
+    assert judge_owner(owner, member, silent) is LeaseStep.ENTER
+    assert judge_owner(owner, member, OwnerStanding(is_alive=True)) is LeaseStep.ENTER
+    assert judge_owner(owner, member, OwnerStanding(is_alive=False)) is LeaseStep.TAKE
+    assert judge_owner(owner, member, OwnerStanding(is_alive=True), leads=True) is LeaseStep.TAKE
 
 
 def test_a_job_that_outlives_its_process_is_not_gone_with_it() -> None:

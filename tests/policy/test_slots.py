@@ -7,25 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.incidents import Incident, IncidentKind
-from outlast.policy.slots import Candidate, Slot, fill_slots, root_cause, shrink
+from outlast.policy.causes import root_cause
+from outlast.policy.slots import Slot, SlotCandidate, fill_slots, shrink
 
 NAMES = st.sampled_from("abcdefgh")
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[list[Slot], dict[str, Candidate], set[str]]:
+def worlds(draw: st.DrawFn) -> tuple[list[Slot], dict[str, SlotCandidate], set[str]]:
     """Draw slots with distinct holders, waiting nodes, and barred ones."""
     names = draw(st.lists(st.one_of(st.none(), NAMES), min_size=1, max_size=5, unique_by=lambda n: n or object()))
     slots = [Slot(holder=name, nproc=draw(st.sampled_from([1, 2])) if name else None) for name in names]
     ready = {
-        name: Candidate(order=order, nproc=draw(st.sampled_from([1, 2])), wish=draw(st.sampled_from([None, 0, 1])))
+        name: SlotCandidate(order=order, nproc=draw(st.sampled_from([1, 2])), wish=draw(st.sampled_from([None, 0, 1])))
         for order, name in enumerate(draw(st.lists(NAMES, unique=True)))
     }
     return slots, ready, draw(st.sets(NAMES))
 
 
 @given(worlds())
-def test_filling_is_fair_and_complete(world: tuple[list[Slot], dict[str, Candidate], set[str]]) -> None:
+def test_filling_is_fair_and_complete(world: tuple[list[Slot], dict[str, SlotCandidate], set[str]]) -> None:
     """No node has two slots, none is barred or absent, holders that can stay do, and no slot stays empty that a
     waiting node could fill."""
     slots, ready, barred = world
@@ -44,7 +45,7 @@ def test_filling_is_fair_and_complete(world: tuple[list[Slot], dict[str, Candida
 
 def test_wish_comes_before_arrival() -> None:
     """A node whose user asked for a slot gets it, though another came first."""
-    ready = {"first": Candidate(order=1, nproc=2), "wants0": Candidate(order=2, nproc=2, wish=0)}
+    ready = {"first": SlotCandidate(order=1, nproc=2), "wants0": SlotCandidate(order=2, nproc=2, wish=0)}
     assert [slot.holder for slot in fill_slots([Slot(), Slot()], ready)] == ["wants0", "first"]
 
 

@@ -10,10 +10,10 @@ from test_ladder_properties import ends, follow, histories, is_restart, limits_s
 
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.policy.causes import root_cause
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
 from outlast.policy.requeue import JobEnd, RequeueState, rule
 from outlast.policy.rerun import Diagnosis, Finding
-from outlast.policy.slots import root_cause
 
 SLOW = Diagnosis(
     finding=Finding.SLOW,

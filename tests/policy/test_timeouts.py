@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.deadlines import Expired, Subject, Timeouts
-from outlast.policy.timeouts import FLOOR_S, Learned, Observation, apply, combine, learn
+from outlast.policy.deadlines import FLOOR_S, Expired, Learned, Observation, Subject, Timeouts, apply, combine, learn
 
 SEEN = Observation(
     longest_s={"setup": 10.0, "step": 2.0, "checkpointing": 6.0, "eval": 3.0, "": 1.0},

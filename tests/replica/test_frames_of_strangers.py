@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.replica import frames as f
-from outlast.checkpoint.replica.handshake import NONCE_BYTES, Session, is_proof, prove
+from outlast.checkpoint.replica import protocol as f
+from outlast.checkpoint.replica.protocol import NONCE_BYTES, Session, is_proof, prove
 
 NAMES = st.from_regex(r"\A[A-Za-z0-9_.-]{1,30}\Z")
 KEYS = st.builds(CopyKey, st.integers(0, 1 << 60), NAMES, st.integers(0, 1 << 30), st.just("") | NAMES)

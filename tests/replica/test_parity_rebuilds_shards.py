@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from outlast.checkpoint.manifest import CopyKey, HoldingsError
 from outlast.checkpoint.replica import parity
 from outlast.checkpoint.replica.client import ReplicaError, push
-from outlast.checkpoint.replica.parity import PARITY_PART, Parities, blocks_of, holders_of, xor_into
-from outlast.checkpoint.replica.rebuild import Member, rebuild
-from outlast.checkpoint.replica.replicator import Holder, Outcome, Replicator
+from outlast.checkpoint.replica.parity import (
+    PARITY_PART,
+    Parities,
+    ParityMember,
+    blocks_of,
+    holders_of,
+    rebuild,
+    xor_into,
+)
+from outlast.checkpoint.replica.replicator import CopyOutcome, Holder, Replicator
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
 
 KEY = b"k" * 32
@@ -29,9 +36,9 @@ class Group:
         self.ranks = ranks
         self.nodes = {rank: make_node(f"node{rank}") for rank in ranks}
         self.shards = {rank: random.Random(rank).randbytes(n) for rank, n in zip(ranks, sizes, strict=True)}
-        self.members = tuple(Member(rank, len(self.shards[rank]), self.nodes[rank].target) for rank in ranks)
+        self.members = tuple(ParityMember(rank, len(self.shards[rank]), self.nodes[rank].target) for rank in ranks)
 
-    def replicate(self, rank: int, fd: int) -> tuple[Outcome, ...]:
+    def replicate(self, rank: int, fd: int) -> tuple[CopyOutcome, ...]:
         holders = tuple(Holder(other, self.nodes[other].target) for other in holders_of(self.ranks, rank))
         replicator = Replicator(KEY)
         try:
@@ -211,7 +218,7 @@ def test_xor_changes_what_it_covers(base: bytes, piece: bytes) -> None:
 @given(st.data())
 def test_ragged_groups_come_back_whole(data: st.DataObject) -> None:
     """For groups of any size and shards of any sizes, each shard is the XOR that the plan of its rebuild names."""
-    from outlast.checkpoint.replica import rebuild as module
+    from outlast.checkpoint.replica import parity as module
 
     chunk = 4
     ranks = data.draw(st.lists(st.integers(0, 30), min_size=2, max_size=6, unique=True).map(sorted))
@@ -231,7 +238,7 @@ def test_ragged_groups_come_back_whole(data: st.DataObject) -> None:
                     xor_into(total, piece)
                     length = max(length, len(piece))
             parts[CopyKey(1, "a", holder, PARITY_PART)] = bytes(total[:length])
-        members = [Member(rank, len(shards[rank]), None) for rank in ranks]  # type: ignore[arg-type]
+        members = [ParityMember(rank, len(shards[rank]), None) for rank in ranks]  # type: ignore[arg-type]
         for lost in ranks:
             rebuilt = b""
             for pieces in module._plan(CopyKey(1, "a", lost), members):

@@ -14,7 +14,7 @@ import pytest
 from outlast import clock
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import ReplicaError, Target, fetch
-from outlast.checkpoint.replica.replicator import Outcome, Replicator
+from outlast.checkpoint.replica.replicator import CopyOutcome, Replicator
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
 from outlast.testing import RankProcesses
 
@@ -47,7 +47,7 @@ def digests_of(data: bytes) -> tuple[str, ...]:
     return tuple(digest(data[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES))
 
 
-def replicate_until_taken(replicate: Callable[[], Outcome]) -> Outcome:
+def replicate_until_taken(replicate: Callable[[], CopyOutcome]) -> CopyOutcome:
     """Try until the probe has found the partner."""
     end_s = clock.now_s() + LONG_S
     while (outcome := replicate()).chunks is None:

@@ -12,11 +12,10 @@ from collections.abc import Callable
 import pytest
 
 from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.replica import frames as f
+from outlast.checkpoint.replica import protocol as f
 from outlast.checkpoint.replica import server as server_module
-from outlast.checkpoint.replica.channel import Channel
 from outlast.checkpoint.replica.client import ReplicaError, Target, fetch, ping, push
-from outlast.checkpoint.replica.handshake import NONCE_BYTES, TAG_BYTES
+from outlast.checkpoint.replica.protocol import NONCE_BYTES, TAG_BYTES, Channel
 from outlast.checkpoint.replica.replicator import Replicator
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from outlast.policy.lease import Owner, Process
+from outlast.policy.lease import LeaseOwner, Process
 from outlast.runtime.lease import FolderRecords, InUse, Lease, decode_owner, encode_owner
 from outlast.runtime.processes import is_alive, this_process
 
@@ -39,11 +39,11 @@ class _Hanging(_Quick):
         super().renew(number, data)
 
 
-def _own(run: str = "a", *, machine: str | None = None, **known: object) -> Owner:
+def _own(run: str = "a", *, machine: str | None = None, **known: object) -> LeaseOwner:
     process = this_process()
     if machine is not None:
         process = msgspec.structs.replace(process, machine=machine, host=machine)
-    return Owner(token="", process=process, run=run, **known)  # type: ignore[arg-type]
+    return LeaseOwner(token="", process=process, run=run, **known)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Leases:
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __call__(
-        self, place: Path | FolderRecords, own: Owner, *, on_lost: Callable[[InUse], None] = lambda lost: None
+        self, place: Path | FolderRecords, own: LeaseOwner, *, on_lost: Callable[[InUse], None] = lambda lost: None
     ) -> Lease:
         records = place if isinstance(place, FolderRecords) else _Quick(place)
         made = Lease(records, own, on_lost=on_lost)
@@ -68,7 +68,7 @@ def lease() -> Iterator[Leases]:
         yield leases
 
 
-def _newest(folder: Path) -> Owner:
+def _newest(folder: Path) -> LeaseOwner:
     records = FolderRecords(folder)
     owner = decode_owner(records.read(max(records.numbers())))
     assert owner is not None
@@ -226,7 +226,7 @@ def test_ranks_that_restart_are_vouched_for_by_their_launcher(tmp_path: Path, le
     launcher = lease(run_dir, _own("run"))
     launcher.acquire()
     gone = Process(host="here", machine=this_process().machine, pid=2**22 + 1, started=1)
-    ranks = Owner(
+    ranks = LeaseOwner(
         token="t",
         process=gone,
         run="run",

@@ -14,7 +14,7 @@ import pytest
 
 from outlast.errors import ConfigError, RendezvousError
 from outlast.runtime import processes, store
-from outlast.runtime.endpoints import Endpoint, parse_endpoints
+from outlast.runtime.addresses import Endpoint, parse_endpoints
 from outlast.runtime.files import write_atomically
 from outlast.runtime.mailbox import Mailbox
 

@@ -16,13 +16,12 @@ from outlast.env import WorkerEnv
 from outlast.health import check_gpu, check_node
 from outlast.health.result import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind, Rung
-from outlast.launch import messages as m
-from outlast.launch.checkups import CheckedUp, Occasion
-from outlast.launch.control import ControlServer
-from outlast.launch.fitness import Fitness
-from outlast.launch.job import JobSettings
+from outlast.launch import protocol as m
+from outlast.launch.agent_events import Timers
+from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.membership import JobSettings
+from outlast.launch.node_health import CheckedUp, Fitness, Occasion
 from outlast.launch.options import parse_options
-from outlast.launch.timers import Timers
 from outlast.monitor import RankMonitor, side_process
 from outlast.monitor.learned import FILE_NAME, LearnedTimeouts, Observation
 from outlast.monitor.watchdog import HangReport
@@ -92,7 +91,7 @@ def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
 
 def settled(config: FaultToleranceConfig) -> JobSettings:
     """Return the coordinator's settings once a script's config reached it."""
-    server = ControlServer(
+    server = CoordinatorServer(
         Mock(),
         JobSettings(job="job", num_slots=4),
         run_dir=None,
@@ -128,7 +127,7 @@ def may_shrink(config: FaultToleranceConfig) -> int | None:
 
 def beats_as_often_as_told(scene: Scene) -> None:
     """A node that counts as lost sooner gives signs of life more often."""
-    from outlast.launch import link, run
+    from outlast.launch import coordinator_client, run
 
     intervals = []
 
@@ -137,7 +136,7 @@ def beats_as_often_as_told(scene: Scene) -> None:
         raise ConnectionError
 
     scene.patch.chdir(scene.folder)
-    scene.patch.setattr(link, "Link", connect)
+    scene.patch.setattr(coordinator_client, "Link", connect)
     (scene.folder / "train.py").touch()
     for argv in ([], ["--ft-node-heartbeat-timeout=1"]):
         try:

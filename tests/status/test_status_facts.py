@@ -12,7 +12,7 @@ from outlast.launch.live import LiveBudgets, LiveLack, LiveNode, LiveStatus
 from outlast.policy.ladder import LadderState
 from outlast.status.evidence import Evidence
 from outlast.status.facts import judge
-from outlast.status.report import Generation, State, StatusReport
+from outlast.status.report import GenerationReport, RunState, StatusReport
 from outlast.status.view import render
 
 
@@ -31,7 +31,7 @@ def running() -> Story:
 def test_running_job_tells_who_runs_where_and_how_fast() -> None:
     """Each node's ranks and pids, the iteration, and the rate of the last progress lines."""
     report = running().judge()
-    assert report.state == State.RUNNING
+    assert report.state == RunState.RUNNING
     assert [(node.name, node.ranks, len(node.pids)) for node in report.nodes] == [("a", [0], 1), ("b", [1], 1)]
     assert (report.cycle, report.num_cycles, report.world_size, report.iteration) == (0, 1, 2, 21)
     assert report.rate is not None
@@ -44,7 +44,7 @@ def test_finished_job_is_over_with_its_code_and_reason() -> None:
     """Once every agent has ended, it is what the coordinator's node says."""
     story = running().end_cycle(0, "a", "b", reason="finished", r0=30).end_agents("b", "a")
     report = story.judge(alive=False, after_s=3600)
-    assert (report.state, report.exit_code, report.reason) == (State.OVER, 0, "the run is finished")
+    assert (report.state, report.exit_code, report.reason) == (RunState.OVER, 0, "the run is finished")
     assert report.iteration == 30
     assert {node.state for node in report.nodes} == {"ended"}
     assert all(not node.pids for node in report.nodes)
@@ -55,13 +55,13 @@ def test_code_of_a_lost_node_does_not_hide_that_of_the_job() -> None:
     story = Story(num_nodes=1).start_agents("a", "b").start_cycle(0, "a")
     story.end_agents("b", code=19, reason="unhealthy")
     story.end_agents("a", code=93, reason="all restarts are used")
-    assert (story.judge().exit_code, story.judge().state) == (93, State.OVER)
+    assert (story.judge().exit_code, story.judge().state) == (93, RunState.OVER)
 
 
 def test_killed_job_has_no_live_process_and_says_since_when() -> None:
     """After a SIGKILL of everything nothing is running, whatever the last lines said."""
     report = running().judge(alive=False, after_s=180)
-    assert report.state == State.NO_PROCESS
+    assert report.state == RunState.NO_PROCESS
     assert report.summary.startswith("no live process: last seen 3 min ago")
     assert {node.state for node in report.nodes} == {"lost"}
     assert all(not node.pids for node in report.nodes)
@@ -70,18 +70,18 @@ def test_killed_job_has_no_live_process_and_says_since_when() -> None:
 def test_job_of_which_one_agent_lives_goes_on() -> None:
     """One agent that lives takes the job on, even when the others were killed."""
     report = running().judge(nodes={"b": False})
-    assert report.state == State.RUNNING
+    assert report.state == RunState.RUNNING
     assert names_of(report, "lost") == ["b"]
 
 
 def test_job_on_other_machines_is_alive_while_its_journal_is_young_and_unknown_later() -> None:
     """Processes that cannot be seen from here: fresh lines say that they live, old ones say nothing."""
-    assert running().judge(alive=None, after_s=5).state == State.RUNNING
+    assert running().judge(alive=None, after_s=5).state == RunState.RUNNING
     story = running()
     renewed_ns = round((story.now_s + 890) * 1e9)
-    assert story.judge(alive=None, after_s=900, renewed_ns=renewed_ns).state == State.RUNNING, "its owner says so"
+    assert story.judge(alive=None, after_s=900, renewed_ns=renewed_ns).state == RunState.RUNNING, "its owner says so"
     report = running().judge(alive=None, after_s=900, unreachable="nobody answers at a:29400 (no route)")
-    assert report.state == State.UNKNOWN
+    assert report.state == RunState.UNKNOWN
     assert "host-a, host-b" in report.summary
     assert "nobody answers at a:29400" in report.summary
 
@@ -89,7 +89,7 @@ def test_job_on_other_machines_is_alive_while_its_journal_is_young_and_unknown_l
 def test_first_node_alone_is_waited_for_others() -> None:
     """Before the first cycle: how many nodes are missing, who is there, and when it gives up."""
     report = Story(num_nodes=2).start_agents("a").judge(after_s=20)
-    assert report.state == State.WAITING
+    assert report.state == RunState.WAITING
     assert report.waiting is not None
     assert (report.waiting.num_missing, report.waiting.num_needed, report.waiting.have) == (1, 2, ["a"])
     assert report.waiting.gives_up_in_s == 579.9
@@ -101,7 +101,7 @@ def test_lost_node_without_a_spare_is_waited_for() -> None:
     lost = Incident(kind=IncidentKind.NODE_LOST, job="job-1", cycle=0, node="b", evidence={"summary": "it is gone"})
     story = running().end_cycle(0, "a", reason="node b is lost").see(lost, proc="coordinator").rule(lost)
     report = story.judge(nodes={"b": False})
-    assert report.state == State.WAITING
+    assert report.state == RunState.WAITING
     assert report.waiting is not None
     assert report.waiting.have == ["a"]
     assert names_of(report, "lost") == ["b"]
@@ -111,14 +111,14 @@ def test_lost_node_without_a_spare_is_waited_for() -> None:
 def test_between_two_cycles_it_is_forming() -> None:
     """All nodes are there, and the next cycle has not started yet."""
     report = running().end_cycle(0, "a", "b").judge()
-    assert report.state == State.FORMING
+    assert report.state == RunState.FORMING
     assert names_of(report, "ready") == ["a", "b"]
 
 
 def test_node_whose_workers_have_finished_waits_for_the_others() -> None:
     """The cycle runs on until the last node has finished."""
-    assert running().end_cycle(0, "a", reason="finished").judge().state == State.RUNNING
-    assert running().end_cycle(0, "a", "b", reason="finished").judge().state == State.FORMING
+    assert running().end_cycle(0, "a", reason="finished").judge().state == RunState.RUNNING
+    assert running().end_cycle(0, "a", "b", reason="finished").judge().state == RunState.FORMING
 
 
 def test_spares_and_excluded_nodes_are_told_apart() -> None:
@@ -144,12 +144,12 @@ def test_run_of_another_launcher_is_judged_by_its_ranks() -> None:
     """Without agents of ours the ranks' own lines and processes tell."""
     story = Story(agents=False).start_sessions(0, "a", "a").tell(EventKind.PROGRESS, 5)
     report = story.judge()
-    assert (report.state, report.launcher, report.iteration, report.budgets) == (State.RUNNING, "torchrun", 5, None)
+    assert (report.state, report.launcher, report.iteration, report.budgets) == (RunState.RUNNING, "torchrun", 5, None)
     assert [(node.ranks, len(node.pids)) for node in report.nodes] == [([0, 1], 2)]
-    assert story.judge(alive=False).state == State.NO_PROCESS
+    assert story.judge(alive=False).state == RunState.NO_PROCESS
     for rank in (0, 1):
         story.tell(EventKind.SESSION_ENDED, 9, rank=rank, exit_code=75)
-    assert (story.judge(alive=False).state, story.judge(alive=False).exit_code) == (State.OVER, 75)
+    assert (story.judge(alive=False).state, story.judge(alive=False).exit_code) == (RunState.OVER, 75)
 
 
 def test_second_launch_in_the_same_files_is_the_one_that_counts() -> None:
@@ -203,7 +203,7 @@ def test_newest_generation_of_each_tier_is_named() -> None:
     story.tell(EventKind.SAVE_COMMITTED, 20, tiers=["memory", "local"])
     report = story.judge(after_s=60)
     assert tiers(report) == {"memory": 20, "local": 20, "global": 10}
-    assert isinstance(report.generations[0], Generation)
+    assert isinstance(report.generations[0], GenerationReport)
     assert report.generations[0].age_s == 60
     assert report.directory == "/shared/ckpt"
 
@@ -246,7 +246,7 @@ def test_journal_of_an_earlier_version_has_no_budgets_and_is_read() -> None:
     story.add(EventKind.JOB_STARTED, command=["train.py"], num_nodes=1, nproc_per_node=1)
     story.start_cycle(0, "a")
     report = story.judge(alive=None)
-    assert (report.state, report.budgets, report.num_cycles) == (State.RUNNING, None, 1)
+    assert (report.state, report.budgets, report.num_cycles) == (RunState.RUNNING, None, 1)
 
 
 # -- what went wrong -------------------------------------------------------------------------------------------
@@ -318,12 +318,12 @@ def test_coordinator_alone_is_enough() -> None:
     """Where no run directory can be read, what the coordinator says is told."""
     lack = LiveLack(num_missing=1, num_needed=2, waited_s=20.0, gives_up_in_s=580.0)
     report = judge(Evidence(job="job-1", live=live(lack=lack)), round(1001e9))
-    assert (report.state, report.sources) == (State.WAITING, ["coordinator"])
+    assert (report.state, report.sources) == (RunState.WAITING, ["coordinator"])
     assert report.summary == "waiting for 1 of 2 nodes (have: a); gives up in 580 s"
     training = (LiveNode(name="a", slot=0, first_rank=0, nproc=2), LiveNode(name="b", slot=1, first_rank=2, nproc=2))
     report = judge(Evidence(job="job-1", live=live(phase="running", nodes=training)), round(1001e9))
     assert [(node.state, node.ranks) for node in report.nodes] == [("training", [0, 1]), ("training", [2, 3])]
-    assert (report.state, report.cycle, report.last_seen_s) == (State.RUNNING, 0, 1.0)
+    assert (report.state, report.cycle, report.last_seen_s) == (RunState.RUNNING, 0, 1.0)
 
 
 def test_coordinator_knows_better_than_the_journal() -> None:
@@ -331,9 +331,9 @@ def test_coordinator_knows_better_than_the_journal() -> None:
     barred = live(phase="running", quarantined=("b",), nodes=(LiveNode(name="a", slot=0, first_rank=0, nproc=1),))
     report = running().judge(live=barred, alive=None)
     assert report.sources == ["journal", "coordinator"]
-    assert (report.state, report.excluded) == (State.RUNNING, ["b"])
+    assert (report.state, report.excluded) == (RunState.RUNNING, ["b"])
     over = running().judge(live=live(phase="over", exit_code=93, reason="no progress"))
-    assert (over.state, over.exit_code, over.reason) == (State.OVER, 93, "no progress")
+    assert (over.state, over.exit_code, over.reason) == (RunState.OVER, 93, "no progress")
 
 
 # -- whatever there is -----------------------------------------------------------------------------------------
@@ -369,9 +369,9 @@ def test_any_part_of_a_journal_gives_a_report(kept: set[int], until: int, alive:
     report = story.judge(alive=alive, after_s=after_s)
     assert msgspec.json.decode(msgspec.json.encode(report), type=StatusReport) == report
     assert list(render(report, width=80))
-    assert (report.waiting is not None) == (report.state == State.WAITING)
-    assert report.exit_code is None or report.state == State.OVER
-    assert report.state != State.NO_PROCESS or alive is False
+    assert (report.waiting is not None) == (report.state == RunState.WAITING)
+    assert report.exit_code is None or report.state == RunState.OVER
+    assert report.state != RunState.NO_PROCESS or alive is False
     assert all(node.state == "training" or not node.pids for node in report.nodes)
     assert all(age >= 0 for age in (report.last_seen_s or 0, report.iteration_age_s or 0))
     assert report == story.judge(alive=alive, after_s=after_s)
@@ -383,5 +383,5 @@ def test_every_moment_of_a_run_has_its_state(until: int) -> None:
     story = Story(num_nodes=2)
     story.events = EVENTS[:until]
     story.now_s = story.events[-1].wall_ns / 1e9
-    expected = {State.OVER} if until == len(EVENTS) else {State.FORMING, State.WAITING, State.RUNNING}
+    expected = {RunState.OVER} if until == len(EVENTS) else {RunState.FORMING, RunState.WAITING, RunState.RUNNING}
     assert story.judge(nodes={"b": None}).state in expected

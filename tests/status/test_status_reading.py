@@ -18,7 +18,7 @@ from outlast.runtime.processes import describe_self
 from outlast.status import evidence
 from outlast.status.evidence import gather
 from outlast.status.facts import judge
-from outlast.status.report import State, StatusReport
+from outlast.status.report import RunState, StatusReport
 
 NOBODY = 65534
 
@@ -50,13 +50,13 @@ def test_job_of_a_living_process_runs(tmp_path: Path) -> None:
     """The agent that the journal names is looked for by its id and its start."""
     write_job(tmp_path)
     report = look(tmp_path)
-    assert (report.state, report.iteration, report.sources) == (State.RUNNING, 3, ["journal"])
+    assert (report.state, report.iteration, report.sources) == (RunState.RUNNING, 3, ["journal"])
 
 
 def test_job_of_a_process_that_is_gone_is_dead(tmp_path: Path) -> None:
     """Also where its id was given to another process since."""
     write_job(tmp_path, started_later=-1)
-    assert look(tmp_path).state == State.NO_PROCESS
+    assert look(tmp_path).state == RunState.NO_PROCESS
 
 
 def test_newest_job_is_told(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_bytes_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
     write_job(tmp_path)
     (tmp_path / "journal" / "job-1-a-rank-1.jsonl").write_bytes(b"\0" * 5000 + b"\n" + bytes(range(256)) + b"\n")
     report = look(tmp_path)
-    assert report.state == State.RUNNING
+    assert report.state == RunState.RUNNING
     assert "torn or unreadable" in report.problems[0]
 
 
@@ -118,7 +118,7 @@ def test_ladder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     write_job(tmp_path)
     (tmp_path / "ladder.json").write_text("{")
     report = look(tmp_path)
-    assert (report.state, report.budgets) == (State.RUNNING, None)
+    assert (report.state, report.budgets) == (RunState.RUNNING, None)
     assert report.problems[0].startswith("ladder.json cannot be used")
     assert gather(tmp_path).ladder is None
     (tmp_path / "ladder.json").write_text('{"restarts_total": 2, "history": [{"cycle": 0, "rung": 2, "reason": "x"}]}')
@@ -160,7 +160,7 @@ def test_reader_without_rights_reads_what_is_open(open_folder: Path) -> None:
         report = look(open_folder)
     finally:
         os.seteuid(0)
-    assert report.state == State.RUNNING
+    assert report.state == RunState.RUNNING
     assert report.problems == [f"{closed} cannot be read: Permission denied"]
     (open_folder / "journal").chmod(0o700)
     os.seteuid(NOBODY)

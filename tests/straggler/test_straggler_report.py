@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outlast.config import StragglerDetectionConfig
-from outlast.policy.machines import Cause
+from outlast.policy.machines import SlownessCause
 from outlast.policy.stragglers import Streaks, judge
 from outlast.policy.timings import RankTimings, summarise
 from outlast.straggler import Report, StragglerDetector
@@ -115,7 +115,7 @@ def test_of_ranks_that_are_slow_alike_only_a_slow_machine_is_stopped_for() -> No
     detector = StragglerDetector(config)
     assert found.below_threshold == (1, 2)
     assert detector._stop_for(found) == ()
-    detector._causes = {1: Cause.WORK, 2: Cause.MACHINE}
+    detector._causes = {1: SlownessCause.WORK, 2: SlownessCause.MACHINE}
     assert detector._stop_for(found) == (2,)
     detector.close()
 

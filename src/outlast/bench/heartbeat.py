@@ -12,8 +12,8 @@ from outlast.bench.measuring import ONE_THREAD, Say, measure_in_process, median
 from outlast.bench.result import Bar, BenchResult
 from outlast.monitor import RankMonitor
 from outlast.runtime import store as stores
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.board import Board
-from outlast.runtime.endpoints import Endpoint
 
 __all__ = ["measure", "measure_calls"]
 

@@ -28,7 +28,7 @@ import torch
 from outlast import clock
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.protocol import Take, Taken
-from outlast.checkpoint.shard import DTYPE_NAMES, Identity, Layout, Span
+from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorSpan
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
@@ -117,7 +117,7 @@ class _CopyRun:
     is_small: bool
 
 
-def _runs(flat: FlatState, layout: Layout) -> Iterator[_CopyRun]:
+def _runs(flat: FlatState, layout: ShardLayout) -> Iterator[_CopyRun]:
     small, begin, end, kind = list[int](), 0, 0, None
     for index, offset in zip(layout.order, layout.offsets, strict=True):
         named = flat.tensors[index]
@@ -147,7 +147,7 @@ class Stager:
     def __init__(self) -> None:
         self._helpers = ThreadPoolExecutor(2, thread_name_prefix="outlast-stage")
         self._key: list[tuple[object, ...]] = []
-        self._layout = Layout(())
+        self._layout = ShardLayout(())
         self._runs: list[_CopyRun] = []
         self._entries: tuple[int, list[TensorEntry]] = (-1, [])
 
@@ -197,12 +197,12 @@ class Stager:
         """End the helper threads. Blocks: up to the rest of one memory copy, since its arena gets another use."""
         self._helpers.shutdown(wait=True, cancel_futures=True)
 
-    def _place(self, flat: FlatState, identity: Identity) -> tuple[bytes, Span, int]:
+    def _place(self, flat: FlatState, identity: Identity) -> tuple[bytes, TensorSpan, int]:
         """Lay a state out; as the last one, if nothing but plain values changed."""
         key: list[tuple[object, ...]] = [named[1:] for named in flat.tensors]
         if key != self._key:
             self._key, self._entries = key, (-1, [])
-            self._layout = Layout(
+            self._layout = ShardLayout(
                 [
                     (named.name, _SHORT[named.dtype], named.shape, _num_bytes(named), named.dtype.itemsize)
                     for named in flat.tensors
@@ -249,7 +249,7 @@ class Stager:
         return self._entries[1]
 
 
-def _tree_entry(span: Span) -> TensorEntry:
+def _tree_entry(span: TensorSpan) -> TensorEntry:
     return TensorEntry(
         name=span.name,
         dtype=span.dtype,

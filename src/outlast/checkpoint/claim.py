@@ -14,7 +14,7 @@ import msgspec
 
 from outlast.decoding import from_json
 from outlast.errors import Untrusted
-from outlast.policy.directory_owner import Owner, Step, find_owner, judge_claim
+from outlast.policy.lease import ClaimStep, DirectoryRun, find_owner, judge_claim
 
 __all__ = [
     "NEW",
@@ -97,7 +97,7 @@ def look_at(place: ClaimedPlace) -> DirectoryContent:
     return DirectoryContent(place.hint(), tuple(place.generations()))
 
 
-def owner_of(place: ClaimedPlace) -> Owner | None:
+def owner_of(place: ClaimedPlace) -> DirectoryRun | None:
     """Return the run that a directory belongs to, by its manifests and hint; ``None`` = nobody's.
 
     Raises:
@@ -158,15 +158,15 @@ class Claim:
         seen = look_at(self._place)
         owner = find_owner(seen.hint, self._place.named_runs(), own=self._run)
         step = judge_claim(self._run, owner, seen.hint, is_unchanged=not self.is_held and seen == self._seen)
-        if step is Step.CREATE:
+        if step is ClaimStep.CREATE:
             return self._place.create_hint(self._run)
-        if step is Step.WRITE:
+        if step is ClaimStep.WRITE:
             if owner is not None and owner.run != self._run:
                 self._left = Counter(self._place.named_runs())
                 if look_at(self._place) != seen:
                     return False  # it changed meanwhile
             self._place.write_hint(self._run)
-        elif step is Step.REFUSE:
+        elif step is ClaimStep.REFUSE:
             assert owner is not None
             self.is_held = False
             raise DirectoryRefused(

@@ -17,7 +17,7 @@ from outlast.checkpoint.places import Places
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, OutlastError
-from outlast.policy.lease import Owner, is_same_training
+from outlast.policy.lease import LeaseOwner, is_same_training
 from outlast.runtime.lease import InUse, Lease, Records
 from outlast.runtime.processes import this_process, this_program
 
@@ -45,7 +45,7 @@ class DirectoryLease:
     """
 
     def __init__(
-        self, place: _Place, own: Owner, *, may_resume_other: bool, on_lost: Callable[[DirectoryRefused], None]
+        self, place: _Place, own: LeaseOwner, *, may_resume_other: bool, on_lost: Callable[[DirectoryRefused], None]
     ) -> None:
         self._place, self._own, self._may_resume_other = place, own, may_resume_other
         self._lease = Lease(place.owners, own, follow=self._follow, on_lost=lambda lost: on_lost(self._refused(lost)))
@@ -79,7 +79,7 @@ class DirectoryLease:
             remedy = "close the manager or session of this process that has it"
         return DirectoryRefused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
 
-    def _follow(self, before: Owner) -> Owner:
+    def _follow(self, before: LeaseOwner) -> LeaseOwner:
         """Say whose generations this run goes on from, if they are not its own.
 
         Returns:
@@ -162,10 +162,10 @@ class Leases:
                 lease.release(is_idle=is_idle)
 
 
-def describe_run(place: WorkerEnv, series: str) -> Owner:
+def describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
     """Return what a worker's run says of itself."""
     has_job = place.launcher in ("outlast", "ray")
-    return Owner(
+    return LeaseOwner(
         token="",
         process=this_process(),
         run=place.run_id,
@@ -181,7 +181,7 @@ def describe_run(place: WorkerEnv, series: str) -> Owner:
     )
 
 
-def _name(owner: Owner, other: Owner) -> str:
+def _name(owner: LeaseOwner, other: LeaseOwner) -> str:
     """Return who a run is, by what tells it from another one."""
     name = f"the run with {' and '.join(owner.names)}" if owner.names else f"run {owner.run}"
     if owner.script is None or (owner.names and other.names):

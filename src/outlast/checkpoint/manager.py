@@ -14,14 +14,13 @@ from outlast.checkpoint.arena import CopyGuard, changed_only_by_step
 from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.leases import Leases
-from outlast.checkpoint.load import Loaded, Restored
-from outlast.checkpoint.loading import Loader
 from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.near_lane import GRACE_S
 from outlast.checkpoint.outcomes import Reporter
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.pipeline import Pipeline
-from outlast.checkpoint.places import Places, agree_places, is_initialised, place_here, say_what_is_off
+from outlast.checkpoint.places import Places, agree_places, say_what_is_off
+from outlast.checkpoint.recovery import Loaded, Loader, Restored
 from outlast.checkpoint.save import Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.state import capture, flatten, without_collection
 from outlast.checkpoint.writer_client import WriterClient
@@ -30,6 +29,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
+from outlast.runtime.group import current_place, is_initialised
 from outlast.runtime.journal import Journal
 from outlast.runtime.random_numbers import capture_random
 
@@ -135,7 +135,7 @@ class CheckpointManager:
         self.config = config
         self.on_commit: Callable[[int], None] | None = None
         """Called in a thread of its own with each generation that this process saved, once some tier has it."""
-        self._place = place = env if env is not None else place_here()
+        self._place = place = env if env is not None else current_place()
         self._reporter = Reporter(place, journal)
         if place.world_size > 1 and not is_initialised():
             raise ConfigError(

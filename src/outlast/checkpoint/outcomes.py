@@ -15,8 +15,8 @@ from outlast import clock
 from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.lane import PeerSilent
-from outlast.checkpoint.load import Restored
 from outlast.checkpoint.protocol import CopyFailure
+from outlast.checkpoint.recovery import Restored
 from outlast.checkpoint.save import Save, SaveResult
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError

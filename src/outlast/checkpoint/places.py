@@ -5,7 +5,6 @@ What leaves it are whole copies to partners, or blocks for the parities of its g
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -25,19 +24,17 @@ from outlast.checkpoint.replica.replicator import Holder, Target
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
-from outlast.env import WorkerEnv, clean_name, read_worker
-from outlast.errors import CheckpointError, ConfigError, Unavailable
-from outlast.policy.directory_owner import Evidence, choose_run, find_owner
+from outlast.env import WorkerEnv, clean_name
+from outlast.errors import CheckpointError, ConfigError, OutlastError, Unavailable
+from outlast.policy.lease import RunEvidence, choose_run, find_owner
 from outlast.policy.partners import choose_partners, parity_groups
-from outlast.runtime.endpoints import address_towards
+from outlast.runtime.addresses import own_address
 
 __all__ = [
     "Places",
     "Replication",
     "agree_places",
     "group_of",
-    "is_initialised",
-    "place_here",
     "plan_replication",
     "say_what_is_off",
 ]
@@ -93,9 +90,9 @@ class _RankView(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     ranks: tuple[int, ...]
     """The ranks that see the same local folder."""
-    near: tuple[Evidence, ...] = ()
+    near: tuple[RunEvidence, ...] = ()
     """Of this node's memory, and, for the lowest of these ranks, its folder."""
-    far: Evidence | None = None
+    far: RunEvidence | None = None
     """Of the global tier, on rank 0."""
     generations: tuple[int, ...] = ()
     host: str = ""
@@ -182,7 +179,7 @@ def _look(
     secret: bytes | None,
 ) -> tuple[_RankView, DirectoryContent | None, DirectoryContent | None]:
     """Return what all ranks have to know of what this one sees, and what lies in the local and the global tier."""
-    ranks, generations, near = [peers.rank], set[int](), list[Evidence]()
+    ranks, generations, near = [peers.rank], set[int](), list[RunEvidence]()
     seen_local, seen_global = None, None
     far, global_error, host, port = None, None, "", 0
     if directory is not None and peers.rank == 0:
@@ -210,15 +207,15 @@ def _look(
             held, _ = writer.ask(f.List(), f.Listed, timeout_s=SERVE_TIMEOUT_S)
             manifests = [decode_manifest(one.manifest)[0] for one in held.generations]
             generations.update(manifest.iteration for manifest in manifests)
-            near += [Evidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
+            near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
         if secret is not None:
-            host = address_towards(place.master_addr or "localhost")
+            host = own_address(place.master_addr)
             folder = os.fspath(local.path) if local is not None else None
             serving, _ = writer.ask(
                 f.Serve(host=host, secret=secret, folder=folder), f.Serving, timeout_s=SERVE_TIMEOUT_S
             )
             port = serving.port
-    except (OSError, CheckpointError) as error:
+    except (OSError, OutlastError) as error:
         return _RankView(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}"), None, None
     seen = _RankView(
         node=place.node,
@@ -233,11 +230,11 @@ def _look(
     return seen, seen_local, seen_global
 
 
-def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> Evidence:
+def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> RunEvidence:
     """Return what a place says of its run, by what was seen there and the runs that its manifests name."""
     owner = find_owner(seen.hint, runs)
     proven = owner.run if owner is not None and owner.is_proven else None
-    return Evidence(seen.hint, proven, max(seen.generations, default=0))
+    return RunEvidence(seen.hint, proven, max(seen.generations, default=0))
 
 
 def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...]:
@@ -284,23 +281,6 @@ def _raise_first(errors: list[str]) -> None:
     for error in errors:
         if error:
             raise Unavailable(f"the checkpoint directory cannot be used: {error}")
-
-
-def is_initialised() -> bool:
-    """Return whether ``torch.distributed`` is in use."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
-
-
-def place_here() -> WorkerEnv:
-    """Return this worker's place, as the environment and ``torch.distributed`` say."""
-    place = read_worker()
-    if not is_initialised():
-        return place
-    import torch.distributed as dist
-
-    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import msgspec
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.replica.rebuild import Member
+from outlast.checkpoint.replica.parity import ParityMember
 from outlast.checkpoint.replica.replicator import Holder, Target
 from outlast.decoding import from_msgpack
 
@@ -169,7 +169,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_bytes: int
     target: Target | None = None
     """Who holds it."""
-    members: tuple[Member, ...] = ()
+    members: tuple[ParityMember, ...] = ()
     """Or: its parity group, from which it is rebuilt."""
     timeout_s: float = 10.0
 

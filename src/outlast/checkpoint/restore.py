@@ -1,96 +1,366 @@
-"""A saved state put back into the live one, in place."""
+"""One rank's copy of a generation, proven: from memory, this node's disk, another node, or the global tier."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
-from outlast.checkpoint.state import is_stateful, may_be_absent
-from outlast.errors import Mismatch
+from outlast.checkpoint import protocol as f
+from outlast.checkpoint.arena import Arena, ArenaPool
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.load import read_rank
+from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.dcp.reshard import load_resharded
+from outlast.checkpoint.dcp.verified_file import VerifiedFiles
+from outlast.checkpoint.layouts import OtherLayout, check_same_layouts, meshes_of
+from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
+from outlast.checkpoint.peers import Peers
+from outlast.checkpoint.places import Places, group_of
+from outlast.checkpoint.replica.parity import ParityMember
+from outlast.checkpoint.replica.replicator import Target
+from outlast.checkpoint.shard import DTYPE_NAMES, shard_name
+from outlast.checkpoint.shard_reader import Proof, prove, read
+from outlast.checkpoint.state import Wrapped, capture, check_fit, decode, flatten, layouts_of, restore_into
+from outlast.checkpoint.tiers import PARITY, Table, check_manifest
+from outlast.checkpoint.writer_client import WriterClient
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+from outlast.policy.recovery_point import Copy, Tier
 
-__all__ = ["check_fit", "restore_into"]
-
-log = logging.getLogger(__name__)
-
-
-def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
-    """Check that a saved state can be put into the live one.
-
-    Raises:
-        Mismatch: Something is missing, or has another shape; nothing was changed.
-    """
-    if not isinstance(saved, dict):
-        raise Mismatch(f"{path} was saved as a {type(saved).__name__}, not as a mapping")
-    missing = [str(name) for name, value in live.items() if name not in saved and not may_be_absent(value)]
-    if missing:
-        raise Mismatch(f"{path} was saved without {', '.join(missing)}; give the state that was saved")
-    for name, value in live.items():
-        here = f"{path}.{name}"
-        if name not in saved or is_stateful(value):
-            continue
-        if isinstance(value, torch.Tensor):
-            found = saved[name]
-            if not isinstance(found, torch.Tensor) or found.shape != value.shape or found.dtype != value.dtype:
-                shape = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found)
-                raise Mismatch(f"{here} was saved as {shape}, here it is {value.dtype} {tuple(value.shape)}")
-        elif _is_nested(value):
-            check_fit(value, saved[name], here)
-        elif not isinstance(live, MutableMapping):
-            raise Mismatch(f"{here} is a plain value in a mapping that takes none back; give a dict")
+__all__ = ["Opener", "ProvenCopy"]
 
 
-def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Put a saved state, which fits, into the live one: in place, or, plain values, into their mapping.
+OPEN_TIMEOUT_S = 30.0
+_TORCH_TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, short in DTYPE_NAMES.items()}
 
-    Raises:
-        Mismatch: A ``load_state_dict`` refused what was saved.
-    """
-    for name, value in live.items():
-        if name not in saved:
-            continue  # check_fit() let it pass
-        found = saved[name]
-        if is_stateful(value):
+
+class ProvenCopy(Protocol):
+    """A copy whose every byte was compared with its digest."""
+
+    num_bytes_read: int
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError when it does not fit the live state. Changes nothing."""
+
+    def restore(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Put it into the live state; return the saved random numbers, ``None`` when there are none for this rank.
+
+        Raises:
+            CheckpointError: It changed since it was proven; the live state is then of no use.
+        """
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class _ShardCopy:
+    """A shard in a file or in shared memory."""
+
+    def __init__(
+        self,
+        fd: int,
+        manifest: Manifest,
+        rank: int,
+        *,
+        in_memory: bool,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._fd, self._manifest, self._rank, self._on_close = fd, manifest, rank, on_close
+        try:
+            self._proof: Proof = prove(fd, manifest, rank, in_memory=in_memory)
+        except BaseException:
+            os.close(fd)  # and nothing else: what was refused is not held
+            raise
+        self.num_bytes_read = manifest.shards[rank].num_bytes
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        live = capture(state)
+        _check_layouts(self._proof.tree, live)
+        saved = decode(self._proof.tree, self._placeholder, meshes_of(live), rewrap=Wrapped.outline)
+        check_fit(state, saved["state"])
+
+    def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        live = capture(state)
+        into = {}
+        for named in flatten({"state": live}).tensors:
+            span = self._proof.spans.get(named.name)
+            if span is not None and _takes(named.tensor, span.shape, span.dtype):
+                into[named.name] = named.tensor
+        tensors = read(self._fd, self._manifest, self._rank, self._proof, into)
+        saved = decode(self._proof.tree, lambda name: _present(tensors, name), meshes_of(live))
+        restore_into(state, saved["state"])
+        return dict(saved["random"])
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            if self._on_close is not None:
+                self._on_close()
+
+    def _placeholder(self, name: str) -> torch.Tensor:
+        """Return a tensor of the right type and shape that takes no memory."""
+        span = _present(self._proof.spans, name)
+        return torch.empty((), dtype=_TORCH_TYPES[span.dtype]).expand(span.shape)
+
+
+class _GlobalCopy:
+    """A rank's exact state, put together from the global tier."""
+
+    def __init__(
+        self, directory: GlobalDirectory, generation: int, manifest: Any, rank: int, state: Mapping[str, Any]
+    ) -> None:
+        self._unfit: Exception | None = None
+
+        def accept(tree: bytes) -> None:
             try:
-                value.load_state_dict(found)
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise Mismatch(
-                    f"state {name!r} ({type(value).__name__}) does not take what was saved: {_in_one_line(error)}"
-                ) from error
-        elif isinstance(value, torch.Tensor):
-            if not _is_same_memory(value, found):
-                with torch.no_grad():
-                    value.copy_(found)
-        elif _is_nested(value):
-            restore_into(value, found)
-        else:
-            assert isinstance(live, MutableMapping)
-            live[name] = found
-    if extra := [str(name) for name in saved if name not in live]:
-        log.warning(
-            "the checkpoint holds state that the script has no place for; it is not loaded: %s", ", ".join(extra)
+                _check_layouts(tree, capture(state))
+            except OtherLayout:
+                raise
+            except Exception as error:  # noqa: BLE001 - the live state's, not the generation's; check() raises it
+                self._unfit = error
+
+        self._state = read_rank(directory, generation, manifest, rank, accept=accept)
+        self.num_bytes_read = self._state.num_bytes_read
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        if self._unfit is not None:
+            raise self._unfit
+        self._saved = decode(self._state.tree, self._state.tensor, meshes_of(capture(state)))
+        check_fit(state, self._saved["state"])
+
+    def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        restore_into(state, self._saved["state"])
+        return dict(self._saved["random"])
+
+    def close(self) -> None:
+        """Nothing is held but memory of our own."""
+
+
+class _ReshardedCopy:
+    """A generation of another number of ranks, or another layout, in tensors beside the live ones."""
+
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
+        self.num_bytes_read: int = loaded.num_bytes_read
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """It was loaded for this very state."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._loaded.apply()
+
+    def close(self) -> None:
+        """Nothing is held but memory of our own."""
+
+
+class Opener:
+    """Prove copies of this rank.
+
+    Args:
+        places: Where they may lie.
+        peers: The ranks, for generations that all load together.
+        writer: Who holds memory and talks to other nodes.
+        arenas: Where copies from other nodes go.
+        topology: Digest of the ranks' arrangement.
+        table: What all ranks could load.
+        state: The live state.
+        timeout_s: Seconds without progress after which another node is given up.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        peers: Peers,
+        writer: WriterClient,
+        arenas: ArenaPool,
+        *,
+        topology: str,
+        table: Table,
+        state: Mapping[str, Any],
+        timeout_s: float,
+        fetch_limit_s: float,
+    ) -> None:
+        self._places, self._peers, self._writer, self._arenas = places, peers, writer, arenas
+        self._topology, self._state = topology, state
+        self._world_sizes, self._members = table.world_sizes, table.members
+        self._timeout_s, self._fetch_limit_s = timeout_s, fetch_limit_s
+
+    def prove(self, copy: Copy, reshard: bool) -> ProvenCopy:
+        """Compare every byte of a copy with its digest.
+
+        Args:
+            copy: Which.
+            reshard: Whether it was saved in another layout than the live state's; only of the global tier, and all
+                ranks say so.
+
+        Raises:
+            OtherLayout: It was, and that was not said.
+            CheckpointError: It is not what it should be, or cannot be had.
+            OSError: It cannot be read.
+
+        Collective: all ranks, for a generation of another number of ranks or layout; which one that is, all know alike.
+        Blocks: while it is read.
+        """
+        match copy.tier:
+            case Tier.MEMORY:
+                return self._from_memory(copy)
+            case Tier.LOCAL:
+                return self._from_disk(copy)
+            case Tier.REPLICA:
+                return self._from_parity(copy) if copy.holder == PARITY else self._from_node(copy)
+            case _:
+                return self._from_global(copy, reshard)
+
+    def _from_memory(self, copy: Copy) -> _ShardCopy:
+        listed, _ = self._writer.ask(f.List(), f.Listed, timeout_s=OPEN_TIMEOUT_S)
+        for held in listed.generations:
+            manifest, _ = decode_manifest(held.manifest)
+            if (manifest.iteration, manifest.attempt) == (copy.generation, copy.attempt):
+                _, fd = self._writer.ask(f.Open(key=self._key(copy)), f.Opened, timeout_s=OPEN_TIMEOUT_S)
+                if fd is not None:
+                    return _ShardCopy(fd, self._checked(manifest, copy), self._peers.rank, in_memory=True)
+        raise Incomplete("the writer does not hold it any more")
+
+    def _from_disk(self, copy: Copy) -> _ShardCopy:
+        assert self._places.local is not None
+        manifest, _ = self._places.local.manifest(copy.generation)
+        path = self._places.local.generation(copy.generation) / shard_name(self._peers.rank)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return _ShardCopy(fd, self._checked(manifest, copy), self._peers.rank, in_memory=False)
+
+    def _from_node(self, copy: Copy) -> _ShardCopy:
+        target = self._places.targets[copy.holder]
+        data = self._fetch_manifest(copy, target)
+        manifest = self._checked(decode_manifest(data)[0], copy)
+        request = f.Fetch(
+            key=self._key(copy),
+            num_bytes=manifest.shards[self._peers.rank].num_bytes,
+            target=target,
+            timeout_s=self._timeout_s,
         )
+        return self._fetch(copy, request, manifest, data, f"node {copy.holder} gave other bytes than were saved")
+
+    def _from_parity(self, copy: Copy) -> _ShardCopy:
+        members, rank, targets = self._members[copy.attempt], self._peers.rank, self._places.targets
+        known = [other for other in sorted(members) if other != rank]
+        data = self._fetch_manifest(copy, targets[members[known[0]]])
+        manifest = self._checked(decode_manifest(data)[0], copy)
+        group = group_of(manifest.nodes, manifest.parity, rank) if manifest.parity else ()
+        if missing := [other for other in group if other != rank and other not in members]:
+            raise Incomplete(f"rank {missing[0]}'s shard or parity is missing")
+        if len(group) < 2:
+            raise Incomplete("it shares a parity with nobody")
+        nobody = Target(node="", host="", port=0)
+        request = f.Fetch(
+            key=self._key(copy),
+            num_bytes=manifest.shards[rank].num_bytes,
+            members=tuple(
+                ParityMember(
+                    other, manifest.shards[other].num_bytes, nobody if other == rank else targets[members[other]]
+                )
+                for other in group
+            ),
+            timeout_s=self._timeout_s,
+        )
+        others = ", ".join(members[other] for other in group if other != rank)
+        problem = f"what was rebuilt from nodes {others} is not what was saved"
+        return self._fetch(copy, request, manifest, data, problem)
+
+    def _fetch_manifest(self, copy: Copy, target: Target) -> bytes:
+        part = CopyKey(copy.generation, copy.attempt, 0, MANIFEST_PART)
+        request = f.GetPart(key=part, target=target, timeout_s=self._timeout_s)
+        return self._writer.ask(request, f.GotPart, timeout_s=self._fetch_limit_s)[0].data
+
+    def _fetch(self, copy: Copy, request: f.Fetch, manifest: Manifest, data: bytes, problem: str) -> _ShardCopy:
+        """Have the writer get a shard into memory, which is then kept as this node's copy."""
+        rank = self._peers.rank
+        chunks = manifest.shards[rank].chunks
+        arena = self._arenas.take(request.num_bytes)
+        try:
+            fetched, _ = self._writer.ask(request, f.Fetched, timeout_s=self._fetch_limit_s, fd=arena.fd)
+            if fetched.chunks != chunks:
+                wrong = next(n for n, chunk in enumerate(chunks) if fetched.chunks[n : n + 1] != (chunk,))
+                raise Corrupt(f"{problem}: chunk {wrong} differs")
+            return _ShardCopy(
+                os.dup(arena.fd), manifest, rank, in_memory=True, on_close=lambda: self._hold(arena, copy, data)
+            )
+        except BaseException:  # whatever failed, the memory serves the next one
+            self._arenas.give_back(arena)
+            raise
+
+    def _hold(self, arena: Arena, copy: Copy, manifest: bytes) -> None:
+        """Have the writer keep what came from another node: it is this node's memory copy now."""
+        try:
+            if self._writer.outlives_worker:
+                keep = f.KeepPart(key=self._key(copy), manifest=manifest)
+                self._writer.ask(keep, f.Done, timeout_s=OPEN_TIMEOUT_S)
+        except CheckpointError:
+            pass  # the next save makes another
+        finally:
+            self._arenas.give_back(arena)
+
+    def _from_global(self, copy: Copy, reshard: bool) -> ProvenCopy:
+        directory = self._places.directory
+        assert directory is not None
+        same = self._world_sizes.get(copy.attempt) == self._peers.world_size and not reshard
+        manifest, problem = None, ""
+        try:
+            manifest = directory.manifest(copy.generation)
+            if manifest.attempt != copy.attempt:
+                raise Untrusted(f"belongs to attempt {manifest.attempt} instead of {copy.attempt}")
+        except (CheckpointError, OSError) as error:
+            if same:
+                raise
+            problem = f"rank {self._peers.rank}: {error}"
+        if same:
+            assert manifest is not None
+            self._warn_of_metadata(directory, manifest)
+            return _GlobalCopy(directory, copy.generation, manifest, self._peers.rank, self._state)
+        # All ranks load together: if one cannot even begin, none may.
+        for told in self._peers.gather(problem.encode()):
+            if told:
+                raise CheckpointError(told.decode())
+        assert manifest is not None
+        self._warn_of_metadata(directory, manifest)
+        return _ReshardedCopy(load_resharded(directory, copy.generation, manifest, self._state))
+
+    def _warn_of_metadata(self, directory: GlobalDirectory, manifest: GlobalManifest) -> None:
+        if self._peers.rank == 0:
+            VerifiedFiles(directory, manifest).warn_of_metadata()
+
+    def _key(self, copy: Copy) -> CopyKey:
+        return CopyKey(copy.generation, copy.attempt, self._peers.rank)
+
+    def _checked(self, manifest: Manifest, copy: Copy) -> Manifest:
+        check_manifest(manifest, run=self._places.run, topology=self._topology, world_size=self._peers.world_size)
+        if (manifest.iteration, manifest.attempt) != (copy.generation, copy.attempt):
+            raise Untrusted(f"is of attempt {manifest.attempt} at iteration {manifest.iteration}")
+        return manifest
 
 
-def _is_nested(value: Any) -> bool:
-    """Whether a mapping is walked into, instead of being a plain value as a whole."""
-    if not isinstance(value, Mapping):
-        return False
-    return any(is_stateful(inner) or isinstance(inner, torch.Tensor) or _is_nested(inner) for inner in value.values())
+def _check_layouts(tree: bytes, live: dict[str, Any]) -> None:
+    """Raise OtherLayout when the tensors of a tree lie on the ranks in another way than those of the live state."""
+    saved = layouts_of(tree)
+    if any(saved.values()) or meshes_of(live):
+        check_same_layouts(saved, layouts_of(flatten({"state": live}).tree))
 
 
-def _is_same_memory(live: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether what was saved was read straight into the live tensor."""
-    if type(live) not in (torch.Tensor, torch.nn.Parameter):
-        return False  # a DTensor or a subclass: its memory is that of its parts
-    return live.device.type == "cpu" and live.data_ptr() == found.data_ptr() and live.stride() == found.stride()
+def _takes(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether a shard's bytes can be read straight into a tensor."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tuple(tensor.shape) == shape
+        and DTYPE_NAMES.get(str(tensor.dtype)) == dtype
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
-def _in_one_line(error: Exception) -> str:
-    """Return an exception's text in one line; of a list of mismatches the first, and how many more there are."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) <= 2:
-        return " ".join(lines)
-    return f"{lines[1]} (and {len(lines) - 2} more)"
+def _present(mapping: Mapping[str, Any], name: str) -> Any:
+    if name not in mapping:
+        raise CheckpointError(f"tensor {name!r} is missing")
+    return mapping[name]

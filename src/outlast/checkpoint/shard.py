@@ -23,8 +23,8 @@ __all__ = [
     "DTYPE_NAMES",
     "TREE",
     "Identity",
-    "Layout",
-    "Span",
+    "ShardLayout",
+    "TensorSpan",
     "digest",
     "digest_pieces",
     "digests",
@@ -76,7 +76,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TensorSpan:
     """Where a tensor lies."""
 
     name: str
@@ -116,7 +116,7 @@ def digest_pieces(pieces: Iterable[memoryview]) -> str:
     return state.hexdigest()
 
 
-class _Entry(msgspec.Struct, frozen=True, gc=False):
+class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
     """A tensor in the header."""
 
     dtype: str
@@ -124,7 +124,7 @@ class _Entry(msgspec.Struct, frozen=True, gc=False):
     data_offsets: tuple[int, int]
 
 
-class Layout:
+class ShardLayout:
     """Where everything goes in a shard; worked out once for tensors of the same names, types and shapes.
 
     Args:
@@ -144,12 +144,12 @@ class Layout:
         for index in self.order:
             name, dtype, shape, num_bytes, _ = tensors[index]
             end = offset + num_bytes
-            entries[name] = _Entry(dtype, shape, (offset, end))
+            entries[name] = _HeaderEntry(dtype, shape, (offset, end))
             self.offsets.append(offset)
             offset = end
         self._text, self._num_bytes = msgspec.json.encode(entries)[1:-1], offset
 
-    def place(self, identity: Identity, tree_bytes: int) -> tuple[bytes, Span, int]:
+    def place(self, identity: Identity, tree_bytes: int) -> tuple[bytes, TensorSpan, int]:
         """Return a shard's head up to where the data begins, where its plain values lie, and its size in bytes.
 
         Args:
@@ -158,11 +158,11 @@ class Layout:
         """
         told = msgspec.json.encode({"__metadata__": {"outlast": msgspec.json.encode(identity).decode()}})[1:-1]
         end = self._num_bytes + tree_bytes
-        span = {TREE: _Entry("U8", (tree_bytes,), (self._num_bytes, end))}
+        span = {TREE: _HeaderEntry("U8", (tree_bytes,), (self._num_bytes, end))}
         text = b"{" + b",".join(filter(None, (told, self._text, msgspec.json.encode(span)[1:-1]))) + b"}"
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         start = 8 + len(text)
-        tree = Span(TREE, "U8", (tree_bytes,), start + self._num_bytes, tree_bytes)
+        tree = TensorSpan(TREE, "U8", (tree_bytes,), start + self._num_bytes, tree_bytes)
         return len(text).to_bytes(8, "little") + text, tree, start + end
 
 
@@ -184,7 +184,7 @@ def read_head(fd: int, size: int) -> bytes:
     return head
 
 
-def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, Span]]:
+def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, TensorSpan]]:
     """Take the head of a shard apart; every field is checked against the file's size.
 
     Args:
@@ -202,7 +202,7 @@ def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, Span]]
             begin, end = entry["data_offsets"]
             if not 0 <= begin <= end <= size - len(head):
                 raise ValueError(f"tensor {name!r} lies outside the file")
-            spans[name] = Span(name, entry["dtype"], tuple(entry["shape"]), len(head) + begin, end - begin)
+            spans[name] = TensorSpan(name, entry["dtype"], tuple(entry["shape"]), len(head) + begin, end - begin)
     except (ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError) as error:
         raise Corrupt(f"the header cannot be read ({error})") from error
     return identity, spans

@@ -26,7 +26,7 @@ from outlast.checkpoint.shard import (
     DTYPE_NAMES,
     TREE,
     Identity,
-    Span,
+    TensorSpan,
     read_head,
     read_header,
 )
@@ -46,7 +46,7 @@ _TORCH_TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, sho
 class Proof:
     """What is known of a shard whose bytes were all compared with their digests."""
 
-    spans: dict[str, Span]
+    spans: dict[str, TensorSpan]
     """Where its tensors lie."""
     tree: bytes
     """The plain values."""
@@ -169,7 +169,9 @@ def _in_threads(
         raise min(problems, key=lambda problem: problem[0])[1]
 
 
-def _prove_head(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = False) -> tuple[bytes, dict[str, Span]]:
+def _prove_head(
+    fd: int, manifest: Manifest, rank: int, *, in_memory: bool = False
+) -> tuple[bytes, dict[str, TensorSpan]]:
     """Return a shard's head and what lies where, if it is the rank's of this generation and as long as it should be.
 
     A whole file in the wrong place differs in every digest, and perhaps in its length: what it is instead comes first.
@@ -202,7 +204,7 @@ def _prove_head(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = Fal
 class _Target:
     """Where the bytes of a file go: the places of its parts, in the file's order."""
 
-    def __init__(self, head: bytearray, parts: Mapping[str, memoryview], spans: Mapping[str, Span]) -> None:
+    def __init__(self, head: bytearray, parts: Mapping[str, memoryview], spans: Mapping[str, TensorSpan]) -> None:
         ordered = sorted((span for span in spans.values() if span.num_bytes), key=lambda span: span.offset)
         self._starts = [0, *(span.offset for span in ordered)]
         self._views = [memoryview(head), *(parts[span.name] for span in ordered)]
@@ -218,7 +220,7 @@ class _Target:
             index += 1
 
 
-def _check_spans(spans: dict[str, Span], *, start: int, size: int) -> None:
+def _check_spans(spans: dict[str, TensorSpan], *, start: int, size: int) -> None:
     """Check that the tensors fill the file without gaps, and that each is what it takes.
 
     Raises:

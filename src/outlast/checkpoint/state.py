@@ -1,6 +1,6 @@
-"""State as named tensors and one tree of everything else, and back.
+"""State as named tensors and one tree of everything else, and back, in place.
 
-The tree is msgpack: what msgpack can say is said in it, tensors are referred to by name, and the rest is
+The tree is msgpack: what msgpack can express is in it directly, tensors are referred to by name, and the rest is
 ``torch.save`` bytes, which are read back with ``weights_only=True`` and tried at the save already: state that
 could not be loaded must not look saved. A tensor subclass is taken apart with its own ``__tensor_flatten__``.
 """
@@ -14,10 +14,11 @@ import datetime
 import enum
 import gc
 import io
+import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -27,20 +28,23 @@ import torch
 
 from outlast.checkpoint.layouts import Layout, describe_layout, distribute, is_distributed, own_part
 from outlast.checkpoint.shard import DTYPE_NAMES
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, Mismatch
 
 __all__ = [
     "FlatState",
     "NamedTensor",
     "Wrapped",
     "capture",
+    "check_fit",
     "decode",
     "flatten",
     "is_stateful",
     "layouts_of",
     "may_be_absent",
+    "restore_into",
     "without_collection",
 ]
+
 
 _SCALARS = (str, int, float, bool, bytes, type(None))
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
@@ -565,3 +569,86 @@ def _find_class(name: str) -> Any:
     if isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__"):
         return found
     return None
+
+
+log = logging.getLogger(__name__)
+
+
+def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
+    """Check that a saved state can be put into the live one.
+
+    Raises:
+        Mismatch: Something is missing, or has another shape; nothing was changed.
+    """
+    if not isinstance(saved, dict):
+        raise Mismatch(f"{path} was saved as a {type(saved).__name__}, not as a mapping")
+    missing = [str(name) for name, value in live.items() if name not in saved and not may_be_absent(value)]
+    if missing:
+        raise Mismatch(f"{path} was saved without {', '.join(missing)}; give the state that was saved")
+    for name, value in live.items():
+        here = f"{path}.{name}"
+        if name not in saved or is_stateful(value):
+            continue
+        if isinstance(value, torch.Tensor):
+            found = saved[name]
+            if not isinstance(found, torch.Tensor) or found.shape != value.shape or found.dtype != value.dtype:
+                shape = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found)
+                raise Mismatch(f"{here} was saved as {shape}, here it is {value.dtype} {tuple(value.shape)}")
+        elif _is_nested(value):
+            check_fit(value, saved[name], here)
+        elif not isinstance(live, MutableMapping):
+            raise Mismatch(f"{here} is a plain value in a mapping that takes none back; give a dict")
+
+
+def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Put a saved state, which fits, into the live one: in place, or, plain values, into their mapping.
+
+    Raises:
+        Mismatch: A ``load_state_dict`` refused what was saved.
+    """
+    for name, value in live.items():
+        if name not in saved:
+            continue  # check_fit() let it pass
+        found = saved[name]
+        if is_stateful(value):
+            try:
+                value.load_state_dict(found)
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                raise Mismatch(
+                    f"state {name!r} ({type(value).__name__}) does not take what was saved: {_in_one_line(error)}"
+                ) from error
+        elif isinstance(value, torch.Tensor):
+            if not _is_same_memory(value, found):
+                with torch.no_grad():
+                    value.copy_(found)
+        elif _is_nested(value):
+            restore_into(value, found)
+        else:
+            assert isinstance(live, MutableMapping)
+            live[name] = found
+    if extra := [str(name) for name in saved if name not in live]:
+        log.warning(
+            "the checkpoint holds state that the script has no place for; it is not loaded: %s", ", ".join(extra)
+        )
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether a mapping is walked into, instead of being a plain value as a whole."""
+    if not isinstance(value, Mapping):
+        return False
+    return any(is_stateful(inner) or isinstance(inner, torch.Tensor) or _is_nested(inner) for inner in value.values())
+
+
+def _is_same_memory(live: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether what was saved was read straight into the live tensor."""
+    if type(live) not in (torch.Tensor, torch.nn.Parameter):
+        return False  # a DTensor or a subclass: its memory is that of its parts
+    return live.device.type == "cpu" and live.data_ptr() == found.data_ptr() and live.stride() == found.stride()
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return an exception's text in one line; of a list of mismatches the first, and how many more there are."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) <= 2:
+        return " ".join(lines)
+    return f"{lines[1]} (and {len(lines) - 2} more)"

@@ -24,9 +24,8 @@ from outlast.checkpoint.dcp.assemble import Assemble, assemble
 from outlast.checkpoint.durable import Numbers, digest_image, write_image
 from outlast.checkpoint.manifest import HoldingsError
 from outlast.checkpoint.replica.client import ReplicaError, fetch, read_small
-from outlast.checkpoint.replica.parity import blocks_of
-from outlast.checkpoint.replica.rebuild import rebuild
-from outlast.checkpoint.replica.replicator import Outcome, Replicator
+from outlast.checkpoint.replica.parity import blocks_of, rebuild
+from outlast.checkpoint.replica.replicator import CopyOutcome, Replicator
 from outlast.checkpoint.replica.server import ReplicaServer
 from outlast.checkpoint.vault import Image, Vault
 from outlast.runtime.processes import die_with_parent
@@ -164,14 +163,14 @@ class Writer:
             os.kill(os.getpid(), signal.SIGKILL)
         return write_image(data, path, look=look), not infinite.is_set()
 
-    def _replicate(self, request: f.Write, image: Image) -> tuple[Outcome, ...]:
+    def _replicate(self, request: f.Write, image: Image) -> tuple[CopyOutcome, ...]:
         with self._lock:
             replicator = self._replicator
         targets = request.targets or tuple(holder.target for holder in request.holders)
         if not targets:
             return ()
         if replicator is None:
-            return tuple(Outcome(target.node, None, "this writer has no key", True) for target in targets)
+            return tuple(CopyOutcome(target.node, None, "this writer has no key", True) for target in targets)
         if request.holders:
             return replicator.replicate_blocks(
                 request.key, image.fd, request.num_bytes, request.holders, timeout_s=request.timeout_s

@@ -14,7 +14,7 @@ from outlast.cli.group import HELP, CommandGroup, ending_on_signals
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.catalogue.entries import Looked
+    from outlast.checkpoint.catalogue.entries import DirectoryListing
     from outlast.checkpoint.catalogue.pruning import Plan
 
 __all__ = ["ckpt"]
@@ -229,7 +229,7 @@ def prune(
     return int(ExitReason.FAILED if failed else code)
 
 
-def _carry_out(looked: Looked, plan: Plan, *, dry_run: bool) -> dict[str, object]:
+def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[str, object]:
     """Delete what a plan names; what cannot be deleted is said and left."""
     errors = []
     report: dict[str, list[object]] = {"generations": [], "suspects": [], "leftovers": []}
@@ -258,7 +258,7 @@ def _carry_out(looked: Looked, plan: Plan, *, dry_run: bool) -> dict[str, object
     return {"path": looked.entry.path, **report, "num_bytes": num_bytes, "errors": errors}
 
 
-def _look_into(directories: Iterable[str]) -> tuple[list[Looked], int]:
+def _look_into(directories: Iterable[str]) -> tuple[list[DirectoryListing], int]:
     """List all directories; one that cannot be read is said on standard error and makes the exit code 1."""
     from outlast.checkpoint.catalogue.listing import look_into
 

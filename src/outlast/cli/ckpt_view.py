@@ -13,7 +13,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from outlast.checkpoint.catalogue.entries import Generation, Leftover, Place
+    from outlast.checkpoint.catalogue.entries import Generation, Leftover, ListedPlace
     from outlast.checkpoint.catalogue.pruning import Plan
 
 __all__ = ["ReadingProgress", "render_places", "render_plan", "render_verified"]
@@ -22,7 +22,7 @@ MAX_PROBLEMS = 20
 """Told of one generation; ``--json`` has all."""
 
 
-def render_places(places: Iterable[Place], *, now_ns: int) -> Iterator[Table | str]:
+def render_places(places: Iterable[ListedPlace], *, now_ns: int) -> Iterator[Table | str]:
     """Yield what ``ls`` prints.
 
     Args:
@@ -35,7 +35,7 @@ def render_places(places: Iterable[Place], *, now_ns: int) -> Iterator[Table | s
             yield f"  {_describe_leftover(leftover, now_ns)}"
 
 
-def render_verified(places: Sequence[Place], num_bytes_read: int) -> Iterator[Table | str]:
+def render_verified(places: Sequence[ListedPlace], num_bytes_read: int) -> Iterator[Table | str]:
     """Yield what ``verify`` prints."""
     num_generations = num_bad = num_problems = 0
     for place in places:
@@ -58,7 +58,7 @@ def render_verified(places: Sequence[Place], num_bytes_read: int) -> Iterator[Ta
         yield f"not compared, since an earlier version kept no digest: {escape(unverified[0])}{more}"
 
 
-def render_plan(place: Place, plan: Plan, *, is_done: bool) -> Iterator[str]:
+def render_plan(place: ListedPlace, plan: Plan, *, is_done: bool) -> Iterator[str]:
     """Yield what ``prune`` prints before it asks.
 
     Args:
@@ -112,7 +112,7 @@ class ReadingProgress:
             self._progress.stop()
 
 
-def _render_place(place: Place, *, word: str) -> Iterator[Table | str]:
+def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
     facts = ["local tier" if place.tier == "local" else "global tier"]
     if place.run is not None:
         facts.append(place.run)

@@ -20,7 +20,7 @@ from outlast.errors import ConfigError, ExitReason, OutlastError
 
 if TYPE_CHECKING:
     from outlast.integrations.slurm import BatchScript
-    from outlast.launch.run_parser import Command
+    from outlast.launch.run_parser import RunCommand
 
 __all__ = ["slurm"]
 
@@ -298,7 +298,7 @@ def _option(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _check_script(command: Command, directives: tuple[str, ...]) -> None:
+def _check_script(command: RunCommand, directives: tuple[str, ...]) -> None:
     """Refuse a training script that is not there; a module, or a program without a folder, is the nodes' own."""
     from outlast.launch.options import why_not_there
 

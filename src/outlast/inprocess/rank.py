@@ -20,6 +20,7 @@ from outlast.inprocess.call import (
     Background,
     Handle,
     IterationStore,
+    RestartRequested,
     current_handle,
     describe,
     drop,
@@ -30,7 +31,6 @@ from outlast.inprocess.call import (
     set_current,
 )
 from outlast.inprocess.failover.bootstrap import Bootstrap, own_address
-from outlast.inprocess.interruption import Interruption, RestartRequested
 from outlast.inprocess.monitor_client import Instruction, MonitorLink, MonitorThread
 from outlast.inprocess.plugins import Plugins, State, labels_of
 from outlast.inprocess.progress import Page, RankPhase
@@ -39,6 +39,7 @@ from outlast.monitor import stacks
 from outlast.policy.inprocess_restart import add_fault, count_causes
 from outlast.policy.rank_assignment import Member, assign
 from outlast.runtime import connections, device
+from outlast.runtime.interruption import SignalInterruption
 
 __all__ = ["Ending", "RankLeft", "RestartContext", "WrappedRank"]
 
@@ -214,7 +215,7 @@ class WrappedRank:
         self._kept: dict[str, Any] = {}
         self._handle: Handle | None = None
         self._store: IterationStore | None = None
-        self._interruption = Interruption(WrappedRank._enter.__code__)
+        self._interruption = SignalInterruption(RestartRequested, WrappedRank._enter.__code__)
         self._said: StatusReporter
         self._background: Background
         self._page: Page

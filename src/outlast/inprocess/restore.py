@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from outlast import clock
-from outlast.checkpoint.restore import restore_into
-from outlast.checkpoint.state import capture, decode, flatten
+from outlast.checkpoint.state import capture, decode, flatten, restore_into
 from outlast.decoding import from_msgpack
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.kept_state import KeptTrainingState, digest_parts, parts_of

@@ -17,11 +17,11 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from outlast.checkpoint.writer_client import WriterProcess
-from outlast.launch import messages as m
-from outlast.launch.checkups import Checkups
+from outlast.launch import protocol as m
+from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.crew import Crew
-from outlast.launch.member import Member
 from outlast.launch.node_agent import NodeAgent
+from outlast.launch.node_health import Checkups
 from outlast.launch.options import RunOptions
 from outlast.launch.workers import Workers
 from outlast.runtime.mailbox import Mailbox
@@ -58,7 +58,7 @@ class Agent(SimpleElasticAgent):
         logs_specs: LogsSpecs,
         workers: Workers,
         writer: WriterProcess | None,
-        member: Member,
+        member: CoordinatorClient,
         checkups: Checkups | None,
         mailbox: Mailbox[object],
     ) -> None:

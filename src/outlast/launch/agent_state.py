@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["State"]
+__all__ = ["AgentState"]
 
 
-class State(StrEnum):
+class AgentState(StrEnum):
     """What the agent is doing; see the module's head."""
 
     OUTSIDE = "outside"

@@ -1,7 +1,7 @@
 """The coordinator: one per job, decides who starts when, and what follows when a cycle ends.
 
-No I/O happens here: messages and time go in, messages come out. :mod:`outlast.launch.control` feeds it from the
-control store. It costs O(nodes) store operations a cycle: one message from each node, one to each.
+No I/O happens here: messages and time go in, messages come out. :mod:`outlast.launch.coordinator_server` feeds it from
+the control store. It costs O(nodes) store operations a cycle: one message from each node, one to each.
 
 A cycle's life::
 
@@ -30,24 +30,18 @@ import msgspec
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung, Verdict
-from outlast.launch import messages as m
-from outlast.launch.adoption import Adoption
-from outlast.launch.ending import Ending, departure, highest_durable, observations
-from outlast.launch.forming import Forming, Lack, why_it_waits
-from outlast.launch.job import JobSettings
-from outlast.launch.nodes import Node, Nodes, Outbox
-from outlast.launch.rulings import Record, Rulings
-from outlast.launch.unfit import UnfitNodes
-from outlast.policy.deadlines import Expired
+from outlast.launch import protocol as m
+from outlast.launch.membership import Adoption, Forming, JobSettings, Lack, Node, Nodes, Outbox, why_it_waits
+from outlast.launch.verdicts import CycleEnding, Record, Rulings, UnfitNodes, departure, highest_durable, observations
+from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState
-from outlast.policy.timeouts import Observation
 
-__all__ = ["Coordinator", "Phase"]
+__all__ = ["Coordinator", "JobPhase"]
 
 log = logging.getLogger(__name__)
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     """Where the job is; see the module's head."""
 
     ADOPTING = "adopting"
@@ -86,14 +80,14 @@ class Coordinator:
         self._rulings = Rulings(state, settings.limits, record=record, remember=remember, tell_time=tell_time)
         self.cycle = 0
         """The cycle that forms or runs."""
-        self.phase = Phase.ADOPTING if settings.former_host is not None else Phase.FORMING
+        self.phase = JobPhase.ADOPTING if settings.former_host is not None else JobPhase.FORMING
         self.nodes = Nodes(settings.num_slots)
         self.stop: m.Stop | None = None
         if state.finished:
             reason = "an earlier job finished this run; to train again, name another --run-dir"
-            self.phase, self.stop = Phase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
+            self.phase, self.stop = JobPhase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
         self._record, self._learn = record, learn
-        self._ending: Ending | None = None
+        self._ending: CycleEnding | None = None
         """The cycle that is ending, until all of its nodes have told what they know."""
         self._adoption = Adoption(settings.num_slots)
         self._forming = Forming(settings, self.nodes)
@@ -111,7 +105,7 @@ class Coordinator:
 
     def lack(self, now_s: float) -> Lack | None:
         """Return how many nodes are waited for, and for how long; ``None``: none are."""
-        return self._forming.lack(now_s) if self.phase == Phase.FORMING and self._ending is None else None
+        return self._forming.lack(now_s) if self.phase == JobPhase.FORMING and self._ending is None else None
 
     def resettle(self, settings: JobSettings) -> None:
         """Go on with other settings of the same job."""
@@ -123,13 +117,13 @@ class Coordinator:
     def handle(self, message: m.ToCoordinator, now_s: float) -> Outbox:
         """Take one message and return what is to be sent."""
         match message:
-            case m.Join():
+            case m.JoinRequest():
                 self._on_join(message, now_s)
             case m.Register():
                 self._on_register(message, now_s)
             case m.Unhealthy():
                 self._on_unhealthy(message, now_s)
-            case m.Tick() | m.Quit() | m.ScriptSettings():
+            case m.CoordinatorTick() | m.Quit() | m.ScriptSettings():
                 pass
             case _:
                 node = self.nodes.get(message.node)
@@ -160,7 +154,7 @@ class Coordinator:
     @property
     def may_close(self) -> bool:
         """Whether the job is over and every node that lives has heard so."""
-        return self.phase == Phase.OVER and self._over_at_s is not None and not self.nodes.by_name
+        return self.phase == JobPhase.OVER and self._over_at_s is not None and not self.nodes.by_name
 
     def should_give_up_on_goodbyes(self, now_s: float) -> bool:
         """Return whether nodes had long enough to hear that the job is over."""
@@ -168,7 +162,7 @@ class Coordinator:
 
     # -- joining and leaving -----------------------------------------------------------------------------------
 
-    def _on_join(self, join: m.Join, now_s: float) -> None:
+    def _on_join(self, join: m.JoinRequest, now_s: float) -> None:
         node = self.nodes.get(join.node)
         if node is not None and node.epoch != join.epoch:
             # Two agents of one name, or one that came back before it was missed: its beats will tell.
@@ -184,10 +178,10 @@ class Coordinator:
         self._finished.pop(node.name, None)
         if join.ended is not None:
             self._take_facts(join.ended, node)
-        if node.name in self.state.quarantined or (self.phase == Phase.RUNNING and not self.nodes.holds_slot(node)):
+        if node.name in self.state.quarantined or (self.phase == JobPhase.RUNNING and not self.nodes.holds_slot(node)):
             self.nodes.send(node, m.Wait(reason=why_it_waits(node, self.state)))
 
-    def _add(self, message: m.Join | m.Register, now_s: float) -> Node:
+    def _add(self, message: m.JoinRequest | m.Register, now_s: float) -> Node:
         node = self.nodes.add(message, now_s)
         spare = self.nodes.num_joins > len(self.nodes.slots)
         self._record(EventKind.NODE_JOINED, self.cycle, {"name": node.name, "spare": spare})
@@ -196,7 +190,7 @@ class Coordinator:
 
     def _on_register(self, message: m.Register, now_s: float) -> None:
         node = self.nodes.get(message.node)
-        if node is not None and self.phase != Phase.ADOPTING:
+        if node is not None and self.phase != JobPhase.ADOPTING:
             # The same coordinator: what it said last may have been lost with the connection.
             if node.epoch == message.epoch and node.last is not None:
                 self.nodes.send(node, node.last)
@@ -206,9 +200,9 @@ class Coordinator:
             return
         node = node or self._add(message, now_s)
         self._rulings.learn_distrusted(message.distrusted)
-        if self.phase == Phase.FORMING and self.cycle == 0 and message.place is not None:
-            self.phase = Phase.ADOPTING  # this agent was started anew, and hosts for a job in progress
-        if self.phase == Phase.ADOPTING:
+        if self.phase == JobPhase.FORMING and self.cycle == 0 and message.place is not None:
+            self.phase = JobPhase.ADOPTING  # this agent was started anew, and hosts for a job in progress
+        if self.phase == JobPhase.ADOPTING:
             self._adoption.register(message, now_s)
             self.nodes.mark(node, ready=not message.running)
         elif message.running:
@@ -220,7 +214,7 @@ class Coordinator:
 
     def _adopt(self, now_s: float) -> None:
         """Take over the job from what the agents registered."""
-        adoption, self.phase = self._adoption, Phase.FORMING
+        adoption, self.phase = self._adoption, JobPhase.FORMING
         if adoption.cycle < 0:
             return  # nobody was in a cycle: the job begins
         self.cycle, self.nodes.slots = adoption.cycle, adoption.slots
@@ -228,7 +222,7 @@ class Coordinator:
         num_claims, num_slots = len(adoption.claims), adoption.num_slots
         log.warning("took over the job in cycle %d: %d of %d nodes registered", self.cycle, num_claims, num_slots)
         if adoption.is_running:
-            self.phase = Phase.RUNNING
+            self.phase = JobPhase.RUNNING
             return
         reason = "the node that hosted the control store is gone" if adoption.missing else "the cycle was ending"
         self._ending = self._end_cycle(reason, examine=False, but=None)
@@ -242,18 +236,18 @@ class Coordinator:
 
     def _on_known(self, message: m.ToCoordinator, node: Node, now_s: float) -> None:
         match message:
-            case m.Master() if self.phase == Phase.PREPARING and message.cycle == self.cycle:
-                self.phase = Phase.RUNNING
+            case m.Master() if self.phase == JobPhase.PREPARING and message.cycle == self.cycle:
+                self.phase = JobPhase.RUNNING
                 self._mended = (0, 0)
                 self._forming.start(self.cycle, message.addr, message.port, self.state)
-            case m.Restarted() if self.phase == Phase.RUNNING and message.cycle == self.cycle:
+            case m.Restarted() if self.phase == JobPhase.RUNNING and message.cycle == self.cycle:
                 self._on_restarted(message, now_s)
-            case m.Hung() if self.phase == Phase.RUNNING and message.cycle == self.cycle:
+            case m.Hung() if self.phase == JobPhase.RUNNING and message.cycle == self.cycle:
                 ending = self._end_cycle(message.incident.describe(), examine=True, but=None)
                 ending.incidents.append(message.incident)
                 ending.expired.extend(message.expired)
-            case m.Finished() if self.phase == Phase.ADOPTING or (
-                message.facts.cycle == self.cycle and self.phase == Phase.RUNNING
+            case m.Finished() if self.phase == JobPhase.ADOPTING or (
+                message.facts.cycle == self.cycle and self.phase == JobPhase.RUNNING
             ):
                 self._finished[node.name] = message.facts
                 self._finish_if_all(now_s)
@@ -261,7 +255,7 @@ class Coordinator:
                 self._on_leave(message, node, now_s)
             case m.Dead():
                 self._lose(node, message.reason, now_s)
-            case m.Bye() if self.phase == Phase.OVER or node.name in self._finished or node.ready:
+            case m.Bye() if self.phase == JobPhase.OVER or node.name in self._finished or node.ready:
                 self.nodes.remove(node.name)
             case m.Bye():
                 self._lose(node, "its agent left", now_s)
@@ -289,7 +283,7 @@ class Coordinator:
             self.nodes.out.append((report.node, report.epoch, self.stop))
             return
         incident = report.incident
-        if self._unfit.take(report, cycle=self.cycle, is_running=self.phase == Phase.RUNNING):
+        if self._unfit.take(report, cycle=self.cycle, is_running=self.phase == JobPhase.RUNNING):
             self._end_cycle(incident.describe(), examine=False, but=None).incidents.append(incident)
         elif self.settings.max_nodes == 1 and not report.stays:
             self._stop_job(ExitReason.UNHEALTHY_NODE, incident.describe(), now_s)
@@ -311,7 +305,7 @@ class Coordinator:
         log.warning("node %s is lost: %s", node.name, why)
         # Should it only have been away, it hears this first: its ranks must not go on in a cycle that is over.
         self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was declared lost: {why}"))
-        if self.nodes.holds_slot(node) and self.phase in (Phase.RUNNING, Phase.PREPARING):
+        if self.nodes.holds_slot(node) and self.phase in (JobPhase.RUNNING, JobPhase.PREPARING):
             self._end_cycle(f"node {node.name} is lost: {why}", examine=False, but=None)
         if self.nodes.holds_slot(node) and self._ending is not None:
             incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.beat_at_s, 3))
@@ -323,19 +317,19 @@ class Coordinator:
     # -- a cycle's end -----------------------------------------------------------------------------------------
 
     def _take_facts(self, facts: m.CycleFacts, node: Node) -> None:
-        if self.phase == Phase.ADOPTING:
+        if self.phase == JobPhase.ADOPTING:
             self._adoption.ended[node.name] = facts
-        if facts.cycle != self.cycle or self.phase in (Phase.OVER, Phase.ADOPTING):
+        if facts.cycle != self.cycle or self.phase in (JobPhase.OVER, JobPhase.ADOPTING):
             return
-        if self.phase in (Phase.RUNNING, Phase.PREPARING):
+        if self.phase in (JobPhase.RUNNING, JobPhase.PREPARING):
             reason = facts.incident.describe() if facts.incident else f"node {node.name} left the cycle"
             self._end_cycle(reason, examine=False, but=node, awaits_alike=facts.permanent is not None)
         if self._ending is not None:
             self._ending.take(facts)
 
-    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> Ending:
-        self.phase = Phase.FORMING
-        self._ending = Ending(job=self.settings.job, cycle=self.cycle)
+    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> CycleEnding:
+        self.phase = JobPhase.FORMING
+        self._ending = CycleEnding(job=self.settings.job, cycle=self.cycle)
         over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_alike=awaits_alike)
         for node in self.nodes:
             if node is not but and self.nodes.holds_slot(node) and not node.ready:
@@ -343,7 +337,7 @@ class Coordinator:
         return self._ending
 
     def _finish_if_all(self, now_s: float) -> None:
-        if self.phase != Phase.RUNNING or not self.nodes.holders <= self._finished.keys():
+        if self.phase != JobPhase.RUNNING or not self.nodes.holders <= self._finished.keys():
             return
         facts = list(self._finished.values())
         lost = [one.incident for one in facts if one.incident is not None]
@@ -370,7 +364,7 @@ class Coordinator:
         self._forming.begin(self.state, verdict.quarantine)
 
     def _stop_job(self, exit_code: int, reason: str, now_s: float) -> None:
-        self.phase, self._over_at_s = Phase.OVER, now_s
+        self.phase, self._over_at_s = JobPhase.OVER, now_s
         self.stop = m.Stop(exit_code=exit_code, reason=reason)
         self.nodes.send_all(self.stop)
         self._unfit.send_stop(self.stop)
@@ -379,10 +373,10 @@ class Coordinator:
 
     def _advance(self, now_s: float) -> None:
         """Go on to the next phase, when what it needs is there."""
-        if self.phase == Phase.ADOPTING and self._adoption.is_over(now_s, self.settings.node_timeout_s):
+        if self.phase == JobPhase.ADOPTING and self._adoption.is_over(now_s, self.settings.node_timeout_s):
             self._adopt(now_s)
             self._finish_if_all(now_s)
-        if self.phase != Phase.FORMING:
+        if self.phase != JobPhase.FORMING:
             return
         if self._ending is not None:
             if self.nodes.any_busy_holder():
@@ -411,7 +405,7 @@ class Coordinator:
                 self._stop_job(ExitReason.FAILED, reason, now_s)
             return
         self.nodes.slots, self._finished = slots, {}
-        self.phase = Phase.PREPARING
+        self.phase = JobPhase.PREPARING
         first = self.nodes.holder(slots[0])
         assert first is not None
         self.nodes.send(first, m.Prepare(cycle=self.cycle))

@@ -10,12 +10,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from outlast import clock
 from outlast.checkpoint.writer_client import WriterProcess
-from outlast.launch import messages as m
+from outlast.launch import protocol as m
+from outlast.launch.agent_events import Broken, HangSeen, Timers
 from outlast.launch.cycle import Cycle
-from outlast.launch.news import Broken, Hang
 from outlast.launch.options import RunOptions
 from outlast.launch.preparation import prepare, torch_workers
-from outlast.launch.timers import Timers
 from outlast.launch.worker_process import WorkerProcess
 from outlast.launch.workers import Workers
 from outlast.runtime.zygote import Exited, Started
@@ -107,7 +106,7 @@ class Crew:
         assert cycle is not None
         self.workers.start(cycle)
         cycle.watch(
-            on_hang=lambda report: put(Hang(cycle.number, report)),
+            on_hang=lambda report: put(HangSeen(cycle.number, report)),
             on_error=lambda error: put(Broken("the watchdog", error)),
         )
         self._worker_group.state = WorkerState.HEALTHY

@@ -18,7 +18,7 @@ from outlast import clock, env
 from outlast.config.precedence import SCRIPT, LayeredSettings
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
-from outlast.launch import messages as m
+from outlast.launch import protocol as m
 from outlast.launch.in_process import InProcess, Mended
 from outlast.launch.logs import CycleLogs
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
@@ -26,14 +26,12 @@ from outlast.launch.worker_process import WorkerProcess
 from outlast.monitor.examine import examine
 from outlast.monitor.learned import LearnedTimeouts, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.causes import PLAIN_START_S, Ended, find_first, permanent_cause, wait_s
-from outlast.policy.culprit import Position
+from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.protection import describe_hangs
 from outlast.policy.quarantine import Load, tier_of_load
 from outlast.policy.rerun import Diagnosis
-from outlast.policy.slots import OWN_VERDICTS
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.postmortem import Postmortem

@@ -18,6 +18,7 @@ from outlast.decoding import msgpack_decoder
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch.worker_process import WorkerProcess
+from outlast.policy.causes import OWN_VERDICTS
 from outlast.policy.inprocess_protocol import (
     HAS_BEGUN,
     InProcessState,
@@ -26,7 +27,6 @@ from outlast.policy.inprocess_protocol import (
     needs_restart,
     newest_begun,
 )
-from outlast.policy.slots import OWN_VERDICTS
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.in_process_mark import Change, InProcessFault, address
 

@@ -78,7 +78,7 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     run_dir: str | None = None
     """Run directory, as the host names it."""
     phase: str
-    """One of :class:`outlast.launch.coordinator.Phase`."""
+    """One of :class:`outlast.launch.coordinator.JobPhase`."""
     cycle: int
     nodes: tuple[LiveNode, ...] = ()
     num_slots: int = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from outlast.launch import messages as m
+from outlast.launch import protocol as m
+from outlast.launch.agent_events import Timers
+from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.cycle import Cycle
-from outlast.launch.member import Member
 from outlast.launch.node_journal import NodeJournal
-from outlast.launch.timers import Timers
 from outlast.launch.worker_process import WorkerProcess
 from outlast.launch.workers import Workers
 
@@ -38,7 +38,7 @@ class Mending:
         self,
         workers: Workers,
         *,
-        member: Member,
+        member: CoordinatorClient,
         journal: NodeJournal,
         timers: Timers,
         is_running: Callable[[], bool],

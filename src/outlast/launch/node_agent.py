@@ -2,7 +2,7 @@
 
 Everything comes in through one ``select``: the zygote's socket (starts and deaths), and a mailbox into which the
 link's threads, the watchdog and the signal handlers put their news. Nothing is polled, and nothing that can block on
-the network runs in this thread. Its states are those of :class:`outlast.launch.agent_state.State`.
+the network runs in this thread. Its states are those of :class:`outlast.launch.agent_state.AgentState`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,19 @@ import signal
 
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.launch import messages as m
-from outlast.launch.agent_state import State
-from outlast.launch.checkups import CheckedUp, Checkups
+from outlast.launch import protocol as m
+from outlast.launch.agent_events import Broken, HangSeen, RunDirectoryLost, SignalReceived, Timers, WriterDied
+from outlast.launch.agent_state import AgentState
+from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, LinkDown, LinkFailed, LinkUp
 from outlast.launch.crew import Crew
 from outlast.launch.cycle import ALONE_S, Cycle
-from outlast.launch.ending import name_culprit
-from outlast.launch.fitness import Fitness
-from outlast.launch.forming import SAY_S
-from outlast.launch.link import GOODBYE_S, LinkDown, LinkFailed, LinkUp
-from outlast.launch.member import Member
+from outlast.launch.membership import SAY_S
 from outlast.launch.mending import Mending
-from outlast.launch.news import Broken, Hang, Notice, RunDirectoryLost, WriterDied
+from outlast.launch.node_health import CheckedUp, Checkups, Fitness
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
-from outlast.launch.timers import Timers
 from outlast.launch.torchrun_backend import open_cycle_store
+from outlast.launch.verdicts import name_culprit
 from outlast.policy.causes import SAME_FAULT_S
 from outlast.policy.protection import Protection, describe_nodes
 from outlast.runtime.mailbox import Mailbox
@@ -59,7 +56,12 @@ class NodeAgent:
     """
 
     def __init__(
-        self, options: RunOptions, crew: Crew, member: Member, checkups: Checkups | None, mailbox: Mailbox[object]
+        self,
+        options: RunOptions,
+        crew: Crew,
+        member: CoordinatorClient,
+        checkups: Checkups | None,
+        mailbox: Mailbox[object],
     ) -> None:
         self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
         self._waits_for = ""
@@ -67,7 +69,7 @@ class NodeAgent:
         """Whether this process hosts the control store."""
         self._crew, self._workers, self._member, self._mailbox = crew, crew.workers, member, mailbox
         self._journal, self._timers = NodeJournal(options, member.node), Timers()
-        self._state = State.OUTSIDE
+        self._state = AgentState.OUTSIDE
         self._fitness = Fitness(
             checkups,
             member=member,
@@ -83,7 +85,7 @@ class NodeAgent:
             member=member,
             journal=self._journal,
             timers=self._timers,
-            is_running=lambda: self._state == State.RUNNING,
+            is_running=lambda: self._state == AgentState.RUNNING,
             end_cycle=self._end_cycle,
         )
         self._start: m.Start | None = None  # a cycle to start once the zygote has cleared away the last one
@@ -164,15 +166,15 @@ class NodeAgent:
                 self._timers.cancel("answer")
                 level, self._waits_for = logging.DEBUG if news.reason == self._waits_for else logging.INFO, news.reason
                 log.log(level, "node %s waits: %s", self._member.node, news.reason)
-            case m.Waiting():
+            case m.NodesMissing():
                 log.info("%s", news.reason)
             case m.Remark():
                 log.warning("%s", news.text)
             case CheckedUp():
                 self._fitness.take(news)
-            case Hang():
+            case HangSeen():
                 self._on_hang(news)
-            case Notice():
+            case SignalReceived():
                 self._on_notice(news)
             case WriterDied():
                 self._journal.write(EventKind.WRITER_ENDED, summary=news.summary)
@@ -182,7 +184,7 @@ class NodeAgent:
                 self._on_link_up(news)
             case LinkDown():
                 log.warning("the control store is unreachable (%s); training continues without it", news.error)
-                if self._state in (State.OUTSIDE, State.JOINING, State.FINISHED):
+                if self._state in (AgentState.OUTSIDE, AgentState.JOINING, AgentState.FINISHED):
                     self._timers.set("link", self.options.join_timeout_s, self._give_up_on_link)
             case LinkFailed():
                 self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=news.error))
@@ -216,18 +218,18 @@ class NodeAgent:
             if news.is_host:
                 level = logging.INFO if self.options.max_nodes > 1 else logging.DEBUG
                 log.log(level, "node %s hosts the control store at %s", member.node, member.link.endpoint)
-        if self._state == State.OUTSIDE:
+        if self._state == AgentState.OUTSIDE:
             self._fitness.meet(is_host=news.is_host)
         else:
             member.register(
-                is_running=self._state == State.RUNNING,
-                is_joining=self._state == State.JOINING,
-                has_finished=self._state == State.FINISHED,
+                is_running=self._state == AgentState.RUNNING,
+                is_joining=self._state == AgentState.JOINING,
+                has_finished=self._state == AgentState.FINISHED,
             )
 
     def _join(self, ended: m.CycleFacts | None) -> None:
-        if self._state != State.LEAVING:
-            self._state = State.JOINING
+        if self._state != AgentState.LEAVING:
+            self._state = AgentState.JOINING
         if ended is not None:
             # The coordinator gives up earlier than this, if it still runs: a stopped one answers nothing at all.
             self._timers.set("answer", self.options.join_timeout_s + _ANSWER_MARGIN_S, self._give_up_on_link)
@@ -239,7 +241,12 @@ class NodeAgent:
 
     def _start_if_ready(self) -> None:
         start = self._start
-        if start is None or not self._workers.are_cleared or self._state != State.JOINING or self._fitness.is_looking:
+        if (
+            start is None
+            or not self._workers.are_cleared
+            or self._state != AgentState.JOINING
+            or self._fitness.is_looking
+        ):
             return
         self._start = None
         if not self._member.take_place(start):
@@ -256,7 +263,7 @@ class NodeAgent:
             incident = self._journal.incident(IncidentKind.CANNOT_START, str(error), cycle=start.cycle)
             self._join(m.CycleFacts(cycle=start.cycle, incident=incident))
             return
-        self._state = State.RUNNING
+        self._state = AgentState.RUNNING
         self._journal.begin_cycle(start.cycle)
         try:
             self._crew.start(self._mailbox.put)
@@ -307,7 +314,7 @@ class NodeAgent:
         worker = cycle.note_exit(news) if cycle is not None else None
         if cycle is None or worker is None:
             return
-        killed_by_us = cycle.over or self._state == State.STOPPING
+        killed_by_us = cycle.over or self._state == AgentState.STOPPING
         self._mending.look(cycle, waits=not cycle.all_ended)
         spared = bool(news.exit_code) and not killed_by_us and cycle.goes_on_without(worker)
         self._journal.write_exited(worker, news, killed_by_us=killed_by_us)
@@ -315,9 +322,9 @@ class NodeAgent:
             self._mending.go_on_without(worker, news.key, cycle)
             self._mending.look(cycle)
         if killed_by_us:
-            if self._state == State.STOPPING and cycle.all_ended:
+            if self._state == AgentState.STOPPING and cycle.all_ended:
                 self._finish(self.stop)
-        elif self._state == State.LEAVING:
+        elif self._state == AgentState.LEAVING:
             if cycle.all_ended:
                 self._leave()
             elif cycle.lacks_a_rank:
@@ -345,7 +352,7 @@ class NodeAgent:
             # The notice reached the workers past this agent: from a peer's, or straight from the scheduler.
             self._leave()
             return
-        self._state = State.FINISHED
+        self._state = AgentState.FINISHED
         incident = cycle.describe_unfinished()
         self._journal.write_ended(cycle, "finished" if incident is None else incident.describe())
         self._member.finish(cycle.facts(incident))
@@ -353,7 +360,7 @@ class NodeAgent:
     def _fail(self, incident: Incident) -> None:
         """End the running cycle because of what happened here."""
         cycle = self._crew.on_duty
-        if cycle is None or self._state not in (State.RUNNING, State.FINISHED):
+        if cycle is None or self._state not in (AgentState.RUNNING, AgentState.FINISHED):
             return
         self._journal.write_incident(incident)
         self._log_incident(incident)
@@ -363,9 +370,9 @@ class NodeAgent:
         """Log what was seen on this node; where the coordinator is, its verdict says so in a moment."""
         log.log(logging.DEBUG if self.is_host else logging.WARNING, "%s", incident.describe())
 
-    def _on_hang(self, hang: Hang) -> None:
+    def _on_hang(self, hang: HangSeen) -> None:
         cycle = self._crew.on_duty
-        if cycle is None or cycle.number != hang.cycle or self._state != State.RUNNING:
+        if cycle is None or cycle.number != hang.cycle or self._state != AgentState.RUNNING:
             return
         incident = cycle.describe_hang(hang.report)
         # The other nodes look at their ranks while this one does.
@@ -388,7 +395,7 @@ class NodeAgent:
                 self._join(m.CycleFacts(cycle=start.cycle))
             return
         cycle = self._crew.on_duty
-        if cycle is None or cycle.number != over.cycle or self._state not in (State.RUNNING, State.FINISHED):
+        if cycle is None or cycle.number != over.cycle or self._state not in (AgentState.RUNNING, AgentState.FINISHED):
             return
         if over.awaits_alike and not cycle.all_ended and not self._timers.is_set("clear"):
             # The ranks here are about to fail as those elsewhere did, or wait for them.
@@ -396,14 +403,14 @@ class NodeAgent:
             return
         # On the coordinator's node its verdict follows, which says the same and more.
         log.log(logging.DEBUG if self.is_host else logging.WARNING, "cycle %d is over: %s", over.cycle, over.reason)
-        positions = cycle.examine(None) if over.examine and self._state == State.RUNNING else ()
+        positions = cycle.examine(None) if over.examine and self._state == AgentState.RUNNING else ()
         self._end_cycle(cycle, cycle.facts(None, positions), over.reason)
 
     def _fail_or_follow(self, cycle: Cycle, reason: str) -> None:
         """End a cycle that has ended elsewhere, with what failed here meanwhile."""
         if any(code not in (None, ExitReason.FINISHED) for code in cycle.exit_codes):
             self._fail(cycle.describe_failure())
-        elif cycle is self._crew.on_duty and self._state in (State.RUNNING, State.FINISHED):
+        elif cycle is self._crew.on_duty and self._state in (AgentState.RUNNING, AgentState.FINISHED):
             self._end_cycle(cycle, cycle.facts(None), reason)
 
     def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str) -> None:
@@ -417,11 +424,11 @@ class NodeAgent:
 
     def _on_workers_lost(self) -> None:
         """Go on after the process that starts workers died; the kernel has killed the workers with it."""
-        if self._state == State.STOPPING:
+        if self._state == AgentState.STOPPING:
             self._finish(self.stop)
-        elif self._state == State.LEAVING:
+        elif self._state == AgentState.LEAVING:
             self._leave()
-        elif self._state == State.RUNNING and (cycle := self._crew.on_duty) is not None:
+        elif self._state == AgentState.RUNNING and (cycle := self._crew.on_duty) is not None:
             why = "the process that starts workers died"
             incident = self._journal.incident(IncidentKind.WORKER_DIED, why, exit_code=-9)
             facts = cycle.facts(incident)
@@ -438,9 +445,9 @@ class NodeAgent:
 
     # -- leaving -----------------------------------------------------------------------------------------------
 
-    def _on_notice(self, notice: Notice) -> None:
+    def _on_notice(self, notice: SignalReceived) -> None:
         name = signal.Signals(notice.signal).name
-        if self._state in (State.LEAVING, State.STOPPING):
+        if self._state in (AgentState.LEAVING, AgentState.STOPPING):
             log.warning("received %s again: ending the workers now", name)
             self._timers.cancel("grace")
             self._workers.kill()
@@ -448,13 +455,13 @@ class NodeAgent:
         self._signal = notice.signal
         self._journal.write(EventKind.NOTICE, signal=notice.signal)
         cycle = self._crew.on_duty
-        if self._state != State.RUNNING or cycle is None or not cycle.has_started:
+        if self._state != AgentState.RUNNING or cycle is None or not cycle.has_started:
             log.info("received %s: shutting down", name)
-            self._leave(whole_job=self._state != State.FINISHED and self._crew.cycle is not None)
+            self._leave(whole_job=self._state != AgentState.FINISHED and self._crew.cycle is not None)
             return
         grace_s = cycle.layers.config.shutdown_grace
         log.info("received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
-        self._state = State.LEAVING
+        self._state = AgentState.LEAVING
         self._workers.notify(cycle)
         self._timers.set("grace", grace_s, self._on_grace_over)
 
@@ -478,16 +485,16 @@ class NodeAgent:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _on_stop(self, stop: m.Stop) -> None:
-        if self._state == State.LEAVING:
+        if self._state == AgentState.LEAVING:
             return  # its own end is under way
-        if self._state == State.OUTSIDE:
+        if self._state == AgentState.OUTSIDE:
             stop = self._fitness.stop_outside(stop)
         self.stop = stop
         cycle = self._crew.on_duty
         if cycle is None or cycle.all_ended:
             self._finish(stop)
             return
-        self._state = State.STOPPING
+        self._state = AgentState.STOPPING
         self._workers.notify(cycle)
         preempted = stop.exit_code == ExitReason.PREEMPTED
         grace_s = cycle.layers.config.shutdown_grace if preempted else self.options.workers_stop_timeout_s

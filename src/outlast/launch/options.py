@@ -19,10 +19,9 @@ from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.precedence import LayeredSettings
 from outlast.errors import ConfigError
-from outlast.launch.run_parser import Command, parse_command
-from outlast.launch.torchrun_parser import find_event_handlers
+from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
+from outlast.runtime.addresses import Endpoint, parse_endpoints
 from outlast.runtime.device import why_absent
-from outlast.runtime.endpoints import Endpoint, parse_endpoints
 from outlast.wording import count
 
 __all__ = ["Checked", "RunOptions", "check_values", "parse_options", "why_not_there"]
@@ -88,7 +87,7 @@ class RunOptions:
 class Checked:
     """A command line whose values fit, on whatever machine it is run."""
 
-    command: Command
+    command: RunCommand
     config: Config
     """What the file of ``--config`` holds."""
     layers: LayeredSettings
@@ -233,7 +232,7 @@ def _read_config(path: str | None) -> Config:
     return load_config(path)
 
 
-def _health(command: Command, config: Config, run_dir: Path) -> tuple[HealthConfig | None, tuple[str, ...]]:
+def _health(command: RunCommand, config: Config, run_dir: Path) -> tuple[HealthConfig | None, tuple[str, ...]]:
     """Return what this node must have, and where the run writes on it."""
     args, places = command.args, [str(run_dir)]
     if args.no_health_check:
@@ -282,7 +281,7 @@ def _check_nproc(text: str, name: str) -> None:
     )
 
 
-def _check_devices(command: Command) -> None:
+def _check_devices(command: RunCommand) -> None:
     """Refuse workers on devices that are certainly not here, before torch is imported."""
     args, name = command.args, command.name
     text, binding = args.nproc_per_node, args.numa_binding
@@ -292,7 +291,7 @@ def _check_devices(command: Command) -> None:
     _require(why is None, f"{name('numa_binding')}={binding} needs GPUs, and {why}; leave it out")
 
 
-def _check_streams(command: Command) -> None:
+def _check_streams(command: RunCommand) -> None:
     """Refuse what torch would refuse of the options of its logs, but later."""
     args, name = command.args, command.name
     for attribute in ("redirects", "tee"):
@@ -309,7 +308,7 @@ def _check_streams(command: Command) -> None:
     )
 
 
-def _check_plugins(command: Command) -> None:
+def _check_plugins(command: RunCommand) -> None:
     """Refuse names that the installed packages do not have; torch would, seconds later."""
     args, name = command.args, command.name
     handlers = find_event_handlers()
@@ -326,7 +325,7 @@ def _check_plugins(command: Command) -> None:
         )
 
 
-def _check_script(command: Command) -> None:
+def _check_script(command: RunCommand) -> None:
     """Refuse a training script that cannot be started from here: not there, not readable, no module or program."""
     args, script = command.args, command.args.training_script
     if args.no_python:
@@ -356,7 +355,7 @@ def why_not_there(script: str) -> str:
     return "check its path"
 
 
-def _check_endpoints(command: Command, num_slots: int, *, alone: bool) -> str | None:
+def _check_endpoints(command: RunCommand, num_slots: int, *, alone: bool) -> str | None:
     """Return where the agents meet; ``None`` = there is one."""
     args, name = command.args, command.name
     nnodes = f"{name('nnodes')}={args.nnodes}"
@@ -427,7 +426,7 @@ def _fresh_run_id() -> str:
     return f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"
 
 
-def _source_of_run_dir(command: Command, config: Config) -> str:
+def _source_of_run_dir(command: RunCommand, config: Config) -> str:
     """Return how the run directory's place was given, for an error."""
     if command.args.run_dir:
         return command.name("run_dir")

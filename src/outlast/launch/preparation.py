@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.utils.api import macros
 
 from outlast import env
-from outlast.launch import messages as m
+from outlast.launch import protocol as m
 from outlast.launch.cycle import Cycle
 from outlast.launch.in_process import InProcess
 from outlast.launch.logs import CycleLogs

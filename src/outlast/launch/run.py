@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +15,15 @@ from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config.precedence import DEFAULT
 from outlast.errors import ConfigError, ExitReason
-from outlast.launch.checkups import Checkups, Occasion
-from outlast.launch.job import JobSettings, name_job
-from outlast.launch.ladder_file import load_ladder
-from outlast.launch.news import Notice, RunDirectoryLost, WriterDied
+from outlast.launch.agent_events import RunDirectoryLost, SignalReceived, WriterDied
+from outlast.launch.membership import JobSettings, name_job
+from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.probing import check_endpoints
 from outlast.launch.run_owner import RunOwner
 from outlast.launch.summary import summarise
-from outlast.runtime.endpoints import parse_endpoints
+from outlast.launch.verdicts import load_ladder
+from outlast.runtime.addresses import is_loopback, own_address, parse_endpoints
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.zygote import Zygote
 
@@ -44,7 +43,6 @@ PRELOAD = (
     "outlast.monitor",
 )
 """What a first DDP construction and a session import; a second and more without it."""
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def launch(options: RunOptions) -> int:
@@ -180,7 +178,7 @@ def _begin_checkups(options: RunOptions, mailbox: Mailbox[object]) -> Checkups |
     config = options.health
     if config is None:
         return None
-    needs_network = any(one.host not in _LOOPBACK for one in parse_endpoints(options.endpoints))
+    needs_network = any(not is_loopback(one.host) for one in parse_endpoints(options.endpoints))
     checkups = Checkups(
         config, places=options.health_places, node=options.node_name, network=needs_network, deliver=mailbox.put
     )
@@ -229,10 +227,9 @@ def _make_agent(
     from torch.numa.binding import AffinityMode, NumaOptions
 
     from outlast.launch.agent import Agent
-    from outlast.launch.control import ControlServer
-    from outlast.launch.link import JobInProgress, Link, LinkFailed
+    from outlast.launch.coordinator_client import ControlLink, CoordinatorClient, JobInProgress, LinkFailed
+    from outlast.launch.coordinator_server import CoordinatorServer
     from outlast.launch.logs import make_logs_specs
-    from outlast.launch.member import Member
     from outlast.launch.torchrun_backend import NamedRendezvous
     from outlast.launch.workers import Workers
     from outlast.policy.ladder import Limits
@@ -245,9 +242,9 @@ def _make_agent(
     except KeyError:  # torch would find out once the job is over
         raise ValueError(f"--event-log-handler={args.event_log_handler} is no handler; write console or null") from None
 
-    def serve(store: TCPStore, former: JobInProgress | None) -> ControlServer:
+    def serve(store: TCPStore, former: JobInProgress | None) -> CoordinatorServer:
         owner.lead()
-        return ControlServer(
+        return CoordinatorServer(
             store,
             JobSettings(
                 job=former.job if former else new_job,
@@ -273,7 +270,7 @@ def _make_agent(
             on_error=lambda error: mailbox.put(LinkFailed(f"the coordinator ended: {error!r}")),
         )
 
-    link = Link(
+    link = ControlLink(
         endpoints,
         node=options.node_name,
         deliver=mailbox.put,
@@ -302,9 +299,9 @@ def _make_agent(
         logs_specs=make_logs_specs(args, Path(options.run_dir)),
         workers=Workers(zygote, new_zygote),
         writer=writer,
-        member=Member(
+        member=CoordinatorClient(
             link,
-            addr=args.local_addr or _own_address(endpoints[0].host),
+            addr=args.local_addr or own_address(endpoints[0].host),
             nproc=spec.local_world_size,
             wish=options.wish,
         ),
@@ -312,13 +309,8 @@ def _make_agent(
         mailbox=mailbox,
     )
     owner.on_lost = lambda why: mailbox.put(RunDirectoryLost(why))
-    _install_handlers(args.signals_to_handle, lambda number: mailbox.put(Notice(number)))
+    _install_handlers(args.signals_to_handle, lambda number: mailbox.put(SignalReceived(number)))
     return agent
-
-
-def _own_address(endpoint_host: str) -> str:
-    """Return the name under which this node's peers reach it."""
-    return endpoint_host.replace("localhost", "127.0.0.1") if endpoint_host in _LOOPBACK else socket.getfqdn()
 
 
 def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from outlast import env
 from outlast.errors import ConfigError
 from outlast.launch.options import RunOptions
-from outlast.policy.lease import Owner
-from outlast.runtime.endpoints import parse_endpoints
+from outlast.policy.lease import LeaseOwner
+from outlast.runtime.addresses import parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import this_process
 
@@ -84,13 +84,13 @@ class RunOwner:
             self.on_lost(f"run directory {lost}; this job writes nothing more there; end one of the two")
 
 
-def _describe(options: RunOptions) -> Owner:
+def _describe(options: RunOptions) -> LeaseOwner:
     """Return what this agent's job says of itself."""
     values, endpoints = env.environ(), parse_endpoints(options.endpoints)
     has_nodes = any(one.port for one in endpoints)  # others may come to it, if only to wait as spares
     # An endpoint such as localhost is another place on each machine.
     here = env.hostname() if any(one.host in ("localhost", "127.0.0.1", "::1") for one in endpoints) else ""
-    return Owner(
+    return LeaseOwner(
         token="",
         process=this_process(),
         run=options.run_id,

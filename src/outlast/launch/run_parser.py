@@ -1,37 +1,143 @@
 """The command line of ``outlast run``: torchrun's options and ours, their help, and what exactly was typed.
 
-torchrun's parser is argparse's, so ours is too. Its messages speak of attributes and of all spellings at once; here
+Every option of the installed torch's ``torchrun`` is accepted. Importing ``torch.distributed.run`` for its parser would
+cost a second before ``--help`` or a mistyped option could be answered, so the one function that makes the parser is
+compiled from torch's source; if that fails (torch moved it), torch is imported.
+
+torchrun's parser is argparse's, so ours is too. argparse's messages name attributes and all spellings at once; here
 each fault becomes one line in the words of whoever typed it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
+import importlib.util
+import logging
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn, cast
 
 from outlast import env
 from outlast.config.flags import add_ft_arguments, ft_config_from, ft_typed, unknown_flag_message
 from outlast.errors import ConfigError
-from outlast.launch.torchrun_parser import make_torchrun_parser
 
 __all__ = [
-    "Command",
     "OptionGroup",
+    "RunCommand",
     "describe_options",
+    "find_event_handlers",
     "given_options",
     "hint_at",
     "make_parser",
+    "make_torchrun_parser",
     "option_name",
     "parse_command",
     "takes_value",
     "words_before_script",
 ]
+
+
+log = logging.getLogger(__name__)
+
+
+def make_torchrun_parser() -> argparse.ArgumentParser:
+    """Return a parser with every option of the installed ``torchrun``.
+
+    Raises:
+        ConfigError: An environment variable of torchrun's for an option without a value is neither 0 nor 1.
+    """
+    try:
+        return _make_from_source()
+    except (OSError, ImportError, SyntaxError, LookupError, NameError, AttributeError, TypeError) as error:
+        log.debug("torchrun's parser could not be made from its source (%s); importing torch", error)
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+def find_event_handlers() -> frozenset[str]:
+    """Return the names that the installed torch knows for ``--event-log-handler``; empty = not known."""
+    try:
+        text = (_torch() / "distributed" / "elastic" / "events" / "handlers.py").read_text()
+    except (OSError, ImportError):
+        return frozenset()
+    table = re.search(r"^_log_handlers\b[^{]*\{(.*?)\}", text, re.MULTILINE | re.DOTALL)
+    return frozenset(re.findall(r"^\s*\"(\w+)\":", table[1], re.MULTILINE)) if table is not None else frozenset()
+
+
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("torch is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _make_from_source() -> argparse.ArgumentParser:
+    root = _torch()
+    actions = _load(root / "distributed" / "argparse_util.py", "outlast_torchrun_actions")
+    path = root / "distributed" / "run.py"
+    function = _find(path, ast.FunctionDef, "get_args_parser")
+    namespace: dict[str, Any] = {
+        "ArgumentParser": argparse.ArgumentParser,
+        "REMAINDER": argparse.REMAINDER,
+        "env": actions.env,
+        "check_env": _named_in_errors(actions.check_env),
+        "_AffinityMode": _read_affinity_modes(root / "numa" / "binding.py"),
+    }
+    exec(compile(ast.Module([function], []), str(path), "exec"), namespace)  # a function of the installed torch
+    return cast(argparse.ArgumentParser, namespace["get_args_parser"]())
+
+
+def _read_affinity_modes(path: Path) -> list[SimpleNamespace]:
+    body = cast(ast.ClassDef, _find(path, ast.ClassDef, "AffinityMode")).body
+    return [
+        SimpleNamespace(value=statement.value.value)
+        for statement in body
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+    ]
+
+
+def _named_in_errors(action: type[argparse.Action]) -> type[argparse.Action]:
+    """Return torchrun's action for options without a value; its environment variable is named when it is no number."""
+
+    class Switch(action):  # type: ignore[valid-type, misc]
+        def __init__(self, dest: str, **kwargs: Any) -> None:
+            try:
+                super().__init__(dest=dest, **kwargs)
+            except ValueError:
+                name = f"PET_{dest.upper()}"
+                raise ConfigError(f"{name}={env.environ()[name]!r} is neither 0 nor 1; write one of them") from None
+
+    return Switch
+
+
+def _find(path: Path, kind: type[ast.stmt], name: str) -> ast.stmt:
+    """Return a function or class of a module, without parsing what stands around it."""
+    found = re.search(rf"^(?:def|class) {name}\b.*?\n(?=[^\s)#]|\Z)", path.read_text(), re.MULTILINE | re.DOTALL)
+    if found is not None:
+        for node in ast.parse(found[0]).body:
+            if isinstance(node, kind):
+                return node
+    raise LookupError(f"{path} has no {name}")
+
+
+def _load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
 
 DEFAULT_MAX_RESTARTS = 3
 _RUN, _NODES, _RESTARTS, _FAULTS = "run", "spares and nodes", "restarts", "fault tolerance"
@@ -68,7 +174,7 @@ _REWORDED = {
     "node_rank": "Slot that this node should get, from 0; default the order in which the nodes come.",
     "master_addr": "Host at which agents meet where --rdzv-endpoint is not given; default 127.0.0.1.",
     "master_port": "Port at which agents meet where --rdzv-endpoint is not given; default 29500.",
-    "local_addr": "Address under which the other nodes reach this one; default its name.",
+    "local_addr": "Address under which the other nodes reach this one; default the one towards --rdzv-endpoint.",
     "shutdown_timeout": "The same as --workers-stop-timeout, and before it.",
 }
 """What torchrun's other options mean here, where that is not what torchrun says of them."""
@@ -116,7 +222,7 @@ Options may be abbreviated, other than --ft-*; torchrun's environment variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class RunCommand:
     """A command line of ``outlast run``, parsed; nothing of it is checked beyond the form of its values."""
 
     args: argparse.Namespace
@@ -314,7 +420,7 @@ class _Options:
         matches = [match for action, match in found.items() if action in self.torchruns] or list(found.values())
         return matches if len(matches) == 1 else []
 
-    def parse(self, argv: Sequence[str]) -> Command:
+    def parse(self, argv: Sequence[str]) -> RunCommand:
         """Parse a command line; see :func:`parse_command`."""
         self.typed, position = words_before_script(self.parser, argv)
         self.swallowed = argv[-1] if position == len(argv) and argv and not argv[-1].startswith("-") else ""
@@ -328,7 +434,7 @@ class _Options:
             if action.dest not in self.typed and (variable := f"PET_{action.dest.upper()}") in given
         }
         self.typed = {**from_environment, **self.typed}
-        return Command(args=args, typed=self.typed, strays=self._find_strays(argv[position + 1 :]))
+        return RunCommand(args=args, typed=self.typed, strays=self._find_strays(argv[position + 1 :]))
 
     def _find_strays(self, words: Iterable[str]) -> tuple[str, ...]:
         strays = []
@@ -426,7 +532,7 @@ def describe_options() -> tuple[OptionGroup, ...]:
     return _Options().describe()
 
 
-def parse_command(argv: Sequence[str]) -> Command:
+def parse_command(argv: Sequence[str]) -> RunCommand:
     """Parse what follows ``outlast run``.
 
     Raises:

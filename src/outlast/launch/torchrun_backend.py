@@ -27,13 +27,13 @@ from outlast import clock, env
 from outlast.config.precedence import LayeredSettings
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
-from outlast.launch import messages as m
-from outlast.launch.control import ControlServer
-from outlast.launch.job import JobSettings
-from outlast.launch.link import JobInProgress, Link, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch import protocol as m
+from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.membership import JobSettings
 from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores
-from outlast.runtime.endpoints import Endpoint, parse_endpoints
+from outlast.runtime.addresses import Endpoint, own_address, parse_endpoints
 from outlast.runtime.store import TCPStore
 
 __all__ = ["NamedRendezvous", "OutlastRendezvous", "create_handler", "open_cycle_store"]
@@ -69,7 +69,7 @@ class OutlastRendezvous(RendezvousHandler):
         self._join_timeout_s = float(params.get("join_timeout", 600))
         node_timeout_s = float(params.get("node_timeout", 5))
         node = params.get("node_name") or f"{env.hostname()}-{os.getpid()}"
-        self._addr = params.local_addr or _own_address(params.endpoint)
+        self._addr = params.local_addr or own_address(parse_endpoints(params.endpoint)[0].host)
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._waiting = 0
         self._closed = False
@@ -84,8 +84,8 @@ class OutlastRendezvous(RendezvousHandler):
             node_timeout_s=node_timeout_s,
         )
 
-        def serve(store: TCPStore, former: JobInProgress | None) -> ControlServer:
-            return ControlServer(
+        def serve(store: TCPStore, former: JobInProgress | None) -> CoordinatorServer:
+            return CoordinatorServer(
                 store,
                 settings,
                 run_dir=None,
@@ -95,7 +95,7 @@ class OutlastRendezvous(RendezvousHandler):
                 on_error=lambda error: self._news.put(LinkFailed(str(error))),
             )
 
-        self._link = Link(
+        self._link = ControlLink(
             parse_endpoints(params.endpoint),
             node=node,
             deliver=self._news.put,
@@ -130,7 +130,9 @@ class OutlastRendezvous(RendezvousHandler):
                 incident = Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._cycle, node=self._link.node)
             ended = m.CycleFacts(cycle=self._cycle, incident=incident)
         self._waiting = 0
-        self._link.send(m.Join(node=self._link.node, epoch=self._link.epoch, addr=self._addr, nproc=0, ended=ended))
+        self._link.send(
+            m.JoinRequest(node=self._link.node, epoch=self._link.epoch, addr=self._addr, nproc=0, ended=ended)
+        )
         deadline_s: float | None = clock.now_s() + self._join_timeout_s
         while True:
             try:
@@ -249,8 +251,3 @@ class NamedRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Return True: there is nothing to free."""
         return True
-
-
-def _own_address(endpoint: str) -> str:
-    first = parse_endpoints(endpoint)[0]
-    return first.host if first.host in ("localhost", "127.0.0.1", "::1") else env.hostname()

@@ -18,7 +18,7 @@ import msgspec
 
 from outlast.decoding import json_decoder
 from outlast.monitor.stacks import Stack
-from outlast.policy.culprit import Collective
+from outlast.policy.causes import Collective
 
 __all__ = ["Books", "count_collectives", "read_books", "waits_in"]
 

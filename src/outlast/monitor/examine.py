@@ -19,7 +19,7 @@ from outlast.decoding import json_decoder
 from outlast.monitor import stacks
 from outlast.monitor.collectives import Books, waits_in
 from outlast.monitor.responder import ANSWER, QUESTION, address
-from outlast.policy.culprit import Position
+from outlast.policy.causes import Position
 from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
 

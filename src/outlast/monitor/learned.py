@@ -12,9 +12,8 @@ import msgspec
 
 from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.decoding import from_json
-from outlast.policy import timeouts as policy
-from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Timeouts
-from outlast.policy.timeouts import Learned, Observation
+from outlast.policy import deadlines as policy
+from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Learned, Observation, Timeouts
 from outlast.runtime.board import RankState
 from outlast.runtime.files import write_atomically
 

@@ -22,8 +22,7 @@ from outlast.errors import OutlastError
 from outlast.monitor import side_process, stacks
 from outlast.monitor.learned import LearnedTimeouts, observe
 from outlast.monitor.responder import Responder
-from outlast.policy.deadlines import STEP, Timeouts
-from outlast.policy.timeouts import STANDARD
+from outlast.policy.deadlines import STANDARD, STEP, Timeouts
 from outlast.runtime.board import Board, LoadedCopy, RankState
 from outlast.runtime.in_process_mark import address as agent_address
 

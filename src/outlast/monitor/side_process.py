@@ -25,7 +25,7 @@ from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.decoding import from_json
 from outlast.monitor.examine import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.culprit import find_culprit
+from outlast.policy.causes import find_culprit
 from outlast.policy.deadlines import Timeouts
 from outlast.runtime.board import Board
 

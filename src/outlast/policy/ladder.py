@@ -8,19 +8,21 @@ Budgets reset on progress, never on time; progress is a durable generation at a 
 
 * ``restarts_without_progress`` counts restarts since the last progress; ``max_restarts`` bounds it.
 * ``cycles_without_progress`` counts ended cycles that made none; ``max_no_progress_cycles`` bounds it. It
-  grows only where progress can be known, and outlives the job, so that re-queueing cannot go on for ever.
+  grows only where progress can be known, and outlives the job, so that re-queueing cannot go on forever.
 * ``restarts_total`` counts all of a run's restarts; ``max_restarts_total`` bounds it, progress or not.
 
-A script that saves through nothing of ours reports no progress. Unknown is not none: its restarts are bounded
+A script that does not save through outlast reports no progress. Unknown is not none: its restarts are bounded
 by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it.
 
-A restart inside the processes is a restart as any other: it is granted from the same budgets, so that no sequence of
-rungs goes on for ever. It has happened by the time it is judged; one that is not granted ends the job. One that is
-ends no cycle, and so counts as no cycle without progress.
+A restart inside the processes is a restart like any other: it is granted from the same budgets, so that no sequence of
+rungs goes on forever. It has happened by the time it is judged; one that is not granted ends the job. One that is
+granted ends no cycle, and so does not count as a cycle without progress.
 
-What follows a result that a worker judged invalid (exit codes 16 and 17) is said by
+What follows a result that a worker judged invalid (exit codes 16 and 17) is decided by
 :mod:`outlast.policy.invalid_results`: another copy, another device, another try, or the end; within the same budgets.
-What follows a slow rank (exit code 18) by :mod:`outlast.policy.slow_node`: another node, or the end.
+
+After a slow rank (exit code 18) its node gives its slot to a spare and gets none any more. Without a spare the run
+stops: the same workers on the same nodes would be as slow, and the verdict names the node to leave out of the next job.
 
 The exit code of a stop tells a scheduler whether trying again can help: 93 when the same thing was tried
 again and got no further; 1 when nothing was tried (``max_restarts=0``), when the progress is unknown, or when
@@ -33,14 +35,27 @@ import msgspec
 
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung, Verdict
-from outlast.policy.budgets import count_of_restart, resume_point, spent_budget
-from outlast.policy.invalid_results import Answer, answer
-from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, Limits, Step, begin_job, begin_run
+from outlast.policy.invalid_results import Remedy, file_case, find_remedy, open_cases
+from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, LadderStep, Limits, begin_job, begin_run
 from outlast.policy.quarantine import settle
-from outlast.policy.replays import file_case, open_cases
-from outlast.policy.slow_node import judge_slow_rank, slow_node
+from outlast.policy.rerun import Finding
+from outlast.wording import count
 
-__all__ = ["CycleEnd", "LadderState", "Limits", "Step", "begin_job", "begin_run", "decide", "drop_replay"]
+__all__ = [
+    "CycleEnd",
+    "LadderState",
+    "LadderStep",
+    "Limits",
+    "begin_job",
+    "begin_run",
+    "count_of_restart",
+    "decide",
+    "drop_replay",
+    "judge_slow_rank",
+    "resume_point",
+    "slow_node",
+    "spent_budget",
+]
 
 _NOT_OVER = "every worker ended with 0; none had a session, so the same run can be started again"
 
@@ -55,7 +70,7 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
         return state, Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
     before = state
     state = _take_note(state, end)
-    found = answer(state, end, limits) if end.is_invalid_result else None
+    found = find_remedy(state, end, limits) if end.is_invalid_result else None
     state, progressed = _note_progress(state, end, trusted=found is None or found.distrusted is None)
     if end.finished:
         state = msgspec.structs.replace(state, finished=True)
@@ -182,7 +197,7 @@ def _judge(
     return Verdict(rung=rung, reason=reason, quarantine=quarantine)
 
 
-def _judge_invalid_result(state: LadderState, limits: Limits, found: Answer) -> tuple[LadderState, Verdict]:
+def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> tuple[LadderState, Verdict]:
     """Return the verdict on an invalid result, and the state with what was found out about it."""
     state = drop_replay(state)
     if found.distrusted is not None:
@@ -231,8 +246,72 @@ def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limit
     return Rung.RESTART_WORKERS, "restarting the workers", ()
 
 
+def slow_node(end: CycleEnd) -> str:
+    """Return the node of the slow rank because of which a cycle ended; empty where nobody said."""
+    diagnosis = end.diagnosis
+    return diagnosis.node if diagnosis is not None and diagnosis.finding == Finding.SLOW else ""
+
+
+def judge_slow_rank(state: LadderState, end: CycleEnd, limits: Limits) -> Verdict:
+    """Return what to do after a cycle that ended because of a slow rank.
+
+    Args:
+        state: What is remembered, this end included.
+        end: How the cycle ended.
+        limits: What is allowed.
+    """
+    assert end.is_slow_rank
+    assert end.incident is not None
+    what, node = end.incident.describe(), slow_node(end)
+    quarantine, code = (node,) if node else (), ExitReason.STRAGGLER
+    if (spent := spent_budget(state, limits)) is not None:
+        why = spent
+        if state.progress_known and state.cycles_without_progress >= limits.max_no_progress_cycles:
+            code = ExitReason.NO_PROGRESS
+    elif not node:
+        why = "stopping, as nobody said which node is to be replaced"
+    elif end.num_spares == 0:
+        why = f"stopping, as no spare waits for the slot of node {node}"
+    else:
+        where = f", resuming {resume_point(state)}" if state.progress_known else ""
+        reason = f"{what}; a spare takes the slot of node {node}{where} ({count_of_restart(state, limits)})"
+        return Verdict(rung=Rung.REPLACE_NODE, reason=reason, quarantine=quarantine)
+    return Verdict(rung=Rung.STOP, reason=f"{what}; {why}", exit_code=code, quarantine=quarantine)
+
+
+def spent_budget(state: LadderState, limits: Limits) -> str | None:
+    """Return which budget leaves no restart, for people; ``None`` when all allow one."""
+    cycles, point = state.cycles_without_progress, resume_point(state).removeprefix("from ")
+    if state.progress_known and cycles >= limits.max_no_progress_cycles:
+        return (
+            f"stopping: {count(cycles, 'cycle')} in a row got no further than {point} "
+            f"(max_no_progress_cycles={limits.max_no_progress_cycles}); look at the incidents in the journal"
+        )
+    if state.restarts_without_progress >= limits.max_restarts:
+        if limits.max_restarts == 0:
+            return "stopping: no restart is allowed (--max-restarts=0)"
+        since = f" since {point}" if state.progress_known else ""
+        if limits.max_restarts == 1:
+            return f"stopping: the only restart{since} is used (--max-restarts=1)"
+        return f"stopping: all {limits.max_restarts} restarts{since} are used (--max-restarts)"
+    if limits.max_restarts_total is not None and state.restarts_total >= limits.max_restarts_total:
+        return f"stopping: {count(state.restarts_total, 'restart')} in this run (--max-restarts-total)"
+    return None
+
+
+def count_of_restart(state: LadderState, limits: Limits) -> str:
+    """Return which restart the next one would be, for people."""
+    which = f"restart {state.restarts_without_progress + 1} of {limits.max_restarts}"
+    return f"{which} without progress" if state.progress_known else which
+
+
+def resume_point(state: LadderState) -> str:
+    """Return from where a restarted run goes on, for people."""
+    return "from the start" if state.best_durable is None else f"from iteration {state.best_durable}"
+
+
 def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderState:
-    step = Step(
+    step = LadderStep(
         cycle=end.cycle,
         job=end.incident.job if end.incident is not None else "",
         incident=end.incident.describe() if end.incident is not None else "",

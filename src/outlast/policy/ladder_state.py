@@ -9,10 +9,9 @@ import msgspec
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.quarantine import Distrusted, Load
-from outlast.policy.replays import Case
-from outlast.policy.rerun import Diagnosis, Replay
+from outlast.policy.rerun import Diagnosis, InvalidResultCase, Replay
 
-__all__ = ["MAX_HISTORY", "CycleEnd", "LadderState", "Limits", "Step", "begin_job", "begin_run"]
+__all__ = ["MAX_HISTORY", "CycleEnd", "LadderState", "LadderStep", "Limits", "begin_job", "begin_run"]
 
 MAX_HISTORY = 64
 """How many of the newest entries each of the ladder's lists keeps."""
@@ -106,7 +105,7 @@ class CycleEnd:
         return not self.finished and not self.preempted and self.exit_code == ExitReason.STRAGGLER
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One remembered decision."""
 
     cycle: int
@@ -146,14 +145,14 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     distrusted: tuple[Distrusted, ...] = ()
     """Copies that led to invalid results: these, and what descends from them, are not loaded again. Take an entry out
     of ``ladder.json`` to trust its copy again."""
-    cases: tuple[Case, ...] = ()
+    cases: tuple[InvalidResultCase, ...] = ()
     """Invalid results that no verdict was found for yet, and what was tried to find one."""
     replay: Replay | None = None
     """What the newest cycle was, or the next one is, started to replay; ``None`` = it trains as usual."""
     finished: bool = False
     stopped_with: int | None = None
     """Exit code of the stop that ended the last job; ``None`` while one runs or when it was re-queued."""
-    history: tuple[Step, ...] = ()
+    history: tuple[LadderStep, ...] = ()
     """The newest decisions, oldest first."""
 
     @property

@@ -1,22 +1,56 @@
-"""Who may write to a directory: one live owner at a time, and whose generations a run goes on from.
+"""Who may write to a directory: one live owner at a time, and which run's generations a directory holds.
 
-An owner leaves a record in the directory, with a number of its own, and renews it as long as it lives. Who takes a
-directory over makes the record with the next number, which one of several can. A number is never used again: an owner
-that was stopped finds a higher one when it wakes up, and its own record gone, and writes nothing more.
+*The owner* (:class:`LeaseOwner`) leaves a numbered record in the directory and renews it as long as it lives. Whoever
+takes a directory over creates the record with the next number, which only one of several can do. A number is never used
+again: an owner that was stopped finds a higher number when it wakes up, and its own record gone, and writes nothing
+more. Whether an owner lives is known at once where it can be asked: on the same machine, by its process. Elsewhere its
+record is watched: a record that changes is alive, and one that does not change for ``expires_s`` seconds of the
+observer's own clock is gone. Clocks of two machines are never compared.
 
-Whether an owner lives is known at once where it can be asked: on the same machine, by its process. Elsewhere its record
-is watched: what changes lives, and what does not change for ``expires_s`` seconds of the observer's own clock is gone.
-Clocks of two machines are never compared.
+*The run* (:class:`DirectoryRun`) that a directory of generations belongs to outlives its owners. Every manifest names
+its run under its own digest. The file ``run.json`` beside them is a hint without a digest: it decides which of several
+runs is meant, and it is the claim of a run that has committed nothing yet. So a lost, torn or changed hint costs
+nothing, and of two runs that begin in one empty directory the one that creates the file gets it.
+
+A run looks at a directory when it begins, and adopts its name if a manifest there proves one; a hint alone proves
+nothing, since whoever wrote it may be gone. At every save it compares again:
+
+* The directory is its own: it continues, and repairs the hint if need be.
+* It is nobody's: it creates the hint, which only one of several can.
+* It is another run's, and nothing has changed since this run began beside it (a dead run's hint, or what another run
+  left on a node's disk): it takes the directory over.
+* It is another run's, which has come since: it is refused.
+
+Rejected: one record for both. A lease is about processes and expires; a name is about data, is proven by digests, and
+must be found again when all leases are lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
 
-__all__ = ["Owner", "Process", "Silence", "Standing", "Step", "find_life", "is_same_training", "judge_owner"]
+__all__ = [
+    "ClaimStep",
+    "DirectoryRun",
+    "LeaseOwner",
+    "LeaseStep",
+    "OwnerStanding",
+    "Process",
+    "RunEvidence",
+    "Silence",
+    "choose_run",
+    "find_life",
+    "find_owner",
+    "is_same_training",
+    "judge_claim",
+    "judge_owner",
+]
+
 
 EXPIRES_AFTER = 5
 """Renewals that an owner misses before it counts as gone."""
@@ -36,7 +70,7 @@ class Process(msgspec.Struct, frozen=True):
     """When it was started, in ticks of the machine's clock: another process of the same number has another time."""
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseOwner(msgspec.Struct, frozen=True, kw_only=True):
     """What an owner says of itself."""
 
     token: str
@@ -80,7 +114,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         return f"run {self.series or self.run} ({where}{place})"
 
 
-class Step(Enum):
+class LeaseStep(Enum):
     """What a process does that wants to write to a directory."""
 
     TAKE = "take"
@@ -93,7 +127,7 @@ class Step(Enum):
     """Write nothing: another one owns the directory."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class OwnerStanding(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an owner's life."""
 
     is_alive: bool | None = None
@@ -129,7 +163,7 @@ class Silence:
         self._looked_at_s = now_s
 
 
-def find_life(owner: Owner, *, process: bool | None, job: bool | None) -> bool | None:
+def find_life(owner: LeaseOwner, *, process: bool | None, job: bool | None) -> bool | None:
     """Return whether an owner lives; ``None`` = that is not known.
 
     Args:
@@ -144,7 +178,9 @@ def find_life(owner: Owner, *, process: bool | None, job: bool | None) -> bool |
     return None
 
 
-def judge_owner(owner: Owner | None, own: Owner, standing: Standing, *, leads: bool = False) -> Step:
+def judge_owner(
+    owner: LeaseOwner | None, own: LeaseOwner, standing: OwnerStanding, *, leads: bool = False
+) -> LeaseStep:
     """Say what a process does that wants to write.
 
     Args:
@@ -154,22 +190,22 @@ def judge_owner(owner: Owner | None, own: Owner, standing: Standing, *, leads: b
         leads: The process acts for its job from now on, as one that hosts the job's coordinator.
     """
     if owner is None or owner.released:
-        return Step.TAKE
+        return LeaseStep.TAKE
     if own.job is not None and own.job == owner.job:
         if leads or own.stage > owner.stage:
-            return Step.TAKE
+            return LeaseStep.TAKE
         if own.shares and standing.is_alive is not False:
-            return Step.ENTER
+            return LeaseStep.ENTER
     if own.allocation is not None and own.allocation == owner.allocation and own.requeues > owner.requeues:
-        return Step.TAKE
+        return LeaseStep.TAKE
     if standing.is_alive or standing.has_changed:
-        return Step.REFUSE
+        return LeaseStep.REFUSE
     if standing.is_alive is False:
-        return Step.TAKE
-    return Step.TAKE if standing.silent_s >= owner.expires_s else Step.WAIT
+        return LeaseStep.TAKE
+    return LeaseStep.TAKE if standing.silent_s >= owner.expires_s else LeaseStep.WAIT
 
 
-def is_same_training(before: Owner, own: Owner) -> bool:
+def is_same_training(before: LeaseOwner, own: LeaseOwner) -> bool:
     """Return whether a run goes on with the training of the last owner of a directory, as far as can be told.
 
     Runs that somebody named are the same if they have a name in common. Where one of them has no name, they are the
@@ -178,3 +214,99 @@ def is_same_training(before: Owner, own: Owner) -> bool:
     if before.names and own.names:
         return not set(before.names).isdisjoint(own.names)
     return before.script is None or own.script is None or before.script == own.script
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryRun:
+    """The run that a directory belongs to."""
+
+    run: str
+    is_proven: bool
+    """A manifest names it; otherwise nothing but the hint does."""
+
+
+class RunEvidence(msgspec.Struct, frozen=True, array_like=True):
+    """What one place says of the run that it belongs to."""
+
+    hint: str | None = None
+    """The run that ``run.json`` names."""
+    run: str | None = None
+    """The run that its manifests name; see :func:`find_owner`."""
+    iteration: int = 0
+    """Of its newest generation."""
+
+    def choose(self, proven: Collection[str]) -> str | None:
+        """Return the run that it names, given those that any place's manifests name."""
+        return self.hint if self.hint in proven else self.run
+
+
+class ClaimStep(Enum):
+    """What a run does before it saves into a directory."""
+
+    HOLD = "hold"
+    """Go on: it is its own."""
+    WRITE = "write"
+    """Write the hint, in place of what is there."""
+    CREATE = "create"
+    """Make the hint, unless another run is quicker."""
+    REFUSE = "refuse"
+    """Save nothing: it is another run's."""
+
+
+def find_owner(hint: str | None, runs: Iterable[str], *, own: str | None = None) -> DirectoryRun | None:
+    """Return the run that a directory belongs to; ``None`` = nobody's.
+
+    Args:
+        hint: The run that ``run.json`` names; ``None``: it is not there, or cannot be read.
+        runs: The runs that manifests name, newest generation first. No more are taken than are needed.
+        own: The run that looks, when it has saved there or may have: where the hint names none of the runs, it is
+            the directory's if a manifest names it.
+    """
+    found = list[str]()
+    for run in runs:
+        if run == hint or (hint is None and own in (None, run)):
+            return DirectoryRun(run, is_proven=True)
+        found.append(run)
+    if found:
+        return DirectoryRun(own if own is not None and own in found else found[0], is_proven=True)
+    return DirectoryRun(hint, is_proven=False) if hint is not None else None
+
+
+def judge_claim(run: str, owner: DirectoryRun | None, hint: str | None, *, is_unchanged: bool) -> ClaimStep:
+    """Say what a run does before it saves into a directory.
+
+    Args:
+        run: The run.
+        owner: Whose the directory is.
+        hint: The run that ``run.json`` names.
+        is_unchanged: The directory is what it was when the run began, which took another name than its owner's.
+    """
+    if owner is None:
+        return ClaimStep.CREATE
+    if owner.run == run:
+        return ClaimStep.HOLD if hint == run else ClaimStep.WRITE
+    return ClaimStep.WRITE if is_unchanged else ClaimStep.REFUSE
+
+
+def choose_run(global_place: RunEvidence | None, near_places: Iterable[RunEvidence]) -> str | None:
+    """Return the run that ranks go on with, whose places may name different ones.
+
+    A hint counts if a manifest names the same run, in whichever place: a manifest that is not the run's, the last that
+    can be read in its place, does not decide against all others. A node that took another's place may bring what an
+    older run left there.
+
+    Args:
+        global_place: What the global tier says.
+        near_places: What each node's memory and folder say; a place counts as often as it is given.
+
+    Returns:
+        The global tier's run, else what most places name, else what is newest; ``None`` = it is a new one.
+    """
+    near = list(near_places)
+    proven = {place.run for place in (global_place, *near) if place is not None and place.run is not None}
+    if global_place is not None and (run := global_place.choose(proven)) is not None:
+        return run
+    named = [(run, place.iteration) for place in near if (run := place.choose(proven)) is not None]
+    count = Counter(run for run, _ in named)
+    newest = {run: max(iteration for other, iteration in named if other == run) for run in count}
+    return max(count, key=lambda run: (count[run], newest[run], run), default=None)

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-__all__ = ["Cause", "MachineTimes", "MachineVerdict", "choose_others", "judge_machine"]
+__all__ = ["MachineTimes", "MachineVerdict", "SlownessCause", "choose_others", "judge_machine"]
 
 SLOWER = 1.15
 """Times as long as the slowest of the others from which a product or a copy is slow."""
@@ -19,7 +19,7 @@ SLOWER_LINK = 1.5
 """Times as long as between the others from which messages are slow; they vary more."""
 
 
-class Cause(StrEnum):
+class SlownessCause(StrEnum):
     """What makes a rank slow."""
 
     MACHINE = "machine"
@@ -50,17 +50,19 @@ class MachineVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     node: str
-    cause: Cause
+    cause: SlownessCause
     reason: str
     """The figures, in words."""
 
     def describe(self) -> str:
         """Return one line for people."""
         meaning = {
-            Cause.MACHINE: "the machine is slow",
-            Cause.LINK: "the machine's connection is slow",
-            Cause.WORK: "the machine is as fast as others: what it is given to do is slow, or what runs beside it",
-            Cause.UNKNOWN: "it is not known whether the machine is slow",
+            SlownessCause.MACHINE: "the machine is slow",
+            SlownessCause.LINK: "the machine's connection is slow",
+            SlownessCause.WORK: (
+                "the machine is as fast as others: what it is given to do is slow, or what runs beside it"
+            ),
+            SlownessCause.UNKNOWN: "it is not known whether the machine is slow",
         }[self.cause]
         return f"Rank={self.rank} Node={self.node}: {meaning} ({self.reason})"
 
@@ -100,7 +102,9 @@ def judge_machine(suspect: MachineTimes, others: Sequence[MachineTimes], *, node
         node: The suspect's node, for the reader.
     """
     if not others:
-        return MachineVerdict(rank=suspect.rank, node=node, cause=Cause.UNKNOWN, reason="no other rank to compare with")
+        return MachineVerdict(
+            rank=suspect.rank, node=node, cause=SlownessCause.UNKNOWN, reason="no other rank to compare with"
+        )
     product = suspect.product_s / max(other.product_s for other in others)
     copy = suspect.copy_s / max(other.copy_s for other in others)
     between = [seconds for other in others for seconds in other.exchange_s.values()]
@@ -111,9 +115,9 @@ def judge_machine(suspect: MachineTimes, others: Sequence[MachineTimes], *, node
         link = min(suspect.exchange_s.values()) / max(between)
         reason += f", messages {link:.2f} times as long as between those"
     if max(product, copy) >= SLOWER:
-        cause = Cause.MACHINE
+        cause = SlownessCause.MACHINE
     elif link is not None and link >= SLOWER_LINK:
-        cause = Cause.LINK
+        cause = SlownessCause.LINK
     else:
-        cause = Cause.WORK
+        cause = SlownessCause.WORK
     return MachineVerdict(rank=suspect.rank, node=node, cause=cause, reason=reason)

@@ -18,7 +18,7 @@ from ray import exceptions
 
 from outlast import clock
 from outlast.config import RecoveryConfig
-from outlast.policy.culprit import Position, find_culprit
+from outlast.policy.causes import Position, find_culprit
 from outlast.ray.protocol import ActorIdentity, ActorStatus, CallFailed, FailureKind
 
 __all__ = [

@@ -26,7 +26,7 @@ import msgspec
 from outlast import clock
 from outlast.decoding import from_json
 from outlast.errors import OutlastError
-from outlast.policy.lease import Owner, Process, Silence, Standing, Step, find_life, judge_owner
+from outlast.policy.lease import LeaseOwner, LeaseStep, OwnerStanding, Process, Silence, find_life, judge_owner
 from outlast.runtime.files import create_atomically
 from outlast.runtime.processes import is_alive
 
@@ -46,7 +46,9 @@ RECORD_BYTES = 1024
 MAX_TRIES = 100
 MAX_LOOKS = 10_000
 MAX_TORN = 3
-UNREADABLE = Owner(token="", process=Process(host="an unknown machine", machine="", pid=0, started=0), run="unknown")
+UNREADABLE = LeaseOwner(
+    token="", process=Process(host="an unknown machine", machine="", pid=0, started=0), run="unknown"
+)
 """In place of a record that is torn: whether somebody renews it shows in its bytes."""
 _RECORD = re.compile(r"(\d+)\.json")
 
@@ -62,7 +64,7 @@ class InUse(OutlastError):
         was_lost: It was ours, and was taken over.
     """
 
-    def __init__(self, url: str, owner: Owner, *, was_lost: bool = False) -> None:
+    def __init__(self, url: str, owner: LeaseOwner, *, was_lost: bool = False) -> None:
         what = "was taken over by" if was_lost else "is in use by"
         super().__init__(f"{url} {what} {owner.describe()}")
         self.owner, self.was_lost = owner, was_lost
@@ -140,16 +142,16 @@ class FolderRecords:
         return self._folder / f"{number}.json"
 
 
-def encode_owner(owner: Owner) -> bytes:
+def encode_owner(owner: LeaseOwner) -> bytes:
     """Return a record's bytes."""
     data = msgspec.json.encode(owner)
     return data + b" " * (-(len(data) + 1) % RECORD_BYTES) + b"\n"
 
 
-def decode_owner(data: bytes) -> Owner | None:
+def decode_owner(data: bytes) -> LeaseOwner | None:
     """Return who a record names; ``None``: it cannot be read."""
     try:
-        return from_json(data, Owner)
+        return from_json(data, LeaseOwner)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
@@ -160,7 +162,7 @@ class _Newest:
 
     number: int = 0
     data: bytes = b""
-    owner: Owner | None = None
+    owner: LeaseOwner | None = None
 
 
 class Lease:
@@ -179,9 +181,9 @@ class Lease:
     def __init__(
         self,
         records: Records,
-        own: Owner,
+        own: LeaseOwner,
         *,
-        follow: Callable[[Owner], Owner] | None = None,
+        follow: Callable[[LeaseOwner], LeaseOwner] | None = None,
         on_lost: Callable[[InUse], None] = lambda lost: None,
     ) -> None:
         self._records, self._follow, self._on_lost = records, follow, on_lost
@@ -279,12 +281,12 @@ class Lease:
                 silence, watched = Silence(), newest.number
             standing = self._judge_life(newest, silence)
             step = judge_owner(newest.owner, self._own, standing, leads=leads)
-            if step is Step.ENTER:
+            if step is LeaseStep.ENTER:
                 return
-            if step is Step.REFUSE:
+            if step is LeaseStep.REFUSE:
                 assert newest.owner is not None
                 raise InUse(self._records.url, newest.owner)
-            if step is Step.TAKE:
+            if step is LeaseStep.TAKE:
                 if newest.owner is not None and self._follow is not None:
                     own = self._follow(newest.owner)
                     self._own = msgspec.structs.replace(own, renew_s=self._records.renew_s)
@@ -304,10 +306,10 @@ class Lease:
         assert newest.owner is not None
         raise InUse(self._records.url, newest.owner)
 
-    def _judge_life(self, newest: _Newest, silence: Silence) -> Standing:
+    def _judge_life(self, newest: _Newest, silence: Silence) -> OwnerStanding:
         owner = newest.owner
         if owner is None:
-            return Standing()
+            return OwnerStanding()
         process = owner.token in _held if owner.process == self._own.process else is_alive(owner.process)
         job: bool | None = None
         mark: tuple[bytes, ...] = (newest.data,)
@@ -320,7 +322,7 @@ class Lease:
                 of_run = launcher.owner.run == owner.run and not launcher.owner.released
                 job = of_run and find_life(launcher.owner, process=is_alive(launcher.owner.process), job=None)
         silence.look(mark, clock.now_s())
-        return Standing(
+        return OwnerStanding(
             is_alive=find_life(owner, process=process, job=job),
             has_changed=silence.has_changed,
             silent_s=silence.silent_s,
@@ -415,10 +417,10 @@ class Lease:
         except (OSError, OutlastError) as error:
             log.debug("record %d of %s stays: %s", number, self._records.url, error)
 
-    def _is_ours(self, owner: Owner | None) -> bool:
+    def _is_ours(self, owner: LeaseOwner | None) -> bool:
         return owner is not None and owner.token == self._own.token
 
-    def _is_of_this_job(self, owner: Owner) -> bool:
+    def _is_of_this_job(self, owner: LeaseOwner) -> bool:
         """Return whether an owner writes beside this one."""
         return self._own.shares and owner.job == self._own.job
 

@@ -17,7 +17,7 @@ from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
 from outlast.monitor.rank_monitor import SectionTimer
-from outlast.policy.slots import OWN_VERDICTS
+from outlast.policy.causes import OWN_VERDICTS
 from outlast.runtime import postmortem
 from outlast.runtime.device import training_device
 from outlast.session.attempts import Attempt

@@ -17,14 +17,14 @@ from outlast.status.evidence import Evidence
 from outlast.status.job_events import JobEvents
 from outlast.status.report import (
     SCHEMA,
-    Budget,
+    BudgetReport,
     Budgets,
-    Generation,
+    GenerationReport,
     NodeReport,
     NodeState,
-    State,
+    RunState,
     StatusReport,
-    Waiting,
+    WaitingReport,
 )
 from outlast.status.troubles import list_troubles
 
@@ -53,8 +53,8 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
     run = newest.run_id if newest is not None else live.run_id if live is not None else ""
     ladder = _ladder_of(evidence, job)
     state = _state(evidence, job, ladder, now_ns)
-    over = _end(job, live) if state == State.OVER else (None, None)
-    waiting = _waiting(job, live, ladder, now_ns) if state == State.WAITING else None
+    over = _end(job, live) if state == RunState.OVER else (None, None)
+    waiting = _waiting(job, live, ladder, now_ns) if state == RunState.WAITING else None
     nodes = _nodes(evidence, job, ladder, state)
     cycle = max(job.cycles, default=live.cycle if live is not None and live.phase == "running" else None)
     track = job.track
@@ -106,7 +106,7 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
 # -- the state -------------------------------------------------------------------------------------------------
 
 
-def _state(evidence: Evidence, job: JobEvents, ladder: LadderState | None, now_ns: int) -> State:
+def _state(evidence: Evidence, job: JobEvents, ladder: LadderState | None, now_ns: int) -> RunState:
     live = evidence.live
     if live is not None:
         return _live_state(live)
@@ -120,23 +120,23 @@ def _state(evidence: Evidence, job: JobEvents, ladder: LadderState | None, now_n
         has_ended = bool(job.sessions) and not open_
     if True not in open_.values():
         if has_ended or (not open_ and bool(job.agents)):
-            return State.OVER
+            return RunState.OVER
         if open_ and None not in open_.values():
-            return State.NO_PROCESS
+            return RunState.NO_PROCESS
         signs_ns = [event.wall_ns for event in evidence.events[-1:]] + [evidence.renewed_ns]
         if _age(max(signs_ns), now_ns) > RECENT_S:
-            return State.UNKNOWN
+            return RunState.UNKNOWN
     if not job.agents or (job.cycles and not job.is_cycle_over):
-        return State.RUNNING
-    return State.WAITING if _missing(job, ladder) > 0 else State.FORMING
+        return RunState.RUNNING
+    return RunState.WAITING if _missing(job, ladder) > 0 else RunState.FORMING
 
 
-def _live_state(live: LiveStatus) -> State:
+def _live_state(live: LiveStatus) -> RunState:
     if live.phase == "over":
-        return State.OVER
+        return RunState.OVER
     if live.phase == "running":
-        return State.RUNNING
-    return State.WAITING if live.lack is not None and live.lack.num_missing else State.FORMING
+        return RunState.RUNNING
+    return RunState.WAITING if live.lack is not None and live.lack.num_missing else RunState.FORMING
 
 
 def _present(job: JobEvents, ladder: LadderState | None) -> set[str]:
@@ -154,10 +154,10 @@ def _missing(job: JobEvents, ladder: LadderState | None) -> int:
     return max(0, int(job.setting("num_nodes") or 0) - present)
 
 
-def _waiting(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None, now_ns: int) -> Waiting:
+def _waiting(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None, now_ns: int) -> WaitingReport:
     if live is not None and live.lack is not None:
         barred = {*live.quarantined, *live.held_back}
-        return Waiting(
+        return WaitingReport(
             num_missing=live.lack.num_missing,
             num_needed=live.lack.num_needed,
             have=sorted(node.name for node in live.nodes if node.ready and node.name not in barred),
@@ -165,7 +165,7 @@ def _waiting(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None
         )
     timeout_s = job.setting("join_timeout_s")
     left_s = None if timeout_s is None else max(0.0, float(timeout_s) - _age(job.waits_since_ns, now_ns))
-    return Waiting(
+    return WaitingReport(
         num_missing=_missing(job, ladder),
         num_needed=int(job.setting("num_nodes") or 0),
         have=sorted(_present(job, ladder)),
@@ -193,7 +193,7 @@ def _launcher(job: JobEvents, live: LiveStatus | None) -> str | None:
 # -- who, what for, how much -----------------------------------------------------------------------------------
 
 
-def _nodes(evidence: Evidence, job: JobEvents, ladder: LadderState | None, state: State) -> list[NodeReport]:
+def _nodes(evidence: Evidence, job: JobEvents, ladder: LadderState | None, state: RunState) -> list[NodeReport]:
     live, newest = evidence.live, job.newest_cycle
     newest_number = max(job.cycles, default=-1)
     lost_ranks = job.lost_ranks.get(newest_number, set())
@@ -209,8 +209,8 @@ def _nodes(evidence: Evidence, job: JobEvents, ladder: LadderState | None, state
     reports = []
     for name in names:
         agent, start = job.agents.get(name), newest.get(name)
-        runs = state == State.RUNNING and start is not None and name not in job.cycle_ends.get(newest_number, {})
-        if (told := there.get(name)) is not None and state == State.RUNNING:
+        runs = state == RunState.RUNNING and start is not None and name not in job.cycle_ends.get(newest_number, {})
+        if (told := there.get(name)) is not None and state == RunState.RUNNING:
             runs = told.slot is not None and not told.ready
         if name in job.ended:
             what = NodeState.ENDED
@@ -218,14 +218,14 @@ def _nodes(evidence: Evidence, job: JobEvents, ladder: LadderState | None, state
             what = NodeState.LOST
         elif name in barred or name in job.unhealthy:
             what = NodeState.EXCLUDED
-        elif state in (State.UNKNOWN, State.NO_PROCESS, State.OVER):
+        elif state in (RunState.UNKNOWN, RunState.NO_PROCESS, RunState.OVER):
             what = NodeState.UNKNOWN
         elif runs:
             what = NodeState.TRAINING
         elif name not in job.joined and name not in there and start is None:
             what = NodeState.JOINING
         else:
-            what = NodeState.SPARE if state == State.RUNNING and start is None else NodeState.READY
+            what = NodeState.SPARE if state == RunState.RUNNING and start is None else NodeState.READY
         facts = agent.data if agent is not None else {}
         ranks = [] if start is None else [int(rank) for rank in start.data.get("ranks") or ()]
         pids = [] if start is None or what != NodeState.TRAINING else [int(p) for p in start.data.get("pids") or ()]
@@ -244,7 +244,7 @@ def _nodes(evidence: Evidence, job: JobEvents, ladder: LadderState | None, state
     return sorted(reports, key=lambda node: (node.node_rank is None, node.node_rank or 0, node.name))
 
 
-def _nodes_of_sessions(evidence: Evidence, job: JobEvents, state: State) -> Iterable[NodeReport]:
+def _nodes_of_sessions(evidence: Evidence, job: JobEvents, state: RunState) -> Iterable[NodeReport]:
     """Yield the nodes of workers that were started by another launcher."""
     alive = {one.rank: runs for one, runs in evidence.living.items() if one.rank is not None}
     for name in dict.fromkeys(event.node for _, event in sorted(job.sessions.items())):
@@ -252,10 +252,10 @@ def _nodes_of_sessions(evidence: Evidence, job: JobEvents, state: State) -> Iter
         open_ = {rank: event for rank, event in sessions.items() if rank not in job.session_ends}
         if not open_:
             what = NodeState.ENDED
-        elif state == State.NO_PROCESS or all(alive.get(rank) is False for rank in open_):
+        elif state == RunState.NO_PROCESS or all(alive.get(rank) is False for rank in open_):
             what = NodeState.LOST
         else:
-            what = NodeState.TRAINING if state == State.RUNNING else NodeState.UNKNOWN
+            what = NodeState.TRAINING if state == RunState.RUNNING else NodeState.UNKNOWN
         pids = [event.data.get("pid") for event in sessions.values()]
         yield NodeReport(
             name=name,
@@ -320,16 +320,16 @@ def _budgets(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None
     )
 
 
-def _budget(used: int, limit: int | None) -> Budget:
-    return Budget(used=used, limit=limit, left=None if limit is None else max(0, limit - used))
+def _budget(used: int, limit: int | None) -> BudgetReport:
+    return BudgetReport(used=used, limit=limit, left=None if limit is None else max(0, limit - used))
 
 
 # -- what is saved ---------------------------------------------------------------------------------------------
 
 
 def _generations(
-    evidence: Evidence, job: JobEvents, state: State, ladder: LadderState | None, now_ns: int
-) -> list[Generation]:
+    evidence: Evidence, job: JobEvents, state: RunState, ladder: LadderState | None, now_ns: int
+) -> list[GenerationReport]:
     """Return the newest generation in each tier that still holds one, as far as the journal tells.
 
     What processes hold in memory ends with them: with the job, a node, or its checkpoint writer.
@@ -342,7 +342,7 @@ def _generations(
             tiers = [str(tier) for tier in event.data.get("tiers") or ()]
             if event.kind == EventKind.RESTORED:  # ranks may load from different tiers, but for this one
                 tiers = ["global"] if event.data.get("tier") == "global" else []
-            is_over = event.job != evidence.job or state in (State.OVER, State.NO_PROCESS)
+            is_over = event.job != evidence.job or state in (RunState.OVER, RunState.NO_PROCESS)
             for tier in tiers:
                 lasts = tier in ("local", "global") or (tier == "replica" and "local" in tiers)
                 if (lasts or not is_over) and not _is_distrusted(event, tier, ladder):
@@ -350,7 +350,7 @@ def _generations(
                     if known is None or (known.iteration or 0) <= event.iteration or known.job != event.job:
                         newest[tier] = event
     return [
-        Generation(
+        GenerationReport(
             tier=tier,
             iteration=newest[tier].iteration or 0,
             time=_time(newest[tier]),
@@ -384,13 +384,13 @@ def _is_distrusted(event: Event, tier: str, ladder: LadderState | None) -> bool:
 def _summary(report: StatusReport, unreachable: str | None) -> str:
     """Return the state in one line."""
     match report.state:
-        case State.OVER:
+        case RunState.OVER:
             if report.exit_code is None:
                 return "over"
             return f"over with exit code {report.exit_code}" + (f": {report.reason}" if report.reason else "")
-        case State.NO_PROCESS:
+        case RunState.NO_PROCESS:
             return f"no live process: last seen {_ago(report.last_seen_s)}; start it again to go on"
-        case State.UNKNOWN:
+        case RunState.UNKNOWN:
             hosts = sorted({node.host or node.name for node in report.nodes if node.state == NodeState.UNKNOWN})
             where = f"on {', '.join(hosts[:3])}{', ...' if len(hosts) > 3 else ''}"
             asked = f" ({unreachable})" if unreachable else ""
@@ -398,13 +398,13 @@ def _summary(report: StatusReport, unreachable: str | None) -> str:
                 f"not known: last seen {_ago(report.last_seen_s)}; its processes are {where} and cannot be seen from "
                 f"here{asked}; ask there"
             )
-        case State.WAITING if report.waiting is not None:
+        case RunState.WAITING if report.waiting is not None:
             waiting = report.waiting
             nodes = "1 node" if waiting.num_needed == 1 else f"{waiting.num_needed} nodes"
             have = ", ".join(waiting.have[:8]) + (", ..." if len(waiting.have) > 8 else "")
             ends = "" if waiting.gives_up_in_s is None else f"; gives up in {waiting.gives_up_in_s:.0f} s"
             return f"waiting for {waiting.num_missing} of {nodes} (have: {have or 'none'}){ends}"
-        case State.RUNNING:
+        case RunState.RUNNING:
             where = "" if report.cycle is None else f"cycle {report.cycle}"
             told = "" if report.iteration is None else f"iteration {report.iteration}"
             rate = "" if report.rate is None else f"{report.rate:.3g} iterations/s"

@@ -8,22 +8,22 @@ import msgspec
 
 __all__ = [
     "SCHEMA",
-    "Budget",
+    "BudgetReport",
     "Budgets",
-    "Generation",
+    "GenerationReport",
     "NodeReport",
     "NodeState",
-    "State",
+    "RunState",
     "StatusReport",
     "Trouble",
-    "Waiting",
+    "WaitingReport",
 ]
 
 SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""
 
 
-class State(StrEnum):
+class RunState(StrEnum):
     """How a job is."""
 
     FORMING = "forming"
@@ -82,7 +82,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of these that ended, and without which the others go on."""
 
 
-class Budget(msgspec.Struct, frozen=True, kw_only=True):
+class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):
     """One budget of the ladder."""
 
     used: int
@@ -96,17 +96,17 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 class Budgets(msgspec.Struct, frozen=True, kw_only=True):
     """What may still be tried."""
 
-    restarts_in_a_row: Budget
+    restarts_in_a_row: BudgetReport
     """Restarts since the last progress, `--max-restarts`."""
-    restarts_total: Budget
+    restarts_total: BudgetReport
     """Restarts of the whole run, `--max-restarts-total`."""
-    cycles_without_progress: Budget
+    cycles_without_progress: BudgetReport
     """Cycles in a row that made none, `max_no_progress_cycles`; counts only where `progress_known`."""
     progress_known: bool
     """A worker of this run reports its saves."""
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
     """The newest generation in one tier."""
 
     tier: str
@@ -148,7 +148,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """How many ranks and nodes reported it, or what it did to them."""
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+class WaitingReport(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that are waited for."""
 
     num_missing: int
@@ -180,7 +180,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """`outlast run`, or who started the workers else: `torchrun`, `srun`, `python`; `null`: not known."""
     command: list[str]
     """The script with its arguments."""
-    state: State
+    state: RunState
     """See below."""
     summary: str
     """The state in one line."""
@@ -194,7 +194,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """The newest line of the journal, word of the coordinator, or renewal by the run directory's owner."""
     last_seen_s: float | None
     """Its age."""
-    waiting: Waiting | None
+    waiting: WaitingReport | None
     """`null`: no node is waited for."""
     cycle: int | None
     """The newest cycle that has started."""
@@ -218,7 +218,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the nodes that get none."""
     budgets: Budgets | None
     """`null`: nothing of ours restarts the workers, or it is not known."""
-    generations: list[Generation]
+    generations: list[GenerationReport]
     """The newest of each tier, nearest tier first."""
     directory: str | None
     """Global tier."""

@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from outlast.status.report import Budget, NodeReport, NodeState, State, StatusReport
+from outlast.status.report import BudgetReport, NodeReport, NodeState, RunState, StatusReport
 
 __all__ = ["render", "terminal_width"]
 
@@ -48,8 +48,8 @@ def _entries(report: StatusReport) -> Iterator[tuple[str, str]]:
     yield "run", f"{report.run}, job {report.job}{started_by}"
     if report.run_dir is not None:
         yield "directory", report.run_dir
-    yield "state", str(report.state) if report.state == State.RUNNING else report.summary
-    if report.state == State.RUNNING and (report.iteration_age_s or 0) > 60:
+    yield "state", str(report.state) if report.state == RunState.RUNNING else report.summary
+    if report.state == RunState.RUNNING and (report.iteration_age_s or 0) > 60:
         yield "", f"no iteration was reported for {_duration(report.iteration_age_s or 0)}"
     if report.iteration is not None:
         rate = "" if report.rate is None else f", {report.rate:.3g} iterations/s"
@@ -120,7 +120,7 @@ def _incidents(report: StatusReport) -> Iterator[tuple[str, str]]:
         yield "", f"{_duration(one.age_s)} ago{where}: {one.text}{times}{decision}"
 
 
-def _budget(budget: Budget) -> str:
+def _budget(budget: BudgetReport) -> str:
     return f"{budget.used} of {budget.limit}" if budget.limit is not None else f"{budget.used} (no limit)"
 
 

@@ -23,7 +23,7 @@ from outlast.config.straggler_detection import StragglerDetectionConfig
 from outlast.decoding import from_msgpack
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError, PeerLost
-from outlast.policy.machines import Cause, MachineVerdict, choose_others
+from outlast.policy.machines import MachineVerdict, SlownessCause, choose_others
 from outlast.policy.slowness import MIN_SAMPLES
 from outlast.policy.stragglers import Findings, Streaks, judge
 from outlast.policy.timings import RankTimings, lower_median
@@ -92,7 +92,7 @@ class StragglerDetector:
         self._waiting, self._left_out = Waiting(self._recorder), LeftOut(self._recorder)
         self._best = OwnBest()
         self._streaks = Streaks()
-        self._causes: dict[int, Cause] = {}
+        self._causes: dict[int, SlownessCause] = {}
         self._group: Group | None = None
         self._num_warmup = num_warmup_steps
         self._interval = self.config.profiling_interval
@@ -332,7 +332,7 @@ class StragglerDetector:
     def _stop_for(self, findings: Findings) -> tuple[int, ...]:
         """Return the ranks below a threshold, without those that may only wait for another one."""
         alike = {one.rank for one in findings.named if one.alike}
-        proven = {rank for rank, cause in self._causes.items() if cause in (Cause.MACHINE, Cause.LINK)}
+        proven = {rank for rank, cause in self._causes.items() if cause in (SlownessCause.MACHINE, SlownessCause.LINK)}
         return tuple(rank for rank in findings.below_threshold if rank not in alike or rank in proven)
 
     def _pace(self, ranks: tuple[RankTimings, ...]) -> None:

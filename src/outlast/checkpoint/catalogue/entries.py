@@ -1,4 +1,4 @@
-"""The words of the catalogue: a place, its generations, their problems, and the files that they consist of.
+"""The words of the catalogue: a place, its generations, their problems, the files that they consist of, and leftovers.
 
 What is a ``msgspec.Struct`` is the documented JSON of ``outlast ckpt``; the dataclasses beside them carry what a
 command does with it.
@@ -6,30 +6,36 @@ command does with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 
 from outlast.checkpoint.claim import RUN
 from outlast.errors import CheckpointError, Corrupt, Incomplete
-from outlast.policy.directory_owner import Owner
+from outlast.policy.lease import DirectoryRun
 
 __all__ = [
-    "Found",
+    "DirectoryListing",
     "Generation",
-    "Held",
     "Leftover",
-    "Looked",
-    "Place",
+    "ListedGeneration",
+    "ListedLeftover",
+    "ListedPlace",
+    "NodeHolding",
     "Problem",
     "Reader",
-    "Remains",
     "StoredFile",
     "check_hint",
     "describe_error",
+    "list_leftovers",
 ]
 
 
@@ -53,7 +59,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.file}: {self.reason}{within}"
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class NodeHolding(msgspec.Struct, frozen=True, kw_only=True):
     """What one node's folder holds of a generation; ranks whose file passed the check."""
 
     node: str
@@ -82,7 +88,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     num_files: int = 0
     num_bytes: int = 0
     """On this place, replicas and manifests included."""
-    held: tuple[Held, ...] = ()
+    held: tuple[NodeHolding, ...] = ()
     """By node; empty for the global tier."""
     elsewhere: tuple[int, ...] = ()
     """Ranks whose nodes have no folder here, and of which nothing lies here: nothing can be said of them."""
@@ -114,7 +120,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     """When something in it last changed, in nanoseconds since the epoch; ``None`` = the store does not tell."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ListedPlace(msgspec.Struct, frozen=True, kw_only=True):
     """One directory."""
 
     path: str
@@ -160,7 +166,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ListedGeneration:
     """A generation, and what can be done with it."""
 
     entry: Generation
@@ -175,7 +181,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remains:
+class ListedLeftover:
     """A leftover, and how to delete it."""
 
     entry: Leftover
@@ -183,19 +189,19 @@ class Remains:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class DirectoryListing:
     """A place that was looked into."""
 
-    entry: Place
-    found: tuple[Found, ...]
+    entry: ListedPlace
+    found: tuple[ListedGeneration, ...]
     """As ``entry.generations``."""
-    remains: tuple[Remains, ...]
+    remains: tuple[ListedLeftover, ...]
     """As ``entry.leftovers``."""
 
 
 def check_hint(
     hint: str | None,
-    owner: Owner | None,
+    owner: DirectoryRun | None,
     *,
     is_there: bool,
     proven: Collection[str] = (),
@@ -230,3 +236,49 @@ def describe_error(error: Exception, file: str, *, node: str | None = None, rank
     kind = type(error).__name__ if isinstance(error, CheckpointError) else CheckpointError.__name__
     reason = str(error) if isinstance(error, CheckpointError) else f"cannot be read ({error})"
     return Problem(kind=kind, reason=reason, file=file, node=node, rank=rank)
+
+
+_LEFT = re.compile(r"step-(?P<iteration>\d+)\.(?:(?P<kind>tmp|aside)-(?P<attempt>.+)|doomed)")
+
+
+def list_leftovers(folder: Path, prefix: str) -> Iterator[ListedLeftover]:
+    """Yield what lies in a folder and is no committed generation.
+
+    Args:
+        folder: A folder of generations.
+        prefix: Its name relative to the place, with a slash; may be empty.
+    """
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+        if (match := _LEFT.fullmatch(name)) is None:
+            continue
+        num_bytes, modified_ns = _measure(folder / name)
+        entry = Leftover(
+            name=f"{prefix}{name}",
+            kind={"tmp": "attempt", "aside": "aside", None: "deletion"}[match["kind"]],  # type: ignore[arg-type]
+            iteration=int(match["iteration"]),
+            attempt=match["attempt"],
+            num_bytes=num_bytes,
+            modified_ns=modified_ns,
+        )
+        yield ListedLeftover(entry=entry, remove=partial(_remove_tree, folder / name))
+
+
+def _measure(path: Path) -> tuple[int, int]:
+    """Return the bytes below a folder, and when something in it last changed; what vanishes meanwhile is left out."""
+    num_bytes, modified_ns = 0, 0
+    for folder, _, names in os.walk(path):
+        for one in (folder, *(os.path.join(folder, name) for name in names)):
+            try:
+                status = os.lstat(one)
+            except FileNotFoundError:
+                continue
+            modified_ns = max(modified_ns, status.st_mtime_ns)
+            num_bytes += 0 if one == folder else status.st_size
+    return num_bytes, modified_ns
+
+
+def _remove_tree(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass  # the run that it belongs to was quicker

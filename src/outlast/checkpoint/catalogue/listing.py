@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from outlast.checkpoint.catalogue.entries import Looked
+from outlast.checkpoint.catalogue.entries import DirectoryListing
 from outlast.checkpoint.catalogue.local import find_node_folders, look_into_folders
 from outlast.checkpoint.directory import SUSPECT
 from outlast.checkpoint.manifest import MANIFEST
@@ -21,7 +21,7 @@ _STORE_FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 _NODE_FILE = re.compile(r"rank-\d+\.safetensors|parity-\d+\.bin")
 
 
-def look_into(name: str) -> Looked:
+def look_into(name: str) -> DirectoryListing:
     """List what lies in a directory.
 
     Args:
@@ -49,7 +49,7 @@ def look_into(name: str) -> Looked:
     return look_into_folders(path, find_node_folders(path))
 
 
-def _look_into_store(url: str) -> Looked:
+def _look_into_store(url: str) -> DirectoryListing:
     from outlast.checkpoint.catalogue.store import look_into_store
 
     return look_into_store(url)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outlast.checkpoint.catalogue.entries import Found, Leftover, Looked, Remains
+from outlast.checkpoint.catalogue.entries import DirectoryListing, Leftover, ListedGeneration, ListedLeftover
 from outlast.errors import Corrupt, Incomplete
 from outlast.policy.retention import choose_kept
 
@@ -35,8 +35,8 @@ class Rule:
 class Plan:
     """What goes; nothing is deleted yet."""
 
-    generations: tuple[Found, ...]
-    remains: tuple[Remains, ...]
+    generations: tuple[ListedGeneration, ...]
+    remains: tuple[ListedLeftover, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -46,7 +46,7 @@ class Plan:
         )
 
 
-def plan_pruning(looked: Looked, rule: Rule, *, now_ns: int) -> Plan:
+def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
     """Choose what goes.
 
     Of the generations older than the newest valid one: the valid ones that the retention does not keep and the tracker
@@ -61,7 +61,7 @@ def plan_pruning(looked: Looked, rule: Rule, *, now_ns: int) -> Plan:
     """
     committed = [found for found in looked.found if not found.entry.suspect]
     valid = [found.entry.iteration for found in committed if found.entry.valid]
-    generations: list[Found] = []
+    generations: list[ListedGeneration] = []
     if rule.most_recent_k is not None and valid:
         kept = choose_kept(
             valid,
@@ -87,7 +87,7 @@ def plan_pruning(looked: Looked, rule: Rule, *, now_ns: int) -> Plan:
     return Plan(generations=tuple(generations), remains=tuple(remains))
 
 
-def _is_of_no_use(found: Found) -> bool:
+def _is_of_no_use(found: ListedGeneration) -> bool:
     """Return whether a generation that is not valid is torn for certain."""
     torn = (Incomplete.__name__, Corrupt.__name__)
     return bool(found.entry.problems) and all(problem.kind in torn for problem in found.entry.problems)

@@ -10,12 +10,12 @@ from functools import partial
 import msgspec
 
 from outlast.checkpoint.catalogue.entries import (
-    Found,
+    DirectoryListing,
     Generation,
-    Looked,
-    Place,
+    ListedGeneration,
+    ListedLeftover,
+    ListedPlace,
     Problem,
-    Remains,
     StoredFile,
     check_hint,
     describe_error,
@@ -35,7 +35,7 @@ NUM_THREADS = 8
 _FILE = re.compile(rf"(?P<above>{SUSPECT}/)?step-(?P<iteration>\d+)/(?P<name>.+)")
 
 
-def look_into_store(url: str) -> Looked:
+def look_into_store(url: str) -> DirectoryListing:
     """List what lies in a global directory.
 
     Args:
@@ -66,9 +66,13 @@ def look_into_store(url: str) -> Looked:
                 sorted(folders, reverse=True),
             )
         )
-    remains = [*files.remains(""), *files.remains(SUSPECT), *(one for one in outcomes if isinstance(one, Remains))]
-    found = tuple(one for one in outcomes if isinstance(one, Found))
-    place = Place(
+    remains = [
+        *files.remains(""),
+        *files.remains(SUSPECT),
+        *(one for one in outcomes if isinstance(one, ListedLeftover)),
+    ]
+    found = tuple(one for one in outcomes if isinstance(one, ListedGeneration))
+    place = ListedPlace(
         path=url,
         tier="global",
         run=run,
@@ -77,12 +81,12 @@ def look_into_store(url: str) -> Looked:
         generations=tuple(one.entry for one in found),
         leftovers=tuple(one.entry for one in remains),
     )
-    return Looked(entry=place, found=found, remains=tuple(remains))
+    return DirectoryListing(entry=place, found=found, remains=tuple(remains))
 
 
 def _examine(
     files: Files, iteration: int, sizes: Mapping[str, int], *, suspect: bool, run: str | None
-) -> Found | Remains:
+) -> ListedGeneration | ListedLeftover:
     """Judge a generation by its manifest and its files' lengths."""
     above = SUSPECT if suspect else ""
     folder = f"{above}/step-{iteration}" if above else f"step-{iteration}"
@@ -109,7 +113,7 @@ def _examine(
             raise Untrusted(f"belongs to run {manifest.run}, its directory to run {run}")
     except (OSError, CheckpointError) as error:
         bad = msgspec.structs.replace(entry, problems=(describe_error(error, f"{folder}/{MANIFEST}"),))
-        return Found(
+        return ListedGeneration(
             entry=bad, files=(), judge=lambda problems: bad, remove=partial(_remove, files, above, iteration, data)
         )
     problems = list(_check_sizes(manifest, folder, sizes))
@@ -126,7 +130,7 @@ def _examine(
         finite=manifest.finite,
         problems=tuple(problems),
     )
-    return Found(
+    return ListedGeneration(
         entry=entry,
         files=tuple(
             StoredFile(

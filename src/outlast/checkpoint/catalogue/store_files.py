@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from outlast.checkpoint.catalogue.entries import Leftover, Reader, Remains
-from outlast.checkpoint.catalogue.leftovers import list_leftovers
+from outlast.checkpoint.catalogue.entries import Leftover, ListedLeftover, Reader, list_leftovers
 from outlast.checkpoint.catalogue.shard_file import PIECE_BYTES, open_file
 from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.directory import Directory
@@ -34,10 +33,10 @@ class Files(Protocol):
     def open(self, name: str) -> AbstractContextManager[Reader]:
         """Open a large file. Raises: OSError, CheckpointError."""
 
-    def remains(self, above: str) -> Iterator[Remains]:
+    def remains(self, above: str) -> Iterator[ListedLeftover]:
         """Yield the leftovers of a folder of generations."""
 
-    def unfinished(self, folder: str, iteration: int, names: list[str], num_bytes: int) -> Remains | None:
+    def unfinished(self, folder: str, iteration: int, names: list[str], num_bytes: int) -> ListedLeftover | None:
         """Return what a generation's folder without a manifest is here: a leftover, or ``None``: a damaged one."""
 
     def remove(self, above: str, iteration: int) -> None:
@@ -72,11 +71,11 @@ class Disk:
         """Open a large file."""
         return open_file(self._path / name)
 
-    def remains(self, above: str) -> Iterator[Remains]:
+    def remains(self, above: str) -> Iterator[ListedLeftover]:
         """Yield the leftovers of a folder of generations."""
         return list_leftovers(self._path / above, f"{above}/" if above else "")
 
-    def unfinished(self, folder: str, iteration: int, names: list[str], num_bytes: int) -> Remains | None:
+    def unfinished(self, folder: str, iteration: int, names: list[str], num_bytes: int) -> ListedLeftover | None:
         """Return ``None``: what has its final name had a manifest."""
         return None
 
@@ -109,11 +108,11 @@ class Bucket:
         """Give ranges of a large object."""
         yield _Object(self._store, name)
 
-    def remains(self, above: str) -> Iterator[Remains]:
+    def remains(self, above: str) -> Iterator[ListedLeftover]:
         """Yield nothing: what is unfinished has its final name already."""
         return iter(())
 
-    def unfinished(self, folder: str, iteration: int, names: list[str], num_bytes: int) -> Remains:
+    def unfinished(self, folder: str, iteration: int, names: list[str], num_bytes: int) -> ListedLeftover:
         """Return an attempt: nothing tells whether it is under way but its age."""
         entry = Leftover(
             name=folder,
@@ -122,7 +121,7 @@ class Bucket:
             num_bytes=num_bytes,
             modified_ns=self._store.modified_ns(folder),
         )
-        return Remains(entry=entry, remove=lambda: self._store.remove(names))
+        return ListedLeftover(entry=entry, remove=lambda: self._store.remove(names))
 
     def remove(self, above: str, iteration: int) -> None:
         """Delete a generation: first its manifest."""

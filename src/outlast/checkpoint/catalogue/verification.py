@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from outlast.checkpoint.catalogue.entries import Found, Generation, Problem, Reader, StoredFile, describe_error
+from outlast.checkpoint.catalogue.entries import (
+    Generation,
+    ListedGeneration,
+    Problem,
+    Reader,
+    StoredFile,
+    describe_error,
+)
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.errors import CheckpointError, Corrupt, Incomplete
 
@@ -37,7 +44,7 @@ class _Turn:
 
 
 def verify(
-    found: Found,
+    found: ListedGeneration,
     *,
     num_threads: int,
     on_read: Callable[[int], None] | None = None,

@@ -19,7 +19,7 @@ from outlast.checkpoint.replica.client import ReplicaError, ReplicaRefused, Targ
 from outlast.checkpoint.replica.parity import PARITY_PART, blocks_of
 from outlast.checkpoint.shard import num_chunks
 
-__all__ = ["Holder", "Outcome", "Replicator", "Target"]
+__all__ = ["CopyOutcome", "Holder", "Replicator", "Target"]
 
 log = logging.getLogger(__name__)
 PROBE_INTERVAL_S = 2.0
@@ -27,7 +27,7 @@ PROBE_TIMEOUT_S = 2.0
 MAX_TARGETS_AT_ONCE = 8
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CopyOutcome(msgspec.Struct, frozen=True):
     """What became of one target's copy."""
 
     node: str
@@ -76,7 +76,7 @@ class Replicator:
 
     def replicate(
         self, copy: CopyKey, fd: int, num_bytes: int, targets: tuple[Target, ...], *, timeout_s: float
-    ) -> tuple[Outcome, ...]:
+    ) -> tuple[CopyOutcome, ...]:
         """Copy a part to several nodes at once.
 
         Args:
@@ -100,7 +100,7 @@ class Replicator:
 
     def replicate_blocks(
         self, copy: CopyKey, fd: int, num_bytes: int, holders: tuple[Holder, ...], *, timeout_s: float
-    ) -> tuple[Outcome, ...]:
+    ) -> tuple[CopyOutcome, ...]:
         """Give each other member of a parity group its block of a shard.
 
         Args:
@@ -135,25 +135,25 @@ class Replicator:
             [(holder.target, partial(give, holder, block)) for holder, block in zip(holders, blocks, strict=True)]
         )
 
-    def _at_once(self, jobs: Sequence[tuple[Target, Callable[[], tuple[str, ...]]]]) -> tuple[Outcome, ...]:
+    def _at_once(self, jobs: Sequence[tuple[Target, Callable[[], tuple[str, ...]]]]) -> tuple[CopyOutcome, ...]:
         if not jobs:
             return ()
         with ThreadPoolExecutor(min(len(jobs), MAX_TARGETS_AT_ONCE), thread_name_prefix="outlast-push") as pool:
             return tuple(pool.map(lambda job: self._one(*job), jobs))
 
-    def _one(self, target: Target, give: Callable[[], tuple[str, ...]]) -> Outcome:
+    def _one(self, target: Target, give: Callable[[], tuple[str, ...]]) -> CopyOutcome:
         with self._lock:
             known = self._failed.get(target)
         if known is not None:
-            return Outcome(target.node, None, f"left out until it answers again, since: {known}", False)
+            return CopyOutcome(target.node, None, f"left out until it answers again, since: {known}", False)
         try:
             chunks = give()
         except ReplicaError as error:
             is_new = self._note(target, str(error), must_skip=not isinstance(error, ReplicaRefused))
-            return Outcome(target.node, None, str(error), is_new)
+            return CopyOutcome(target.node, None, str(error), is_new)
         with self._lock:
             self._in_trouble.discard(target)
-        return Outcome(target.node, chunks, None, False)
+        return CopyOutcome(target.node, chunks, None, False)
 
     def _note(self, target: Target, error: str, *, must_skip: bool) -> bool:
         """Note a failure; return whether it is news. Whoever refuses at once need not be left out."""

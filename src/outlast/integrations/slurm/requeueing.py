@@ -19,7 +19,7 @@ from outlast import clock
 from outlast.decoding import from_json
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.slurm.commands import call
-from outlast.launch.ladder_file import load_ladder
+from outlast.launch.verdicts import load_ladder
 from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
 from outlast.runtime.files import write_atomically
 from outlast.slurm_notation import expand_nodes

@@ -11,7 +11,7 @@ from outlast import env
 from outlast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.catalogue.entries import Found, Generation, Place
+    from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, ListedPlace
 
 __all__ = ["resolve_resume_path"]
 
@@ -75,9 +75,9 @@ def _why_not(entry: Generation, distrusted: frozenset[str]) -> str | None:
     return None
 
 
-def _distrusted_attempts(run_dir: str | os.PathLike[str] | None, place: Place) -> frozenset[str]:
+def _distrusted_attempts(run_dir: str | os.PathLike[str] | None, place: ListedPlace) -> frozenset[str]:
     """Return the attempts in this place that the run's ladder does not load any more."""
-    from outlast.launch.ladder_file import load_ladder
+    from outlast.launch.verdicts import load_ladder
     from outlast.policy.quarantine import is_distrusted
     from outlast.policy.recovery_point import Copy, Tier
 
@@ -92,7 +92,7 @@ def _distrusted_attempts(run_dir: str | os.PathLike[str] | None, place: Place) -
     )
 
 
-def _path_of(found: Found, place: Place, *, is_url: bool) -> Path | str:
+def _path_of(found: ListedGeneration, place: ListedPlace, *, is_url: bool) -> Path | str:
     entry = found.entry
     if is_url:
         return f"{place.path.rstrip('/')}/step-{entry.iteration}"

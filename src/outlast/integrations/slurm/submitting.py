@@ -10,7 +10,7 @@ from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.slurm.batch_script import BatchScript
 from outlast.integrations.slurm.commands import call
 from outlast.integrations.slurm.requeueing import load_requeue_state
-from outlast.launch.ladder_file import load_ladder
+from outlast.launch.verdicts import load_ladder
 from outlast.runtime.files import write_atomically
 
 __all__ = ["Submission", "prepare", "submit", "with_known_exclusions"]

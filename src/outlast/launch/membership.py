@@ -1,0 +1,480 @@
+"""The nodes of a job as the coordinator knows them: who is there, who lives, who holds which slot, who is waited for.
+
+:class:`Nodes` is the roll. :class:`Forming` fills the slots of the next cycle from the nodes that wait.
+:class:`Adoption` rebuilds both for a new coordinator of a job in progress: the control store is soft state, so agents
+that lost it keep their slots and register with their place in the last cycle once they reach a store again. A slot that
+nobody claims in time belonged to a node that was lost together with the old store.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outlast.errors import ExitReason
+from outlast.launch import protocol as m
+from outlast.policy.ladder import LadderState, Limits
+from outlast.policy.slots import Slot, SlotCandidate, fill_slots, shrink
+from outlast.wording import count
+
+__all__ = ["Adoption", "Forming", "JobSettings", "Lack", "Node", "Nodes", "Outbox", "name_job", "why_it_waits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """What the coordinator is told about the job."""
+
+    job: str
+    num_slots: int
+    """Nodes that train at a time; more than these wait as spares."""
+    max_nodes: int = 0
+    """Most nodes that may join; 0 = not known."""
+    former_host: str | None = None
+    """Node that hosted the control store before, when the job is in progress and lost it; else ``None``."""
+    min_nodes: int | None = None
+    """Smallest world to shrink to when no spare is left; ``None`` = never shrink."""
+    limits: Limits = field(default_factory=Limits)
+    is_named: bool = True
+    """The run has an id or a directory of its own: once finished, it is not trained again."""
+    join_timeout_s: float = 600.0
+    """How long an incomplete cycle may wait for nodes before the job stops."""
+    node_timeout_s: float = 5.0
+    """How long a node may give no sign of life."""
+    goodbye_timeout_s: float = 5.0
+    """How long the coordinator waits for nodes to hear that the job is over."""
+
+
+def name_job(allocation: str | None, state: LadderState) -> str:
+    """Return a name that no earlier job of the run has had.
+
+    What a cycle saved is known by the names of its job and cycle. A re-queued allocation has the number that it had
+    before, and so have two launches in one allocation.
+
+    Args:
+        allocation: The scheduler's number of the allocation; ``None`` without a scheduler.
+        state: What is remembered of the run.
+    """
+    if allocation is None:
+        return f"job-{secrets.token_hex(4)}"
+    cycles = {load.cycle for load in state.loads}.union(*(one.tainted for one in state.distrusted))
+    taken = {step.job for step in state.history} | {cycle.rpartition("-")[0] for cycle in cycles}
+    name, number = allocation, 1
+    while name in taken:
+        name, number = f"{allocation}.{number}", number + 1
+    return name
+
+
+log = logging.getLogger(__name__)
+
+Outbox = list[tuple[str, str, m.ToNode]]
+"""(node, epoch, message) to be sent."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """One life of one node's agent."""
+
+    name: str
+    epoch: str
+    candidate: SlotCandidate
+    ready: bool = True
+    """It waits for a cycle; otherwise it is in one."""
+    last: m.ToNode | None = None
+    """What it was told last."""
+    beat: int = -1
+    beat_at_s: float = 0.0
+
+
+class Nodes:
+    """All nodes by name, and the slots.
+
+    Args:
+        num_slots: Nodes that train at a time.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.by_name: dict[str, Node] = {}
+        self.out: Outbox = []
+        """What is to be sent, in order."""
+        self.num_joins = 0
+        self.claims: dict[str, m.JoinRequest] = {}
+        """Joins under a name whose former life is not yet known to be over."""
+        self._ready: set[str] = set()
+        self._slots: tuple[Slot, ...] = tuple(Slot() for _ in range(num_slots))
+        self._holders: frozenset[str] = frozenset()
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(list(self.by_name.values()))
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots, in the order of their ranks."""
+        return self._slots
+
+    @slots.setter
+    def slots(self, slots: Sequence[Slot]) -> None:
+        self._slots = tuple(slots)
+        self._holders = frozenset(slot.holder for slot in slots if slot.holder is not None)
+
+    @property
+    def holders(self) -> frozenset[str]:
+        """Names of the nodes that hold a slot, also of those that are gone."""
+        return self._holders
+
+    def name_of_rank(self, rank: int | None) -> str:
+        """Return the name of the node that carries a rank; empty where that cannot be told."""
+        base_rank = 0
+        for slot in self._slots:
+            base_rank += slot.nproc or 0
+            if rank is not None and rank < base_rank:
+                return slot.holder or ""
+        return ""
+
+    def add(self, message: m.JoinRequest | m.Register, now_s: float) -> Node:
+        """Add a node's new life."""
+        self.num_joins += 1
+        candidate = SlotCandidate(order=self.num_joins, nproc=message.nproc, wish=message.wish)
+        node = Node(name=message.node, epoch=message.epoch, candidate=candidate, beat_at_s=now_s)
+        self.by_name[node.name] = node
+        self._ready.add(node.name)
+        return node
+
+    def mark(self, node: Node, *, ready: bool) -> None:
+        """Note that a node waits for a cycle, or is in one."""
+        node.ready = ready
+        if ready:
+            self._ready.add(node.name)
+        else:
+            self._ready.discard(node.name)
+
+    def get(self, name: str) -> Node | None:
+        """Return a node, if it is there."""
+        return self.by_name.get(name)
+
+    def remove(self, name: str) -> None:
+        """Forget a node; the slot that it holds stays its until another one is given it."""
+        self.by_name.pop(name, None)
+        self._ready.discard(name)
+
+    def holder(self, slot: Slot) -> Node | None:
+        """Return the node that holds a slot, if it is there."""
+        return self.by_name.get(slot.holder) if slot.holder is not None else None
+
+    def holds_slot(self, node: Node) -> bool:
+        """Return whether a node holds a slot."""
+        return node.name in self._holders
+
+    @property
+    def num_ready(self) -> int:
+        """Number of nodes that wait for a cycle; asked for at every message, so it costs the same for any number."""
+        return len(self._ready)
+
+    def ready(self) -> dict[str, SlotCandidate]:
+        """Return the nodes that wait for a cycle."""
+        return {name: self.by_name[name].candidate for name in self.by_name if name in self._ready}
+
+    def any_busy_holder(self) -> bool:
+        """Return whether a node that is there and holds a slot is still in a cycle."""
+        return len(self.by_name) > len(self._ready) and any(
+            name in self.by_name and name not in self._ready for name in self._holders
+        )
+
+    def spares(self, barred: Sequence[str]) -> list[Node]:
+        """Return the nodes that wait for a slot and may have one."""
+        return [n for n in self if n.ready and not self.holds_slot(n) and n.name not in barred]
+
+    def num_heirs(self, name: str, barred: Sequence[str]) -> int:
+        """Return how many spares could take the slot of a node; any could, where it holds none."""
+        nproc = next((slot.nproc for slot in self._slots if slot.holder == name), None)
+        return sum(nproc in (None, spare.candidate.nproc) for spare in self.spares(barred))
+
+    def send(self, node: Node, message: m.ToNode) -> None:
+        """Tell a node something."""
+        node.last = message
+        self.out.append((node.name, node.epoch, message))
+
+    def send_all(self, message: m.ToNode) -> None:
+        """Tell every node something."""
+        for node in self:
+            self.send(node, message)
+
+    def refuse_claim(self, holder: Node) -> None:
+        """Turn away a second agent of a node's name, if there is one: the first has just shown that it lives."""
+        if (claim := self.claims.pop(holder.name, None)) is None:
+            return
+        log.warning("a second agent named %s was refused: the first one is still running", claim.node)
+        reason = f"another agent of the name {holder.name!r} is alive in this job; give each its own --node-name"
+        self.out.append((claim.node, claim.epoch, m.Stop(exit_code=ExitReason.BAD_INPUT, reason=reason)))
+
+    def take_out(self) -> Outbox:
+        """Return what is to be sent, once."""
+        out, self.out = self.out, []
+        return out
+
+    def judge_beats(
+        self, beats: Mapping[str, int], now_s: float, *, timeout_s: float, paused: bool
+    ) -> tuple[list[Node], list[Node]]:
+        """Return the nodes that beat since the last call, and those that have not for ``timeout_s``.
+
+        Args:
+            beats: Node name to its counter.
+            now_s: Monotonic seconds.
+            timeout_s: How long a node may give no sign of life.
+            paused: The caller itself was away: nobody is judged.
+        """
+        alive, silent = [], []
+        for node in self:
+            beat = beats.get(node.name, node.beat)
+            if beat != node.beat or paused:
+                node.beat, node.beat_at_s = beat, now_s
+                if not paused:
+                    alive.append(node)
+            elif now_s - node.beat_at_s > timeout_s:
+                silent.append(node)
+        return alive, silent
+
+
+_ONE_MISSING_S = 1.0
+"""How long the last slot's node may take; all others have found the store by then."""
+
+
+@dataclass(slots=True)
+class Adoption:
+    """What the agents of a job in progress have registered so far."""
+
+    num_slots: int
+    since_s: float | None = None
+    """When the first one did; ``None`` = nobody yet."""
+    cycle: int = -1
+    """The newest cycle that anybody was in."""
+    claims: dict[int, Slot] = field(default_factory=dict)
+    """Slot number to its holder."""
+    running: set[str] = field(default_factory=set)
+    """Nodes whose workers run or have finished."""
+    ended: dict[str, m.CycleFacts] = field(default_factory=dict)
+    """What nodes told of the cycle that had ended for them."""
+
+    def register(self, message: m.Register, now_s: float) -> None:
+        """Take one node's place; an older cycle's counts for nothing."""
+        if self.since_s is None:
+            self.since_s = now_s
+        place = message.place
+        if place is None or place.cycle < self.cycle:
+            return
+        if place.cycle > self.cycle:
+            self.cycle, self.num_slots = place.cycle, place.num_slots
+            self.claims, self.running = {}, set()
+        self.claims[place.slot] = Slot(holder=message.node, nproc=message.nproc)
+        if message.running:
+            self.running.add(message.node)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots as claimed; nobody's are empty."""
+        return tuple(self.claims.get(index, Slot()) for index in range(self.num_slots))
+
+    @property
+    def missing(self) -> list[int]:
+        """Slots that nobody claimed."""
+        return [index for index in range(self.num_slots) if index not in self.claims]
+
+    @property
+    def has_majority(self) -> bool:
+        """Whether most of the slots' holders registered."""
+        return len(self.claims) * 2 > self.num_slots
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the cycle goes on on every node."""
+        return not self.missing and all(slot.holder in self.running for slot in self.slots)
+
+    def is_over(self, now_s: float, wait_s: float) -> bool:
+        """Return whether all have registered, or had ``wait_s`` seconds to."""
+        if self.since_s is None:
+            return False
+        if self.cycle >= 0 and not self.missing:
+            return True
+        if self.cycle >= 0 and len(self.missing) == 1:
+            wait_s = min(wait_s, _ONE_MISSING_S)  # most likely the very node that hosted the store
+        return now_s - self.since_s > wait_s
+
+
+SAY_S = 10.0
+"""Seconds between two lines on who is waited for."""
+FIRST_SAY_S = 3.0
+"""Seconds until the first of them."""
+
+
+def why_it_waits(node: Node, state: LadderState) -> str:
+    """Return why a node has no slot, for people."""
+    if node.name in state.quarantined:
+        return "the node is quarantined for this job"
+    if node.name in state.held_back:
+        return "an invalid result of this node is replayed on another one"
+    return "every slot is held: the node is a spare"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lack:
+    """Nodes that are waited for."""
+
+    num_missing: int
+    num_needed: int
+    waited_s: float
+    gives_up_in_s: float
+
+
+@dataclass(slots=True)
+class Forming:
+    """Wait until every slot has a ready node, but not for ever."""
+
+    settings: JobSettings
+    nodes: Nodes
+    has_majority: bool = True
+    """Most of the slots' holders took part when this coordinator took over (or it always was the only one)."""
+    num_unclaimed: int = 0
+    """Slots that nobody claimed when it took over."""
+    _since_s: float | None = None
+    """Since when nodes are missing."""
+    _missing: int = 0
+    _said_s: float | None = None
+    """When it was last said who is waited for."""
+
+    def begin(self, state: LadderState, quarantine: Collection[str]) -> None:
+        """Begin with a new cycle: the time to wait starts afresh.
+
+        Args:
+            state: What the ladder remembers.
+            quarantine: Nodes that lose their slots now, and hear so.
+        """
+        self._since_s = self._said_s = None
+        for name in quarantine:
+            if (node := self.nodes.get(name)) is not None:
+                self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
+
+    def fill(self, cycle: int, now_s: float, *, barred: Collection[str]) -> tuple[Slot, ...] | None:
+        """Return the slots of the world that can start now; ``None`` while nodes are missing.
+
+        Args:
+            cycle: The cycle that forms; only a later one may be smaller than the first.
+            now_s: Monotonic seconds.
+            barred: Nodes that may have no slot.
+        """
+        num_slots, num_ready = len(self.nodes.slots), self.nodes.num_ready
+        if num_ready < (self.settings.min_nodes or num_slots):  # the usual case, at O(1) a message
+            self._miss(num_slots - num_ready, cycle, now_s)
+            return None
+        slots = fill_slots(self.nodes.slots, self.nodes.ready(), barred=barred)
+        if any(slot.holder is None for slot in slots):
+            smaller = shrink(slots, min_nodes=self.settings.min_nodes) if cycle and self.has_majority else None
+            if smaller is None or any(slot.holder is None for slot in smaller):
+                self._miss(sum(slot.holder is None for slot in slots), cycle, now_s)
+                return None
+            log.warning("no spare is left: the world shrinks from %s to %d", count(len(slots), "node"), len(smaller))
+            slots = smaller
+        if not self.has_majority and self.settings.max_nodes >= 2 * len(slots):
+            # Another part of a divided network could be complete as well; two runs must not go on.
+            self._miss(self.num_unclaimed, cycle, now_s)
+            return None
+        self._since_s = self._said_s = None
+        return slots
+
+    def remind(self, now_s: float) -> None:
+        """Tell the nodes that wait who is waited for, every ten seconds."""
+        if self._since_s is None:
+            return
+        if self._said_s is None:
+            self._said_s = self._since_s - SAY_S + FIRST_SAY_S  # nodes that start together come within this
+        if now_s - self._said_s < SAY_S:
+            return
+        self._said_s = now_s
+        have = sorted(node.name for node in self.nodes if node.ready)
+        names = ", ".join(have[:8]) + (f" and {len(have) - 8} more" if len(have) > 8 else "")
+        left_s = max(0.0, self._since_s + self.settings.join_timeout_s - now_s)
+        num_slots = len(self.nodes.slots)
+        reason = (
+            f"waiting for {self._missing} of {num_slots} node{'' if num_slots == 1 else 's'} (have: {names or 'none'})"
+            f"; gives up in {left_s:.0f} s"
+        )
+        for node in self.nodes:
+            if node.ready:
+                self.nodes.out.append((node.name, node.epoch, m.NodesMissing(reason=reason)))
+
+    def start(self, cycle: int, addr: str, port: int, state: LadderState) -> None:
+        """Tell every slot's node its place, and the others that they wait.
+
+        Args:
+            cycle: The cycle that starts.
+            addr: Where its first node hosts its store.
+            port: The store's port.
+            state: What the ladder remembers.
+        """
+        slots, base_rank = self.nodes.slots, 0
+        for index, slot in enumerate(slots):
+            node = self.nodes.holder(slot)
+            assert node is not None
+            self.nodes.mark(node, ready=False)
+            self.nodes.send(
+                node,
+                m.Start(
+                    cycle=cycle,
+                    node_rank=index,
+                    num_nodes=len(slots),
+                    base_rank=base_rank,
+                    world_size=sum(slot.nproc or 0 for slot in slots),
+                    master_addr=addr,
+                    master_port=port,
+                    distrusted=state.distrusted,
+                    replay=state.replay,
+                ),
+            )
+            base_rank += slot.nproc or 0
+        for node in self.nodes.spares(state.quarantined):
+            self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
+
+    def lacks_heir(self, state: LadderState) -> bool:
+        """Return whether a node that is held back is needed after all: the spare that was to have its slot is gone."""
+        return bool(state.held_back) and not self._can_fill(state.barred) and self._can_fill(state.quarantined)
+
+    def may_shrink(self) -> bool:
+        """Return whether the world may go on without one of its nodes."""
+        least = self.settings.min_nodes
+        return least is not None and self.has_majority and len(self.nodes.slots) - 1 >= least
+
+    def gave_up(self, now_s: float, *, is_awaited: bool) -> str | None:
+        """Return why nodes are not waited for any longer, for people; ``None`` while they are.
+
+        Args:
+            now_s: Monotonic seconds.
+            is_awaited: Somebody waits for the next cycle.
+        """
+        timeout_s = self.settings.join_timeout_s
+        if self._since_s is None or now_s - self._since_s <= timeout_s or not is_awaited:
+            return None
+        return (
+            f"{self._missing} of {len(self.nodes.slots)} slots stayed empty for {timeout_s:.0f} s "
+            "(--rdzv-conf join_timeout=...): no spare is left"
+        )
+
+    def lack(self, now_s: float) -> Lack | None:
+        """Return what is waited for; ``None``: nothing was missing at the last look."""
+        if self._since_s is None:
+            return None
+        waited_s = max(0.0, now_s - self._since_s)
+        return Lack(
+            num_missing=self._missing,
+            num_needed=len(self.nodes.slots),
+            waited_s=waited_s,
+            gives_up_in_s=max(0.0, self.settings.join_timeout_s - waited_s),
+        )
+
+    def _can_fill(self, barred: Collection[str]) -> bool:
+        slots = fill_slots(self.nodes.slots, self.nodes.ready(), barred=barred)
+        return all(slot.holder is not None for slot in slots)
+
+    def _miss(self, missing: int, cycle: int, now_s: float) -> None:
+        self._missing = missing
+        if self._since_s is None:
+            self._since_s = now_s

@@ -1,0 +1,358 @@
+"""Whether this node may take part, by what the health checks of its agent found.
+
+A node that fails before it joins stays outside: its agent reports why, and ends. If it hosts the control store it stays
+for the others' sake, without a slot; with ``retry_interval`` it is checked again.
+
+After a fault the next slot is requested at once, while the node is checked; only the start of workers waits for the
+result. A node that fails then declines its slot, and the ladder decides. If it is given the slot again, because there
+is no other node, its workers start nevertheless.
+
+A node that fails while it trains is reported; the coordinator replaces it if a spare waits.
+
+A check of a network disk or of a driver can take its whole time, so none is made in the agent's own loop, nor in its
+process: a thread asks a probe process and puts the result into the agent's mailbox. That process stays for the next
+checks, which then cost some milliseconds, within the time that ending the workers takes. GPUs get a process of their
+own each time, as one that stayed would keep memory of theirs. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from outlast.config import HealthConfig
+from outlast.errors import ExitReason
+from outlast.health.gpu import check_gpu, has_gpus
+from outlast.health.node import check_node
+from outlast.health.prober import Prober
+from outlast.health.result import CheckResult, Status
+from outlast.incidents import Incident, IncidentKind
+from outlast.launch import protocol as m
+from outlast.launch.agent_events import Timers
+from outlast.launch.coordinator_client import CoordinatorClient
+from outlast.launch.node_journal import NodeJournal
+
+__all__ = ["CheckedUp", "Checkups", "Fitness", "Occasion"]
+
+
+_CLOSE_S = 3.0
+
+
+class Occasion(StrEnum):
+    """Why a node is looked at."""
+
+    JOINING = "before it joins"
+    FAULT = "after a fault"
+    TRAINING = "while it trains"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedUp:
+    """What was found; for the agent's mailbox."""
+
+    occasion: Occasion
+    results: tuple[CheckResult, ...]
+
+    @property
+    def failed(self) -> tuple[CheckResult, ...]:
+        """The checks that failed."""
+        return tuple(result for result in self.results if result.has_failed)
+
+
+class Checkups:
+    """Look at one node, one check-up after the other.
+
+    Args:
+        config: What the node must have.
+        places: Folders and URLs that the run writes to.
+        node: The node's name.
+        network: The node needs its network, also where no interface is named.
+        deliver: Called in a thread of this with what was found.
+
+    Thread: any; owns one.
+    """
+
+    def __init__(
+        self,
+        config: HealthConfig,
+        *,
+        places: Sequence[str],
+        node: str,
+        network: bool,
+        deliver: Callable[[CheckedUp], None],
+    ) -> None:
+        self.config = config
+        self._places, self._node, self._network = tuple(places), node, network
+        self._deliver = deliver
+        self._asked: queue.SimpleQueue[tuple[Occasion, bool, bool] | None] = queue.SimpleQueue()
+        self._probers = (Prober(), Prober())
+        self._thread = threading.Thread(target=self._run, name="outlast-checkups", daemon=True)
+        self._thread.start()
+
+    def begin(self, occasion: Occasion, *, gpus: bool, computes: bool = True) -> None:
+        """Have the node looked at; one :class:`CheckedUp` will be delivered. Blocks: never.
+
+        Args:
+            occasion: Why.
+            gpus: Look at its GPUs as well, if it has any.
+            computes: Have its processor compute something, which takes longer than all the rest.
+        """
+        self._asked.put((occasion, gpus, computes))
+
+    def abandon(self) -> None:
+        """Give up what is under way, and end its processes. Blocks: hardly."""
+        for prober in self._probers:
+            prober.abandon()
+
+    def close(self) -> None:
+        """Give up what is under way, and end its processes. Idempotent. Blocks: hardly, at most 3 s."""
+        self._asked.put(None)
+        for prober in self._probers:
+            prober.abandon()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        # The probe processes end with this thread: the kernel sees to it.
+        lasting, passing = self._probers
+        with lasting:
+            while (asked := self._asked.get()) is not None:
+                occasion, gpus, computes = asked
+                try:
+                    results = self._look(lasting, passing, gpus=gpus, computes=computes)
+                except Exception as error:  # noqa: BLE001 - whatever it is, the agent waits for an answer
+                    why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                    results = (
+                        CheckResult(name="check-up", target="node", status=Status.ERROR, reason=why, took_s=0.0),
+                    )
+                self._deliver(CheckedUp(occasion, results))
+
+    def _look(self, lasting: Prober, passing: Prober, *, gpus: bool, computes: bool) -> tuple[CheckResult, ...]:
+        results = check_node(
+            self.config,
+            places=self._places,
+            node=self._node,
+            network=self._network,
+            num_products=int(computes),
+            prober=lasting,
+        )
+        if gpus and has_gpus():
+            with passing:
+                found = check_gpu(config=self.config, node=self._node, prober=passing)
+            results += tuple(one for one in found if (one.name, one.target) != ("compute", "cpu"))
+        return results
+
+
+log = logging.getLogger(__name__)
+_OF_ARITHMETIC = ("compute", "device memory")
+_UNHEARD_S = 15.0
+"""How long a node that stays outside tries to tell the coordinator why."""
+
+
+class Fitness:
+    """Judge one node.
+
+    Args:
+        checkups: Looks at the node; closed with this. ``None`` = never.
+        member: Tells the coordinator.
+        journal: This node's.
+        timers: The agent's.
+        is_alone: The job has no other node: nobody else needs the control store.
+        join: Asks for the first place.
+        start: Starts the workers, if they were only waiting for a check-up.
+        leave: Ends the agent.
+
+    Thread: the agent's main thread.
+    """
+
+    def __init__(
+        self,
+        checkups: Checkups | None,
+        *,
+        member: CoordinatorClient,
+        journal: NodeJournal,
+        timers: Timers,
+        is_alone: bool,
+        join: Callable[[], None],
+        start: Callable[[], None],
+        leave: Callable[[m.Stop], None],
+    ) -> None:
+        self._checkups, self._config = checkups, checkups.config if checkups is not None else None
+        self._member, self._journal, self._timers, self._is_alone = member, journal, timers, is_alone
+        self._join, self._start, self._leave = join, start, leave
+        self.is_admitted = self._config is None or not self._config.before_joining
+        """The node may join; it stays so."""
+        self.is_looking = False
+        """The node is looked at after a fault: no worker starts."""
+        self._is_connected = self._is_host = False
+        self._outside: Incident | None = None
+        """Why the node stays outside."""
+        self._num_faults = 0
+        self._is_clear = False
+        """Nothing is left of the workers of before the fault."""
+        self._is_asked = self._since_clear = False
+        """A check-up after the fault is under way, and it began when the node was clear."""
+        self._unfit: CheckedUp | None = None
+        """What the one after the last fault found."""
+        self._known: frozenset[tuple[str, str]] = frozenset()
+        """What failed while training, as far as it was told already."""
+        if self.is_admitted:
+            self._expect_next()
+
+    def meet(self, *, is_host: bool) -> None:
+        """Go on now that the coordinator can be told: join, or stay outside; again after a time out of its reach."""
+        self._is_connected, self._is_host = True, is_host
+        self._timers.cancel("unheard")
+        if self._outside is not None:
+            self._stay_outside()
+        elif self.is_admitted:
+            self._join()
+
+    def take(self, news: CheckedUp) -> None:
+        """Take what a check-up found."""
+        match news.occasion:
+            case Occasion.JOINING:
+                self._take_before_joining(news)
+            case Occasion.FAULT:
+                self._take_after_fault(news)
+            case Occasion.TRAINING:
+                self._take_while_training(news)
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        if self._checkups is not None:
+            self._checkups.close()
+
+    # -- before joining ----------------------------------------------------------------------------------------
+
+    def _take_before_joining(self, news: CheckedUp) -> None:
+        if not news.failed:
+            self._outside, self.is_admitted = None, True
+            self._expect_next()
+            if self._is_connected:
+                self._join()
+            return
+        self._say(news)
+        self._outside = self._incident(news)
+        if self._is_connected:
+            self._stay_outside()
+        else:
+            self._timers.set("unheard", _UNHEARD_S, lambda: self._leave(self.stop_outside(None)))
+
+    def _stay_outside(self) -> None:
+        assert self._outside is not None
+        assert self._checkups is not None
+        node, retry_s = self._member.node, self._checkups.config.retry_interval
+        stays = retry_s > 0 or (self._is_host and not self._is_alone)
+        self._member.report_unhealthy(self._outside, stays=stays)
+        if retry_s > 0:
+            log.warning("node %s does not join; it is checked again in %g s", node, retry_s)
+            self._timers.set("retry", retry_s, self._look_before_joining)
+        elif stays:
+            log.warning("node %s does not join; its agent keeps running, as it hosts the control store", node)
+        else:
+            self._leave(self.stop_outside(None))
+
+    def _look_before_joining(self) -> None:
+        assert self._checkups is not None
+        self._checkups.begin(Occasion.JOINING, gpus=self._checkups.config.gpus)
+
+    def stop_outside(self, stop: m.Stop | None) -> m.Stop:
+        """Return how the job ended for a node that stayed outside.
+
+        Args:
+            stop: How it ended for the others, if it has.
+        """
+        why = self._outside.describe() if self._outside is not None else f"node {self._member.node} was not yet fit"
+        code = stop.exit_code if stop is not None and stop.exit_code else ExitReason.UNHEALTHY_NODE
+        end = "" if stop is None else f"; the job ended without it: {stop.reason}"
+        return m.Stop(exit_code=code, reason=f"{why}; it did not join{end}")
+
+    # -- after a fault -----------------------------------------------------------------------------------------
+
+    def suspect(self) -> None:
+        """Have the node looked at, because of a fault that began on it; call it when the workers are being ended."""
+        self._num_faults += 1
+        if self._checkups is None or self._config is None or not self._config.after_fault:
+            return
+        if self._is_alone:  # its workers start again whatever is found: nothing is to wait for it
+            self._checkups.begin(Occasion.TRAINING, gpus=False, computes=self._num_faults > 1)
+            return
+        self.is_looking, self._is_clear, self._is_asked, self._unfit = True, False, False, None
+        if not self._with_gpus:  # dying workers still hold theirs
+            self._look_after_fault()
+
+    def note_cleared(self) -> None:
+        """Note that nothing is left of the workers that were being ended."""
+        self._is_clear = True
+        if self.is_looking and not self._is_asked:
+            self._look_after_fault()
+
+    def refuse(self, cycle: int) -> Incident | None:
+        """Return why this node's workers are not to start in a cycle; once, then they start all the same."""
+        unfit, self._unfit = self._unfit, None
+        return None if unfit is None else self._incident(unfit, cycle=cycle)
+
+    @property
+    def _with_gpus(self) -> bool:
+        return self._config is not None and self._config.gpus and self._num_faults > 1
+
+    def _look_after_fault(self) -> None:
+        assert self._checkups is not None
+        self._is_asked, self._since_clear = True, self._is_clear
+        self._checkups.begin(Occasion.FAULT, gpus=self._with_gpus, computes=self._num_faults > 1)
+
+    def _take_after_fault(self, news: CheckedUp) -> None:
+        self._is_asked = False
+        if news.failed and not self._since_clear:
+            # What dying workers still held may have been lacking: only a look without them counts.
+            if self._is_clear:
+                self._look_after_fault()
+            return
+        if news.failed:
+            self._say(news)
+            self._unfit = news
+        self.is_looking = False
+        self._start()
+
+    # -- while training ----------------------------------------------------------------------------------------
+
+    def _expect_next(self) -> None:
+        if self._config is not None and self._config.node_interval > 0:
+            self._timers.set("check-up", self._config.node_interval, self._look_while_training)
+
+    def _look_while_training(self) -> None:
+        assert self._checkups is not None
+        self._checkups.begin(Occasion.TRAINING, gpus=False)
+
+    def _take_while_training(self, news: CheckedUp) -> None:
+        self._expect_next()
+        known, self._known = self._known, frozenset((result.name, result.target) for result in news.failed)
+        if not self._known <= known:
+            self._say(news)
+        elif known and not self._known:
+            log.info("node %s is healthy again", self._member.node)
+        if news.failed:
+            self._member.report_unhealthy(self._incident(news), stays=True)
+
+    # -- what is told ------------------------------------------------------------------------------------------
+
+    def _say(self, news: CheckedUp) -> None:
+        for result in news.failed:
+            log.error("node %s is unhealthy (%s): %s", self._member.node, news.occasion, result.describe())
+
+    def _incident(self, news: CheckedUp, *, cycle: int | None = None) -> Incident:
+        found = news.failed
+        summary = "; ".join(result.describe() for result in found)
+        incident = self._journal.incident(IncidentKind.NODE_UNHEALTHY, summary, cycle=cycle)
+        checks = [
+            {"name": one.name, "target": one.target, "status": str(one.status), "reason": one.reason} for one in found
+        ]
+        wrong = any(one.name in _OF_ARITHMETIC and one.status == Status.FAILED for one in found)
+        evidence = {**incident.evidence, "occasion": str(news.occasion), "checks": checks, "computes_wrong": wrong}
+        return msgspec.structs.replace(incident, evidence=evidence)

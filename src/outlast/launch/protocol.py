@@ -1,0 +1,316 @@
+"""What agents and the coordinator send each other, as JSON, never pickle; how it travels is not decided here."""
+
+from __future__ import annotations
+
+import msgspec
+
+from outlast.decoding import json_decoder
+from outlast.errors import RendezvousError
+from outlast.incidents import Cause, Incident
+from outlast.policy.causes import Position
+from outlast.policy.deadlines import Expired, Observation
+from outlast.policy.quarantine import Distrusted, Load
+from outlast.policy.rerun import Replay
+
+__all__ = [
+    "Bye",
+    "CoordinatorTick",
+    "CycleFacts",
+    "CycleOver",
+    "Dead",
+    "Finished",
+    "Hung",
+    "JoinRequest",
+    "Leave",
+    "Master",
+    "NodesMissing",
+    "Prepare",
+    "Quit",
+    "Register",
+    "Remark",
+    "Restarted",
+    "ScriptSettings",
+    "SlotPlace",
+    "Start",
+    "Stop",
+    "ToCoordinator",
+    "ToNode",
+    "Unhealthy",
+    "Wait",
+    "decode_to_coordinator",
+    "decode_to_node",
+    "encode",
+]
+
+
+class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one node knows of a cycle that ended for it."""
+
+    cycle: int
+    incident: Incident | None = None
+    """What went wrong here; ``None`` when the node only followed the others."""
+    durable_iteration: int | None = None
+    progress_known: bool = False
+    had_session: bool = False
+    """A worker of the node had a session, or a monitor."""
+    positions: tuple[Position, ...] = ()
+    """Where the node's ranks were when a hang was examined."""
+    observation: Observation | None = None
+    """Longest durations seen by the node's ranks, for learned timeouts."""
+    load: Load | None = None
+    """What the ranks had loaded, as far as the node's ranks told."""
+    permanent: Cause | None = None
+    """What all ranks of the node failed with alike, before their first step and in a way that a restart cannot mend."""
+
+
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """A node wants to take part in the next cycle."""
+
+    node: str
+    epoch: str
+    """Names this life of the node's agent."""
+    addr: str
+    nproc: int
+    """Workers per node; 0 = not known (an agent that is not ours)."""
+    wish: int | None = None
+    ended: CycleFacts | None = None
+    """The cycle that ended for this node, if it took part in one."""
+
+
+class SlotPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's place in a cycle."""
+
+    cycle: int
+    slot: int
+    num_slots: int
+
+
+class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """A node of a job in progress reached the control store again, perhaps another one than before."""
+
+    node: str
+    epoch: str
+    addr: str
+    nproc: int
+    wish: int | None = None
+    place: SlotPlace | None = None
+    """Its place in the last cycle that it started; ``None`` for a spare."""
+    running: bool = False
+    """Its workers of that cycle run, or have finished."""
+    distrusted: tuple[Distrusted, ...] = ()
+    """What it was told not to load: a coordinator on another machine may not have it."""
+
+
+class Hung(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A rank of this node exceeded a timeout: all nodes shall look at their ranks and end the cycle."""
+
+    node: str
+    epoch: str
+    cycle: int
+    incident: Incident
+    expired: tuple[Expired, ...] = ()
+
+
+class Master(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first node opened the cycle's store."""
+
+    node: str
+    epoch: str
+    cycle: int
+    addr: str
+    port: int
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Every worker of this node ended with exit code 0, or could be spared.
+
+    Where every one of them was lost, and theirs may go on elsewhere, the facts name the incident.
+    """
+
+    node: str
+    epoch: str
+    facts: CycleFacts
+
+
+class Restarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """This node's workers restarted inside their processes, and the cycle goes on."""
+
+    node: str
+    epoch: str
+    cycle: int
+    call: int
+    """Which of the workers' calls of a wrapped function it was, from 0."""
+    iteration: int
+    """The restart iteration that began."""
+    incident: Incident
+    """What was mended."""
+    durable_iteration: int | None = None
+    progress_known: bool = False
+
+
+class ScriptSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the config of this node's script sets; the coordinator uses what no option and no file sets."""
+
+    node: str
+    epoch: str
+    fault_tolerance: str
+    """As ``FaultToleranceConfig.to_json`` writes it; empty = nothing."""
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This node's agent was told to leave, and its workers are gone."""
+
+    node: str
+    epoch: str
+    saved: bool = False
+    signal: int = 0
+    facts: CycleFacts | None = None
+    whole_job: bool = True
+    """The notice is for the job; otherwise only this node goes."""
+
+
+class Unhealthy(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This node failed its health check: before it joined, and it does not; or while it trains."""
+
+    node: str
+    epoch: str
+    incident: Incident
+    stays: bool
+    """Its agent goes on, also where the node does not join."""
+
+
+class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This node got its :class:`Stop` and needs the control store no more."""
+
+    node: str
+    epoch: str
+
+
+class Dead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator's process saw that a node's agent died."""
+
+    node: str
+    epoch: str
+    reason: str
+
+
+class CoordinatorTick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Time to look at the nodes' signs of life."""
+
+
+class Quit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator's own agent ends it."""
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node is a spare (or quarantined) and waits."""
+
+    reason: str
+
+
+class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node carries the first slot of a new cycle: open its store and say where."""
+
+    cycle: int
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Start the workers of a cycle."""
+
+    cycle: int
+    node_rank: int
+    num_nodes: int
+    base_rank: int
+    """Global rank of the node's first worker."""
+    world_size: int
+    master_addr: str
+    master_port: int
+    distrusted: tuple[Distrusted, ...] = ()
+    """What is not to be loaded."""
+    replay: Replay | None = None
+    """What the workers run again before anything else; ``None`` = they train as usual."""
+
+
+class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The cycle failed somewhere: end your workers and join the next one."""
+
+    cycle: int
+    reason: str
+    examine: bool = False
+    """Look where your ranks are before you end them: a hang's culprit is searched."""
+    awaits_alike: bool = False
+    """Let your ranks fail by themselves for a moment: elsewhere all did, in a way that a restart cannot mend."""
+
+
+class NodesMissing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nodes are missing: who, and how long they are waited for."""
+
+    reason: str
+
+
+class Remark(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Something about another node that belongs into this one's log too."""
+
+    text: str
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job is over."""
+
+    exit_code: int
+    reason: str
+
+
+ToCoordinator = (
+    JoinRequest
+    | Register
+    | Hung
+    | Master
+    | Restarted
+    | Finished
+    | ScriptSettings
+    | Leave
+    | Unhealthy
+    | Bye
+    | Dead
+    | CoordinatorTick
+    | Quit
+)
+ToNode = Wait | NodesMissing | Prepare | Start | CycleOver | Remark | Stop
+
+_encoder = msgspec.json.Encoder()
+_to_coordinator: msgspec.json.Decoder[ToCoordinator] = json_decoder(ToCoordinator)
+_to_node: msgspec.json.Decoder[ToNode] = json_decoder(ToNode)
+
+
+def encode(message: ToCoordinator | ToNode) -> bytes:
+    """Return a message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_coordinator(data: bytes) -> ToCoordinator:
+    """Return the message that an agent sent.
+
+    Raises:
+        RendezvousError: It is none of ours.
+    """
+    try:
+        return _to_coordinator.decode(data)
+    except msgspec.DecodeError as error:
+        raise RendezvousError(
+            f"unreadable message from an agent: {error}; do all nodes run the same outlast?"
+        ) from error
+
+
+def decode_to_node(data: bytes) -> ToNode:
+    """Return the message that the coordinator sent.
+
+    Raises:
+        RendezvousError: It is none of ours.
+    """
+    try:
+        return _to_node.decode(data)
+    except msgspec.DecodeError as error:
+        raise RendezvousError(
+            f"unreadable message from the coordinator: {error}; do all nodes run the same outlast?"
+        ) from error

@@ -1,0 +1,416 @@
+"""How a cycle ended, and what the ladder decides about it.
+
+:class:`CycleEnding` brings together what all nodes know of a cycle that is ending. :class:`LadderClient` asks the
+ladder, and keeps what it remembers (``ladder.json``) before any node learns of the verdict. :class:`ExcludedNodes` are
+the nodes that failed their health check: which stay outside and why, and what the other nodes are sent about them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from outlast.decoding import convert, from_json
+from outlast.errors import ConfigError
+from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.launch import protocol as m
+from outlast.launch.membership import Node, Nodes, why_it_waits
+from outlast.policy import ladder
+from outlast.policy.causes import Position, find_culprit, permanent_cause, root_cause
+from outlast.policy.deadlines import Expired, Observation
+from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, begin_run
+from outlast.policy.quarantine import Distrusted
+from outlast.policy.rerun import Diagnosis
+from outlast.runtime.files import write_atomically
+
+__all__ = [
+    "CycleEnding",
+    "Record",
+    "Rulings",
+    "UnfitNodes",
+    "copy_untrusted",
+    "departure",
+    "diagnosis_in",
+    "highest_durable",
+    "load_ladder",
+    "name_culprit",
+    "observations",
+    "save_ladder",
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class CycleEnding:
+    """What was gathered about a cycle that is ending."""
+
+    job: str
+    cycle: int
+    incidents: list[Incident] = field(default_factory=list)
+    expired: list[Expired] = field(default_factory=list)
+    facts: list[m.CycleFacts] = field(default_factory=list)
+
+    def take(self, facts: m.CycleFacts) -> None:
+        """Add what one node knows."""
+        self.facts.append(facts)
+        if facts.incident is not None:
+            self.incidents.append(facts.incident)
+
+    def lose(self, node: str, why: str, *, detected_after_s: float | None = None) -> Incident:
+        """Add the loss of a node, and return it."""
+        incident = Incident(
+            kind=IncidentKind.NODE_LOST,
+            job=self.job,
+            cycle=self.cycle,
+            node=node,
+            detected_after_s=detected_after_s,
+            evidence={"summary": why},
+        )
+        self.incidents.append(incident)
+        return incident
+
+    def summarise(self, *, num_heirs: Callable[[str], int], may_shrink: bool, num_nodes: int) -> CycleEnd:
+        """Return what the ladder judges: the cause among all incidents, and how far the cycle got.
+
+        Args:
+            num_heirs: Says how many spares could take a node's slot.
+            may_shrink: The world may go on without one of its nodes.
+            num_nodes: Nodes that took part.
+        """
+        cause = self._cause()
+        diagnosis = diagnosis_in(cause)
+        if diagnosis is not None:
+            cause = _by_who_saw_it(cause, diagnosis)
+        return CycleEnd(
+            cycle=self.cycle,
+            incident=cause,
+            durable_iteration=highest_durable(self.facts),
+            progress_known=any(facts.progress_known for facts in self.facts),
+            had_session=any(facts.had_session for facts in self.facts),
+            num_spares=num_heirs(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
+            may_shrink=may_shrink,
+            load=next((facts.load for facts in self.facts if facts.load is not None), None),
+            diagnosis=diagnosis,
+            is_permanent=self._is_permanent(num_nodes),
+        )
+
+    def _is_permanent(self, num_nodes: int) -> bool:
+        """Return whether all ranks of all nodes failed alike before their first step, and would do so again."""
+        causes = [facts.permanent for facts in self.facts]
+        return len(causes) == num_nodes and permanent_cause(causes, has_session=True) is not None  # each node judged it
+
+    def _cause(self) -> Incident:
+        cause = root_cause(self.incidents)
+        positions = [position for facts in self.facts for position in facts.positions]
+        if cause is None:
+            return Incident(
+                kind=IncidentKind.WORKER_FAILED,
+                job=self.job,
+                cycle=self.cycle,
+                evidence={"summary": "the cycle ended without a report of why"},
+            )
+        if cause.kind == IncidentKind.WORKER_HUNG and positions:
+            return name_culprit(cause, positions)
+        return cause
+
+
+def highest_durable(facts: list[m.CycleFacts]) -> int | None:
+    """Return the highest iteration that any node knows to be durable; ``None`` = none."""
+    return max((one.durable_iteration for one in facts if one.durable_iteration is not None), default=None)
+
+
+def observations(facts: list[m.CycleFacts]) -> list[Observation]:
+    """Return what the nodes' ranks observed of their durations."""
+    return [one.observation for one in facts if one.observation is not None]
+
+
+def departure(cycle: int, leave: m.Leave) -> CycleEnd:
+    """Return the end of a cycle whose job was told to leave."""
+    facts = leave.facts
+    return CycleEnd(
+        cycle=cycle,
+        incident=None,
+        preempted=True,
+        preempted_saved=leave.saved,
+        durable_iteration=facts.durable_iteration if facts else None,
+        progress_known=facts.progress_known if facts else False,
+        had_session=facts.had_session if facts else False,
+    )
+
+
+def diagnosis_in(incident: Incident) -> Diagnosis | None:
+    """Return the diagnosis that a worker left; ``None`` where there is none that can be read."""
+    try:
+        return convert(incident.evidence["diagnosis"], Diagnosis)
+    except (KeyError, msgspec.ValidationError):
+        return None
+
+
+def copy_untrusted(one: Distrusted, cause: Incident | None) -> Incident:
+    """Return the incident of a copy that is not loaded again, because of the invalid result in ``cause``."""
+    assert cause is not None
+    what = f"generation {one.generation} (attempt {one.attempt})"
+    return Incident(
+        kind=IncidentKind.COPY_UNTRUSTED,
+        job=cause.job,
+        cycle=cause.cycle,
+        node=cause.node,
+        rank=cause.rank,
+        iteration=one.iteration,
+        evidence={
+            "summary": f"{what} gave {one.why}",
+            "generation": one.generation,
+            "attempt": one.attempt,
+            "tier": one.tier,
+            "tainted": list(one.tainted),
+        },
+    )
+
+
+def _by_who_saw_it(incident: Incident, diagnosis: Diagnosis) -> Incident:
+    """Return the incident of the rank that saw the invalid result, where only ranks that left with it were heard."""
+    if incident.rank == diagnosis.rank:
+        return incident
+    return msgspec.structs.replace(
+        incident,
+        node=diagnosis.node or incident.node,
+        rank=diagnosis.rank,
+        pid=None,
+        evidence={**incident.evidence, "first_reported_rank": incident.rank},
+    )
+
+
+def name_culprit(incident: Incident, positions: Sequence[Position]) -> Incident:
+    """Return the incident of a hang with the rank that all others waited for, if one can be told."""
+    culprit = find_culprit(positions)
+    position = culprit.position
+    evidence = {**incident.evidence, "summary": culprit.reason, "first_reported_rank": incident.rank}
+    if position is None:
+        return msgspec.structs.replace(
+            incident, node=culprit.node, rank=None, pid=None, section=None, iteration=None, evidence=evidence
+        )
+    evidence["process_state"] = position.process_state
+    if position.stack_line:
+        evidence["stack_line"] = position.stack_line
+    return msgspec.structs.replace(
+        incident,
+        node=position.node,
+        rank=position.global_rank,
+        pid=position.pid,
+        section="/".join(position.sections) or incident.section,
+        iteration=position.iteration,
+        evidence=evidence,
+    )
+
+
+log = logging.getLogger(__name__)
+
+Record = Callable[[EventKind, int, dict[str, object]], None]
+"""Takes an event for the journal: kind, cycle, data."""
+
+
+class Rulings:
+    """Ask the ladder.
+
+    Args:
+        state: What it remembers of the run.
+        limits: What is allowed.
+        record: Called with every event for the journal.
+        remember: Called with the new state whenever it changed.
+        tell_time: Returns the time for people, as the journal writes it; no decision reads it.
+
+    Thread: the coordinator's.
+    """
+
+    def __init__(
+        self,
+        state: LadderState,
+        limits: Limits,
+        *,
+        record: Record,
+        remember: Callable[[LadderState], None],
+        tell_time: Callable[[], str] = str,
+    ) -> None:
+        self.state, self.limits = state, limits
+        self._record, self._remember, self._tell_time = record, remember, tell_time
+
+    def rule(self, end: CycleEnd) -> Verdict:
+        """Return the verdict on a cycle's end, or on what its workers went on after."""
+        before = self.state.distrusted
+        state, verdict = ladder.decide(self.state, end, self.limits)
+        state = self._with_time(state)
+        self._keep(state)
+        for one in state.distrusted:
+            if one not in before and not one.settled:
+                self._record(EventKind.INCIDENT, end.cycle, {"incident": copy_untrusted(one, end.incident)})
+        data: dict[str, object] = {"verdict": verdict}
+        if end.incident is not None:
+            data["incident"] = end.incident
+            # A job's last line says why it stops.
+            level = logging.DEBUG if verdict.rung == Rung.STOP else logging.WARNING
+            what = "continues" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
+            log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
+        self._record(EventKind.VERDICT, end.cycle, data)
+        return verdict
+
+    def would_replace(self, end: CycleEnd) -> bool:
+        """Return whether the node would be replaced if a cycle ended so; nothing is decided by asking."""
+        return ladder.decide(self.state, end, self.limits)[1].rung == Rung.REPLACE_NODE
+
+    def bar(self, node: str) -> None:
+        """Give a node no slot any more in this job."""
+        if node not in self.state.quarantined:
+            self._keep(msgspec.structs.replace(self.state, quarantined=(*self.state.quarantined, node)))
+
+    def admit(self, node: str) -> None:
+        """Take back that a node was barred."""
+        if node in self.state.quarantined:
+            others = tuple(name for name in self.state.quarantined if name != node)
+            self._keep(msgspec.structs.replace(self.state, quarantined=others))
+
+    def drop_replay(self, why: str) -> None:
+        """Let the next cycle train as usual, because the node that was to replay is gone."""
+        log.warning("%s: the next cycle trains without the replay", why)
+        self._keep(ladder.drop_replay(self.state))
+
+    def learn_distrusted(self, told: Sequence[Distrusted]) -> None:
+        """Take over what an agent was told not to load by a coordinator whose memory may be out of reach."""
+        known = {(one.attempt, one.tier) for one in self.state.distrusted}
+        if new := tuple(one for one in told if (one.attempt, one.tier) not in known):
+            self._keep(msgspec.structs.replace(self.state, distrusted=self.state.distrusted + new))
+
+    def _with_time(self, state: LadderState) -> LadderState:
+        """Return the state with the time at its newest step, if that is new."""
+        if not state.history or state.history[-1].time or state.history == self.state.history:
+            return state
+        newest = msgspec.structs.replace(state.history[-1], time=self._tell_time())
+        return msgspec.structs.replace(state, history=(*state.history[:-1], newest))
+
+    def _keep(self, state: LadderState) -> None:
+        self.state = state
+        self._remember(state)
+
+
+class UnfitNodes:
+    """Keep what nodes reported of their health, and tell it.
+
+    Args:
+        nodes: The nodes that joined.
+        rulings: Bars nodes from slots.
+        record: Called with every event for the journal.
+
+    Thread: the coordinator's.
+    """
+
+    def __init__(self, nodes: Nodes, rulings: Rulings, record: Record) -> None:
+        self._nodes, self._rulings, self._record = nodes, rulings, record
+        self._outside: dict[str, m.Unhealthy] = {}
+        """Nodes that did not join."""
+        self._told: dict[str, frozenset[str]] = {}
+        """What the others were told of each node."""
+
+    @property
+    def any_waits(self) -> bool:
+        """Whether an agent outside waits for the job's end."""
+        return any(report.stays for report in self._outside.values())
+
+    def take(self, report: m.Unhealthy, *, cycle: int, is_running: bool) -> bool:
+        """Take a report; return whether the running cycle is to end because of it.
+
+        A node that did not join is barred, also for the scheduler, which reads what the ladder remembers. One that
+        trains is replaced if a spare can take its slot. A full disk does not end a run by itself; wrong numbers do.
+        """
+        node = self._nodes.get(report.node)
+        if node is None or node.epoch != report.epoch:
+            self._outside[report.node] = report
+            self._rulings.bar(report.node)
+            self._tell(report, cycle, "it did not join")
+            return False
+        if node.name in self._rulings.state.quarantined:
+            return False
+        if not self._nodes.holds_slot(node):
+            self._rulings.bar(node.name)
+            self._nodes.send(node, m.Wait(reason=why_it_waits(node, self._rulings.state)))
+            self._tell(report, cycle, "it gets no slot")
+            return False
+        if not is_running or report.incident.cycle != cycle:
+            return False  # it will say so again
+        spares = self._nodes.num_heirs(node.name, self._rulings.state.barred)
+        end = CycleEnd(cycle=cycle, incident=report.incident, num_spares=spares)
+        if report.incident.evidence.get("computes_wrong") or self._rulings.would_replace(end):
+            self._tell(report, cycle, "it is replaced")
+            return True
+        self._tell(report, cycle, "no spare waits for its slot: it trains on")
+        return False
+
+    def admit(self, node: Node) -> None:
+        """Let a node in that has been found fit, and tell it who stays outside."""
+        if self._outside.pop(node.name, None) is not None:
+            self._told.pop(node.name, None)
+            self._rulings.admit(node.name)
+        for report in self._outside.values():
+            text = f"{report.incident.describe()}; it did not join"
+            self._nodes.out.append((node.name, node.epoch, m.Remark(text=text)))
+
+    def send_stop(self, stop: m.Stop) -> None:
+        """Tell the agents outside that the job is over."""
+        for report in self._outside.values():
+            if report.stays:
+                self._nodes.out.append((report.node, report.epoch, stop))
+
+    def describe(self) -> str:
+        """Return who stays outside and why, as the end of a sentence; empty: nobody."""
+        return "".join(f"; {report.incident.describe()}" for report in self._outside.values())
+
+    def _tell(self, report: m.Unhealthy, cycle: int, what_follows: str) -> None:
+        """Tell all other nodes of a report, and write it down; once for the same failures."""
+        checks = frozenset(f"{one['name']} {one['target']}" for one in report.incident.evidence.get("checks", ()))
+        if checks <= self._told.get(report.node, frozenset()):
+            return
+        self._told[report.node] = checks
+        self._record(EventKind.INCIDENT, cycle, {"incident": report.incident})
+        text = f"{report.incident.describe()}; {what_follows}"
+        for node in self._nodes:
+            if node.name != report.node:
+                self._nodes.out.append((node.name, node.epoch, m.Remark(text=text)))
+
+
+def _path(run_dir: Path) -> Path:
+    return run_dir / "ladder.json"
+
+
+def load_ladder(run_dir: Path | None, *, is_new_job: bool, is_named: bool = True) -> LadderState:
+    """Return what earlier jobs of the run, or this one, left in ``ladder.json``.
+
+    Args:
+        run_dir: The run directory; ``None`` = nothing is kept.
+        is_new_job: The state is for a new job, not for one that is in progress.
+        is_named: The run has an id or a directory of its own. Without one its directory may be that of an earlier run
+            which had none either: if that has finished, another begins.
+
+    Raises:
+        ConfigError: The file is there and is no ladder state.
+    """
+    if run_dir is None or not _path(run_dir).exists():
+        return LadderState()
+    try:
+        state = from_json(_path(run_dir).read_bytes(), LadderState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"{_path(run_dir)} cannot be used ({error}); move it away to begin with fresh budgets"
+        ) from error
+    if not is_new_job:
+        return state
+    return begin_run(state) if state.finished and not is_named else begin_job(state)
+
+
+def save_ladder(run_dir: Path, state: LadderState) -> None:
+    """Write the file: whole and durable, or not at all.
+
+    Raises:
+        OSError: The run directory cannot be written.
+    """
+    write_atomically(_path(run_dir), msgspec.json.format(msgspec.json.encode(state), indent=1))
