@@ -28,12 +28,12 @@ from outlast.bench.measuring import ONE_THREAD, Say, median, run_rounds, worker_
 from outlast.bench.result import Bar, BenchResult
 from outlast.config.precedence import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
-from outlast.launch import messages as m
-from outlast.launch.control import ControlServer
-from outlast.launch.job import JobSettings
-from outlast.launch.link import JobInProgress, Link, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch import protocol as m
+from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.membership import JobSettings
 from outlast.launch.torchrun_backend import open_cycle_store
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore
 from outlast.testing.reaping import free_port
 
@@ -280,8 +280,8 @@ class _OutlastAgent(_SimulatedAgent):
         settings = JobSettings(job=run_id, num_slots=num_agents, join_timeout_s=_TIMEOUT_S)
         node = f"node-{number}"
 
-        def serve(store: TCPStore, _former: JobInProgress | None) -> ControlServer:
-            return ControlServer(
+        def serve(store: TCPStore, _former: JobInProgress | None) -> CoordinatorServer:
+            return CoordinatorServer(
                 store,
                 settings,
                 run_dir=None,
@@ -291,7 +291,7 @@ class _OutlastAgent(_SimulatedAgent):
                 on_error=lambda error: self._fail(f"the coordinator ended: {error!r}"),
             )
 
-        self._link = Link(
+        self._link = ControlLink(
             [Endpoint(_HOST, port)],
             node=node,
             deliver=self._on_news,
@@ -303,7 +303,7 @@ class _OutlastAgent(_SimulatedAgent):
 
     def join(self) -> None:
         """Begin to join; returns at once."""
-        self._link.send(m.Join(node=self._link.node, epoch=self._link.epoch, addr=_HOST, nproc=_NPROC))
+        self._link.send(m.JoinRequest(node=self._link.node, epoch=self._link.epoch, addr=_HOST, nproc=_NPROC))
 
     def finish(self) -> None:
         """Say that its work is done; returns at once."""
