@@ -59,7 +59,7 @@ def test_the_cycle_runs_once_all_of_its_workers_do(key: int) -> None:
 @pytest.mark.process
 def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
     """A worker that the others went on without has no part in a later hang: it did not finish before them, and a
-    reserve may have its rank."""
+    spare may have its rank."""
     processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
     board, postmortem = Board.create_anonymous(num_ranks=3), Postmortem(3)
     try:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 from scenes import Proof, Scene, differs
 
-from outlast.chaos.simulated import arm_configured, simulated_fault
+from outlast.chaos.armed import arm_configured, simulated_fault
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.precedence import LayeredSettings
 from outlast.env import WorkerEnv

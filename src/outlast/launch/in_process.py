@@ -1,7 +1,7 @@
 """Restarts inside the processes, as the agent sees them: who may be lost without the cycle's end, and what came of it.
 
 Workers whose function is called again after a fault (:class:`outlast.inprocess.Wrapper`) say on the board how they
-stand, and wake the agent when that changes. Such a worker may end: the others go on, with a reserve in its place, or
+stand, and wake the agent when that changes. Such a worker may end: the others go on, with a spare in its place, or
 end themselves when they cannot. What they mend costs the agent a message to the coordinator, which charges the ladder.
 """
 
