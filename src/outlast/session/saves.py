@@ -160,7 +160,7 @@ class Saves:
         self._place = place
         self.manager: CheckpointManager = CheckpointManager(config, env=place, journal=journal)
         if scope.is_active:
-            self.manager.let_fail_when(lambda: scope.is_left)
+            self.manager.treat_failures_as_abandoned(lambda: scope.is_left)
         self.schedule = SaveSchedule(
             config,
             decides=place.global_rank == 0,
