@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outlast.chaos.armed import ArmedFaults
     from outlast.config import RerunStateMachineConfig
     from outlast.numerics.replay import ReplayableIterator
-    from outlast.numerics.rerun_machine import RerunStateMachine
+    from outlast.numerics.rerun_machine import RerunDecision, RerunStateMachine
 
 __all__ = ["Attempt", "Attempts"]
 
