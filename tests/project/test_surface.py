@@ -34,9 +34,6 @@ PUBLIC = [
     "outlast.testing",
 ]
 STILL_INTERNAL = {
-    "outlast.Session.__init__",
-    "outlast.Session.attempts",
-    "outlast.Session.section",
     "outlast.chaos.ArmedFaults.__init__",
     "outlast.chaos.ArmedFaults.fired",
     "outlast.chaos.FaultPlan.arm",
@@ -45,15 +42,12 @@ STILL_INTERNAL = {
     "outlast.health.check_node",
     "outlast.monitor.RankMonitor.__init__",
     "outlast.monitor.RankMonitor.board_state",
-    "outlast.monitor.RankMonitor.section",
-    "outlast.monitor.RankMonitor.set_restored",
     "outlast.numerics.RerunStateMachine.__init__",
     "outlast.numerics.RerunStateMachine.begin_replay",
     "outlast.numerics.RerunStateMachine.num_found",
     "outlast.numerics.RerunStateMachine.report",
-    "outlast.numerics.StepDecision.action",
-    "outlast.numerics.StepDecision.diagnosis",
-    "outlast.ray.TrainActor.section",
+    "outlast.numerics.RerunDecision.action",
+    "outlast.numerics.RerunDecision.diagnosis",
     "outlast.straggler.Report.findings",
     "outlast.straggler.Report.incidents",
     "outlast.straggler.Report.machines",
@@ -62,8 +56,6 @@ STILL_INTERNAL = {
     "outlast.straggler.StragglerDetector.leave_out",
     "outlast.straggler.StragglerDetector.section",
     "outlast.straggler.StragglerDetector.waiting",
-    "outlast.testing.Cluster.events",
-    "outlast.testing.Cluster.wait_for",
     "outlast.testing.FaultPlan.arm",
 }
 """Public signatures that still name a type that is not public; this list only becomes shorter."""

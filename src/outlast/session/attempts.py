@@ -29,10 +29,16 @@ class Attempt:
     Thread: that of the training loop.
     """
 
-    __slots__ = ("_attempts", "_iterators", "number")
+    __slots__ = ("_faults", "_iterators", "_machine", "number")
 
-    def __init__(self, attempts: Attempts, iterators: Sequence[ReplayableIterator[Any]], number: int) -> None:
-        self._attempts, self._iterators = attempts, iterators
+    def __init__(
+        self,
+        machine: RerunStateMachine,
+        iterators: Sequence[ReplayableIterator[Any]],
+        number: int,
+        faults: ArmedFaults | None,
+    ) -> None:
+        self._machine, self._iterators, self._faults = machine, iterators, faults
         self.number = number
         """0 for the first attempt of the step, 1 for the one after an invalid result."""
 
@@ -53,7 +59,7 @@ class Attempt:
             return next(self._iterators[source])
         except StopIteration:
             raise OutlastError(
-                f"there is no batch left for iteration {self._attempts.iteration}; give run.attempts() what goes on as "
+                f"there is no batch left for iteration {self._machine.iteration}; give run.attempts() what goes on as "
                 "long as training does, such as itertools.chain.from_iterable(epochs)"
             ) from None
 
@@ -78,7 +84,9 @@ class Attempt:
         Raises:
             ValueError: It is not one number.
         """
-        self._attempts.validate(value, what, rejects=rejects, message=message, tolerance=tolerance)
+        if self._faults is not None:
+            value = self._faults.on_loss(self._machine.iteration, value)
+        self._machine.validate(value, what, rejects=rejects, message=message, tolerance=tolerance)
 
 
 class Attempts:
@@ -116,11 +124,6 @@ class Attempts:
         self._state: Mapping[str, Any] = {}
         self.replay: Replay | None = decode_replay(place.replay)
         """What is to be run again before anything else; ``None`` = nothing, or it has begun."""
-
-    @property
-    def iteration(self) -> int:
-        """Number of optimizer steps done before the step that runs."""
-        return self._machine.iteration
 
     @property
     def have_reduction(self) -> bool:
@@ -161,16 +164,10 @@ class Attempts:
         self._machine.begin_step(iteration, iterators)
         number = 0
         while self._machine.should_run():
-            yield Attempt(self, iterators, number)
+            yield Attempt(self._machine, iterators, number, self._faults)
             number += 1
             if self._faults is not None:
                 self._faults.after_backward(iteration, self._state)
-
-    def validate(self, value: Any, what: str, **how: Any) -> None:
-        """See :meth:`Attempt.validate`."""
-        if self._faults is not None:
-            value = self._faults.on_loss(self._machine.iteration, value)
-        self._machine.validate(value, what, **how)
 
     def finish(self) -> None:
         """Report how much two runs of a step differed, where they were run twice for that."""
