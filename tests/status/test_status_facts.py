@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from job_story import Story, died, names_of
 
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
-from outlast.launch.live import LiveBudgets, LiveLack, LiveNode, LiveStatus
+from outlast.launch.protocol import LiveBudgets, LiveLack, LiveNode, LiveStatus
 from outlast.policy.ladder import LadderState
 from outlast.status.evidence import Evidence
 from outlast.status.facts import judge

@@ -19,7 +19,7 @@ from outlast.decoding import from_json
 from outlast.env import clean_name
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import Event, EventKind
-from outlast.launch.live import STATUS_KEY, LiveStatus, decode_live
+from outlast.launch.protocol import STATUS_KEY, LiveStatus, decode_live
 from outlast.policy.ladder import LadderState
 from outlast.policy.lease import Process as SystemProcess
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints

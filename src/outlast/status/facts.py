@@ -11,7 +11,7 @@ import msgspec
 from outlast.clock import as_iso
 from outlast.env import clean_name
 from outlast.incidents import Event, EventKind, IncidentKind
-from outlast.launch.live import LiveBudgets, LiveStatus
+from outlast.launch.protocol import LiveBudgets, LiveStatus
 from outlast.policy.ladder import LadderState, begin_job, begin_run
 from outlast.status.evidence import Evidence
 from outlast.status.job_events import JobEvents

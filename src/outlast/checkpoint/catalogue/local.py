@@ -36,7 +36,7 @@ from outlast.checkpoint.manifest import MANIFEST, Manifest
 from outlast.checkpoint.shard import shard_name
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete, Untrusted
-from outlast.policy.partners import parity_groups
+from outlast.policy.checkpoint_plan import parity_groups
 
 __all__ = [
     "NodeCopy",
