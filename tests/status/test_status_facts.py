@@ -12,8 +12,7 @@ from outlast.launch.protocol import LiveBudgets, LiveLack, LiveNode, LiveStatus
 from outlast.policy.ladder import LadderState
 from outlast.status.evidence import Evidence
 from outlast.status.facts import judge
-from outlast.status.report import GenerationReport, RunState, StatusReport
-from outlast.status.view import render
+from outlast.status.report import GenerationReport, RunState, StatusReport, render
 
 
 def running() -> Story:
