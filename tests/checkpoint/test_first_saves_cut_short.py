@@ -1,4 +1,4 @@
-"""What is left of a first save that was cut short keeps no run from beginning; what was ever durable is not given up."""
+"""What is left of a first save that was cut short keeps no run from beginning; nothing durable is ever given up."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from outlast import inprocess
-from outlast.inprocess.call import Handle, handle_parameter
-from outlast.inprocess.interruption import Interruption
+from outlast.inprocess.call import Handle, RestartRequested, handle_parameter
 from outlast.inprocess.plugins import State
 from outlast.inprocess.progress import Page
+from outlast.runtime.interruption import SignalInterruption
 
 
 def with_class(steps: int, call: inprocess.Handle) -> None: ...
@@ -43,7 +43,7 @@ def make(page: Page, kept: dict[str, Any], pinged: list[int]) -> Handle:
     )
     return Handle(
         state,
-        interruption=Interruption(make.__code__),
+        interruption=SignalInterruption(RestartRequested, make.__code__),
         page=page,
         on_first_ping=lambda: pinged.append(1),
         kept=kept,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from outlast.errors import ConfigError
-from outlast.inprocess.interruption import Interruption, RestartRequested
-from outlast.runtime.async_exceptions import leave_for
+from outlast.inprocess.call import RestartRequested
+from outlast.runtime.interruption import SignalInterruption, set_async_exception
 
 
-def boundary(interruption: Interruption, function: Callable[[], Any]) -> BaseException | None:
+def boundary(interruption: SignalInterruption, function: Callable[[], Any]) -> BaseException | None:
     """Call the function as the wrapper does; return what it raised. Who leaves this frame is interrupted no more."""
     error = None
     assert interruption.enter(0)
@@ -30,7 +30,7 @@ def boundary(interruption: Interruption, function: Callable[[], Any]) -> BaseExc
 
 
 @contextlib.contextmanager
-def poked(interruption: Interruption, *, order_first: bool = True) -> Iterator[None]:
+def poked(interruption: SignalInterruption, *, order_first: bool = True) -> Iterator[None]:
     """Order to leave and poke until the main thread is out."""
     over = threading.Event()
 
@@ -38,7 +38,7 @@ def poked(interruption: Interruption, *, order_first: bool = True) -> Iterator[N
         while not interruption.is_inside and not over.wait(0.001):
             pass
         if order_first:
-            interruption.order(1)
+            interruption.order(0)
         while not over.wait(0.005):
             interruption.poke()
 
@@ -52,8 +52,8 @@ def poked(interruption: Interruption, *, order_first: bool = True) -> Iterator[N
 
 
 @pytest.fixture
-def interruption() -> Iterator[Interruption]:
-    made = Interruption(boundary.__code__)
+def interruption() -> Iterator[SignalInterruption]:
+    made = SignalInterruption(RestartRequested, boundary.__code__)
     made.install()
     yield made
     made.leave()
@@ -61,7 +61,7 @@ def interruption() -> Iterator[Interruption]:
 
 
 def get_out_of(
-    interruption: Interruption, function: Callable[[], Any], *, order_first: bool = True
+    interruption: SignalInterruption, function: Callable[[], Any], *, order_first: bool = True
 ) -> BaseException | None:
     with poked(interruption, order_first=order_first):
         return boundary(interruption, function)
@@ -115,7 +115,7 @@ def swallow_twice() -> None:
     "function",
     [spin, sleep, wait_for_lock, wait_for_queue, swallow_sleeping, swallow_in_a_with, swallow_twice],
 )
-def test_it_gets_out(interruption: Interruption, function: Callable[[], None]) -> None:
+def test_it_gets_out(interruption: SignalInterruption, function: Callable[[], None]) -> None:
     """Loops, sleeps and waits are left, also those whose code swallows every exception."""
     assert isinstance(get_out_of(interruption, function), RestartRequested)
     assert sys.exc_info() == (None, None, None), "an exception is left behind, with all its frames"
@@ -123,14 +123,14 @@ def test_it_gets_out(interruption: Interruption, function: Callable[[], None]) -
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_it_gets_out_though_an_exception_is_left_for_another_thread(interruption: Interruption) -> None:
+def test_it_gets_out_though_an_exception_is_set_for_another_thread(interruption: SignalInterruption) -> None:
     """One that has not risen keeps the interpreter looking for it, which must not keep the main thread inside."""
     lock, is_inside = threading.Lock(), threading.Event()
     lock.acquire()
     thread = threading.Thread(target=lambda: (is_inside.set(), lock.acquire()))
     thread.start()
     assert is_inside.wait(60)
-    leave_for(thread.ident or 0, RuntimeError)
+    set_async_exception(thread.ident or 0, RuntimeError)
     try:
         assert isinstance(get_out_of(interruption, swallow_twice), RestartRequested)
     finally:
@@ -138,14 +138,14 @@ def test_it_gets_out_though_an_exception_is_left_for_another_thread(interruption
         thread.join()
 
 
-def test_an_update_is_finished(interruption: Interruption, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_is_finished(interruption: SignalInterruption, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that is under way ends, and is left at its end; one that has not begun does not begin."""
-    monkeypatch.setattr("outlast.inprocess.interruption._UPDATE_NS", 60_000_000_000)  # a busy machine's moment
+    monkeypatch.setattr("outlast.runtime.interruption._UPDATE_NS", 60_000_000_000)  # a busy machine's moment
     done = []
 
     def work() -> None:
         interruption.begin_update()
-        interruption.order(1)
+        interruption.order(0)
         until = time.monotonic() + 0.1
         while time.monotonic() < until:
             done.append("inside")
@@ -157,30 +157,30 @@ def test_an_update_is_finished(interruption: Interruption, monkeypatch: pytest.M
     assert isinstance(get_out_of(interruption, work, order_first=False), RestartRequested)
     assert done[-1] == "second"
     assert interruption.enter(1)
-    interruption.order(2)
+    interruption.order(1)
     with pytest.raises(RestartRequested):
         interruption.begin_update()
 
 
-def test_an_update_that_does_not_end_is_left(interruption: Interruption) -> None:
+def test_an_update_that_does_not_end_is_left(interruption: SignalInterruption) -> None:
     """What takes longer than a moment is interrupted where it is."""
 
     def work() -> None:
         interruption.begin_update()
-        interruption.order(1)
+        interruption.order(0)
         time.sleep(3600)
 
     assert isinstance(get_out_of(interruption, work, order_first=False), RestartRequested)
 
 
-def test_atomic_parts_are_finished(interruption: Interruption) -> None:
+def test_atomic_parts_are_finished(interruption: SignalInterruption) -> None:
     """Nothing is raised within an atomic part, however often it is nested; at its end it is."""
     done = []
 
     def work() -> None:
         interruption.enter_atomic()
         interruption.enter_atomic()
-        interruption.order(1)
+        interruption.order(0)
         until = time.monotonic() + 0.1
         while time.monotonic() < until:
             pass
@@ -193,12 +193,12 @@ def test_atomic_parts_are_finished(interruption: Interruption) -> None:
     assert done == ["inner"]
 
 
-def test_an_atomic_part_is_not_begun_any_more(interruption: Interruption) -> None:
+def test_an_atomic_part_is_not_begun_any_more(interruption: SignalInterruption) -> None:
     """Once all are to leave, no atomic part begins."""
     begun = []
 
     def work() -> None:
-        interruption.order(1)
+        interruption.order(0)
         interruption.enter_atomic()
         begun.append(1)
 
@@ -207,15 +207,15 @@ def test_an_atomic_part_is_not_begun_any_more(interruption: Interruption) -> Non
     assert begun == []
 
 
-def test_an_iteration_that_is_over_is_not_entered(interruption: Interruption) -> None:
+def test_a_call_that_is_over_is_not_entered(interruption: SignalInterruption) -> None:
     """An order that comes before the function does not get lost."""
-    interruption.order(3)
+    interruption.order(2)
     assert not interruption.enter(2)
     assert interruption.enter(3)
     interruption.leave()
 
 
-def test_nothing_is_raised_outside(interruption: Interruption) -> None:
+def test_nothing_is_raised_outside(interruption: SignalInterruption) -> None:
     """Signals that come late, when the function has been left, do nothing."""
     with poked(interruption):
         boundary(interruption, sleep)
@@ -231,7 +231,7 @@ def test_other_threads_are_refused() -> None:
 
     def install() -> None:
         try:
-            Interruption(boundary.__code__).install()
+            SignalInterruption(RestartRequested, boundary.__code__).install()
         except ConfigError as error:
             errors.append(error)
 

@@ -9,9 +9,8 @@ from rerun_training import Training, assert_same
 from test_rerun_replay import replay_of
 
 from outlast.config import RerunStateMachineConfig
-from outlast.numerics.injector import ErrorInjector
-from outlast.policy.rerun import Finding
-from outlast.policy.rerun_table import RunState
+from outlast.numerics.validation import ErrorInjector
+from outlast.policy.rerun import Finding, RunState
 
 
 def injecting(kind: str, rate: int = 8) -> RerunStateMachineConfig:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.numerics import plain
-from outlast.numerics.batches import ReplayableIterator, as_iterators
+from outlast.numerics import replay
+from outlast.numerics.replay import ReplayableIterator, as_iterators
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), max_size=12))
@@ -64,12 +64,12 @@ VALUES: list[Any] = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_plain_batches_come_back(value: Any) -> None:
     """Tensors, arrays, numbers and texts in containers are given back as they were, and have the same fingerprint."""
-    stored, problems = plain.store(value)
+    stored, problems = replay.store(value)
     assert problems == []
     assert stored is not None
-    back = plain.give_back(stored, 0)
+    back = replay.give_back(stored, 0)
     assert type(back) is type(value)
-    assert plain.fingerprint(back) == plain.fingerprint(value)
+    assert replay.fingerprint(back) == replay.fingerprint(value)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_plain_batches_come_back(value: Any) -> None:
 )
 def test_foreign_values_are_named_and_not_stored(value: Any, problem: str) -> None:
     """What could come back only by running code, or not as it was, is named by its place and type."""
-    assert plain.store(value) == (None, [problem])
+    assert replay.store(value) == (None, [problem])
 
 
 def test_fingerprint_tells_batches_apart() -> None:
@@ -101,4 +101,4 @@ def test_fingerprint_tells_batches_apart() -> None:
         {"x": [0.0] * 4},
         {"x": (0.0,) * 4},
     ]
-    assert len({plain.fingerprint(batch) for batch in batches}) == len(batches)
+    assert len({replay.fingerprint(batch) for batch in batches}) == len(batches)

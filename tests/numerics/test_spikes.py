@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.numerics.spikes import SpikeRule
+from outlast.numerics.validation import SpikeRule
 
 VALUES = st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60)
 

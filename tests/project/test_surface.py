@@ -6,12 +6,15 @@ it anew with ``python tests/project/test_surface.py > tests/project/surface.txt`
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import enum
 import importlib
 import inspect
+import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,40 @@ PUBLIC = [
     "outlast.straggler",
     "outlast.testing",
 ]
+STILL_INTERNAL = {
+    "outlast.Session.__init__",
+    "outlast.Session.attempts",
+    "outlast.Session.section",
+    "outlast.chaos.ArmedFaults.__init__",
+    "outlast.chaos.ArmedFaults.fired",
+    "outlast.chaos.FaultPlan.arm",
+    "outlast.checkpoint.CheckpointManager.__init__",
+    "outlast.health.check_gpu",
+    "outlast.health.check_node",
+    "outlast.monitor.RankMonitor.__init__",
+    "outlast.monitor.RankMonitor.board_state",
+    "outlast.monitor.RankMonitor.section",
+    "outlast.monitor.RankMonitor.set_restored",
+    "outlast.numerics.RerunStateMachine.__init__",
+    "outlast.numerics.RerunStateMachine.begin_replay",
+    "outlast.numerics.RerunStateMachine.num_found",
+    "outlast.numerics.RerunStateMachine.report",
+    "outlast.numerics.StepDecision.action",
+    "outlast.numerics.StepDecision.diagnosis",
+    "outlast.ray.TrainActor.section",
+    "outlast.straggler.Report.findings",
+    "outlast.straggler.Report.incidents",
+    "outlast.straggler.Report.machines",
+    "outlast.straggler.Report.ranks",
+    "outlast.straggler.StragglerDetector.__init__",
+    "outlast.straggler.StragglerDetector.leave_out",
+    "outlast.straggler.StragglerDetector.section",
+    "outlast.straggler.StragglerDetector.waiting",
+    "outlast.testing.Cluster.events",
+    "outlast.testing.Cluster.wait_for",
+    "outlast.testing.FaultPlan.arm",
+}
+"""Public signatures that still name a type that is not public; this list only becomes shorter."""
 COMMITTED = Path(__file__).with_name("surface.txt")
 
 
@@ -103,6 +140,92 @@ def test_public_names_exist_and_are_documented() -> None:
             value = getattr(module, name)
             if inspect.isclass(value) or inspect.isfunction(value):
                 assert inspect.getdoc(value), f"{module_name}.{name} has no docstring"
+
+
+def public_types() -> dict[str, type]:
+    """Return every public class by its home and name."""
+    found = {}
+    for module_name in PUBLIC:
+        module = importlib.import_module(module_name)
+        for name in getattr(module, "__all__", ()):
+            if inspect.isclass(value := getattr(module, name)):
+                found[f"{value.__module__}.{value.__qualname__}"] = value
+    return found
+
+
+def annotations() -> Iterator[tuple[str, str, str]]:
+    """Yield each annotation of a public signature or field: whose it is, the module it stands in, its text."""
+    for module_name in PUBLIC:
+        module = importlib.import_module(module_name)
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            where = f"{module_name}.{name}"
+            if inspect.isclass(value):
+                makes_itself = dataclasses.is_dataclass(value)  # from its fields
+                members = {
+                    key: raw
+                    for key, raw in vars(value).items()
+                    if not key.startswith("_") or (key == "__init__" and not makes_itself)
+                }
+                for key, text in vars(value).get("__annotations__", {}).items():
+                    if not key.startswith("_"):
+                        yield f"{where}.{key}", value.__module__, str(text)
+            elif inspect.isfunction(value):
+                where, members = module_name, {name: value}
+            else:
+                continue
+            for key, raw in members.items():
+                function = raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw)
+                if inspect.isfunction(function):
+                    for text in function.__annotations__.values():
+                        yield f"{where}.{key}", function.__module__, str(text)
+
+
+@cache
+def imported_names(module_name: str) -> dict[str, str]:
+    """Return the module from which each name comes that a module imports, for type checkers alone, too."""
+    tree = ast.parse(Path(importlib.import_module(module_name).__file__ or "").read_text(encoding="utf-8"))
+    return {
+        alias.asname or alias.name: node.module or ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def own_types(value: Any) -> Iterator[type]:
+    """Yield the classes of this package that a class, or an alias of types, consists of."""
+    if inspect.isclass(value) and value.__module__.split(".")[0] == "outlast":
+        yield value
+    for part in typing.get_args(value):
+        yield from own_types(part)
+
+
+def internal_types() -> dict[str, set[str]]:
+    """Return the types that are not public and stand in public signatures, and where."""
+    found: dict[str, set[str]] = {}
+    public = public_types()
+    for where, module_name, text in annotations():
+        for node in ast.walk(ast.parse(text, mode="eval")):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                continue  # of a Literal
+            if not isinstance(node, ast.Name):
+                continue
+            home = imported_names(module_name).get(node.id, module_name)
+            value = getattr(importlib.import_module(home), node.id, None) if home.startswith("outlast") else None
+            for one in own_types(value):
+                name = f"{one.__module__}.{one.__qualname__}"
+                if name not in public:
+                    found.setdefault(one.__qualname__, set()).add(where)
+    return found
+
+
+def test_public_signatures_name_public_types_alone() -> None:
+    """Whoever calls a public function can make what it takes and name what it returns."""
+    internal = [
+        f"{where} names {name}" for name, places in internal_types().items() for where in places - STILL_INTERNAL
+    ]
+    assert not internal, "\n".join(sorted(internal))
 
 
 if __name__ == "__main__":

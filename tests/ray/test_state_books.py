@@ -7,16 +7,16 @@ import torch
 
 from outlast.errors import OutlastError
 from outlast.ray.actor_state import StateTracker
-from outlast.ray.interruption import Abandoned, Interruption
+from outlast.runtime.interruption import Abandoned, AsyncInterruption
 
 
 @pytest.fixture
-def interruption() -> Interruption:
-    return Interruption()
+def interruption() -> AsyncInterruption:
+    return AsyncInterruption()
 
 
 @pytest.fixture
-def keeping(interruption: Interruption) -> StateTracker:
+def keeping(interruption: AsyncInterruption) -> StateTracker:
     keeping = StateTracker(None, interruption)
     keeping.begin_anew(has_state=True)
     return keeping
@@ -88,7 +88,7 @@ def test_only_the_next_iteration_is_an_update(keeping: StateTracker) -> None:
 
 
 def test_an_update_that_ends_after_the_order_is_whole_but_the_call_is_not(
-    keeping: StateTracker, interruption: Interruption
+    keeping: StateTracker, interruption: AsyncInterruption
 ) -> None:
     """The step counts, as nothing in it came from a peer; the call is left behind it."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outlast.ray.interruption import Abandoned, Interruption, Outcome
+from outlast.runtime.interruption import Abandoned, AsyncInterruption, CallOutcome
 
 LIMIT_S = 100.0
 
@@ -23,7 +23,9 @@ def worker() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def begin(worker: ThreadPoolExecutor, interruption: Interruption, function: Callable[[], Any]) -> Future[Outcome]:
+def begin(
+    worker: ThreadPoolExecutor, interruption: AsyncInterruption, function: Callable[[], Any]
+) -> Future[CallOutcome]:
     """Run a function of incarnation 0; return once it is inside."""
     inside = threading.Event()
 
@@ -36,7 +38,7 @@ def begin(worker: ThreadPoolExecutor, interruption: Interruption, function: Call
     return running
 
 
-def get_out(interruption: Interruption, number: int = 0) -> None:
+def get_out(interruption: AsyncInterruption, number: int = 0) -> None:
     interruption.order(number)
     for _ in range(int(LIMIT_S / 0.01)):
         interruption.poke()
@@ -70,7 +72,7 @@ def spin_and_swallow_all() -> None:
 @pytest.mark.parametrize("function", [spin, spin_and_swallow, spin_and_swallow_all])
 def test_a_loop_is_left(worker: ThreadPoolExecutor, function: Callable[[], None]) -> None:
     """A loop of Python ends with the order, also if it catches exceptions; the thread then serves the next call."""
-    interruption = Interruption()
+    interruption = AsyncInterruption()
     running = begin(worker, interruption, function)
     get_out(interruption)
     assert isinstance(running.result(LIMIT_S).error, Abandoned)
@@ -86,7 +88,7 @@ def test_a_loop_is_left(worker: ThreadPoolExecutor, function: Callable[[], None]
 
 def test_what_comes_after_the_order_is_not_believed(worker: ThreadPoolExecutor) -> None:
     """A function that returns after the order brings nothing: it may have taken a cut wait for a message."""
-    interruption, gate = Interruption(), threading.Event()
+    interruption, gate = AsyncInterruption(), threading.Event()
     running = begin(worker, interruption, lambda: gate.wait(LIMIT_S) and "garbage")
     interruption.order(0)
     gate.set()
@@ -97,7 +99,7 @@ def test_what_comes_after_the_order_is_not_believed(worker: ThreadPoolExecutor) 
 
 def test_nothing_of_a_given_up_incarnation_begins(worker: ThreadPoolExecutor) -> None:
     """Once ordered, functions of that incarnation and older ones are not called; newer ones are."""
-    interruption = Interruption()
+    interruption = AsyncInterruption()
     interruption.order(3)
     called: list[int] = []
     for number in range(6):
@@ -106,12 +108,12 @@ def test_nothing_of_a_given_up_incarnation_begins(worker: ThreadPoolExecutor) ->
 
 
 def test_an_update_comes_to_its_end_first(worker: ThreadPoolExecutor) -> None:
-    """What is done in calm is not interrupted within its first second; it ends, and then the call is left."""
-    interruption, within, gate = Interruption(), threading.Event(), threading.Event()
+    """What is an update is not interrupted within its first second; it ends, and then the call is left."""
+    interruption, within, gate = AsyncInterruption(), threading.Event(), threading.Event()
     done = []
 
     def update() -> None:
-        with interruption.calm():
+        with interruption.update():
             within.set()
             while not gate.is_set():
                 sum(range(10))
@@ -129,7 +131,7 @@ def test_an_update_comes_to_its_end_first(worker: ThreadPoolExecutor) -> None:
 
 def test_exceptions_of_the_function_are_its_own(worker: ThreadPoolExecutor) -> None:
     """What the function raises is what it ended with, whatever kind of exception it is."""
-    interruption = Interruption()
+    interruption = AsyncInterruption()
     for kind in (ValueError, SystemExit, KeyboardInterrupt):
 
         def fail(kind: type[BaseException] = kind) -> None:
@@ -140,7 +142,7 @@ def test_exceptions_of_the_function_are_its_own(worker: ThreadPoolExecutor) -> N
 
 def test_many_orders_at_any_moment_never_reach_beyond_the_call(worker: ThreadPoolExecutor) -> None:
     """However a call and its interruption meet, the thread goes on, and what follows is not interrupted."""
-    interruption = Interruption()
+    interruption = AsyncInterruption()
 
     def step() -> int:
         return sum(range(200))

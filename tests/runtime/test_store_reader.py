@@ -11,7 +11,7 @@ import pytest
 
 from outlast.errors import RendezvousError
 from outlast.runtime import store as stores
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store_reader import read_key
 from outlast.testing.reaping import free_port
 

@@ -33,11 +33,11 @@ from outlast.config import (
     RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
+from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 from outlast.inprocess import Wrapper
-from outlast.numerics.injector import ErrorInjector
-from outlast.numerics.number_rules import NumberRules
-from outlast.policy.rerun_table import RunState
+from outlast.numerics.validation import ErrorInjector, StepValidation
+from outlast.policy.rerun import RunState
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.journal import read_journal
 from outlast.session import departure
@@ -166,7 +166,7 @@ def stops_after_failed_saves(scene: Scene) -> None:
         config = CheckpointConfig(directory=str(scene.folder / str(limit)), max_consecutive_save_failures=limit)
         with scene.session(Config(checkpoint=config)) as run:
             assert run._saves is not None
-            outcomes = run._saves._manager._pipeline.outcomes
+            outcomes = run._saves._manager._outcomes
             outcomes.num_failures, outcomes.last_error = 2, CheckpointError("disk full")
             for _ in run.steps({"weight": torch.zeros(1)}, total=1):
                 if stops:
@@ -471,11 +471,13 @@ def runs_an_invalid_step_again(scene: Scene) -> None:
 
 def rejected(config: RerunStateMachineConfig) -> list[str | None]:
     """Return what is said of values one after the other."""
-    rules, said = NumberRules(config), []
+    validation, said = StepValidation(config, WorkerEnv(), "cpu"), []
     for value in [1.0, 50.0, 1.0, *[1.0] * 20, 30.0, float("nan")]:
-        rules.begin_run()
-        said.append(rules.reject("loss", value)[0])
-        rules.commit()
+        validation.begin_step(0)
+        validation.take_number(value, "loss", rejects=None, message="", tolerance=0.0)
+        judged = validation.judge()
+        said.append(None if judged is None else judged.rejected.message)
+        validation.end_step()
     return said
 
 

@@ -23,7 +23,7 @@ from outlast import clock
 from outlast.cli.main import main
 from outlast.incidents import EventKind
 from outlast.runtime import store as stores
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import describe_self
 from outlast.status.report import StatusReport

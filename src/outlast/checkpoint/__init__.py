@@ -5,8 +5,9 @@ The names below are imported on first use: the writer process must not import to
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.checkpoint.manager import CheckpointManager
@@ -23,10 +24,4 @@ _HOMES = {
 
 __all__ = ["CheckpointManager", "Rejection", "Restored", "SaveHandle", "SaveResult"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'outlast.checkpoint' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

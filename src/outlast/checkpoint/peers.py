@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-import torch
-
 from outlast.errors import PeerLost
+from outlast.runtime.gathering import gather_bytes
 from outlast.runtime.group import Group
 
 __all__ = ["OwnStore", "Peers"]
@@ -39,26 +38,15 @@ class Peers:
         """
         if self._group is None:
             return [data]
-        import torch.distributed as dist
-
-        group = self._group.process_group
         try:
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-            dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
-            longest = max(1, *(int(length) for length in lengths))
-            mine = torch.zeros(longest, dtype=torch.uint8)
-            mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-            all_ranks = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-            dist.all_gather(all_ranks, mine, group=group)
+            gathered = gather_bytes(self._group.open_group, data)
         except RuntimeError as error:
             raise PeerLost(
                 f"a peer left while the ranks agreed on a checkpoint ({error}); see the log of the rank that left"
             ) from error
         if self._group is None or self._group.is_cut:
             raise PeerLost("this rank left while the ranks agreed on a checkpoint; its log says why")
-        return [
-            bytes(padded[: int(length)].numpy().tobytes()) for padded, length in zip(all_ranks, lengths, strict=True)
-        ]
+        return gathered
 
     def store(self, *, timeout_s: float) -> Any:
         """Return a connection of its own to the ranks' store, for one thread."""

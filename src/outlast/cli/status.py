@@ -80,7 +80,7 @@ def _look(target: str) -> StatusReport:
         ConfigError: It is no run directory, or cannot be read.
         RendezvousError: No coordinator answers.
     """
-    from outlast.runtime.endpoints import parse_endpoints
+    from outlast.runtime.addresses import parse_endpoints
     from outlast.status.evidence import Evidence, ask_coordinator, gather
     from outlast.status.facts import judge
 

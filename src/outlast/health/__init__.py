@@ -5,8 +5,9 @@ The names below are imported on first use: an agent that checks its node needs n
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.health.gpu import check_gpu
@@ -34,10 +35,4 @@ __all__ = [
     "has_failed",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'outlast.health' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

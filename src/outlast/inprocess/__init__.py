@@ -1,12 +1,11 @@
 """Restart in process: a function that is called again on all ranks, in the same processes, when one of them fails.
 
-See :class:`Wrapper`. It runs the function on the active ranks; the others are warm reserves.
+See :class:`Wrapper`. It runs the function on the active ranks; the others are warm spares.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from outlast.lazy import lazy_names
 
 _HOMES = {
     "ActiveWorldSizeDivisibleBy": "outlast.inprocess.plugins",
@@ -20,7 +19,7 @@ _HOMES = {
     "Member": "outlast.policy.rank_assignment",
     "RankLeft": "outlast.inprocess.rank",
     "Restore": "outlast.inprocess.restore",
-    "RestartRequested": "outlast.inprocess.interruption",
+    "RestartRequested": "outlast.inprocess.call",
     "RetryController": "outlast.inprocess.plugins",
     "ShiftRanks": "outlast.inprocess.plugins",
     "State": "outlast.inprocess.plugins",
@@ -50,15 +49,5 @@ __all__ = [
     "current_handle",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # On first use: a monitor process imports single modules of this package, and no torch.
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'outlast.inprocess' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# On first use: a monitor process imports single modules of this package, and no torch.
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -29,9 +29,9 @@ from outlast.runtime import connections
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from outlast.inprocess.interruption import Interruption
     from outlast.inprocess.plugins import State
     from outlast.inprocess.progress import Page
+    from outlast.runtime.interruption import SignalInterruption
 
 __all__ = [
     "Background",
@@ -51,10 +51,14 @@ __all__ = [
 _current: Handle | None = None
 
 
+class RestartRequested(BaseException):
+    """All ranks leave the wrapped function now; not to be caught."""
+
+
 class _Atomic:
     __slots__ = ("_interruption", "_page")
 
-    def __init__(self, interruption: Interruption, page: Page) -> None:
+    def __init__(self, interruption: SignalInterruption, page: Page) -> None:
         self._interruption, self._page = interruption, page
 
     def __enter__(self) -> None:
@@ -91,7 +95,7 @@ class Handle:
         self,
         state: State,
         *,
-        interruption: Interruption,
+        interruption: SignalInterruption,
         page: Page,
         on_first_ping: Callable[[], None],
         kept: dict[str, Any],
@@ -123,7 +127,7 @@ class Handle:
     @property
     def is_left(self) -> bool:
         """Whether this call has ended or has to be left: what fails now fails for that. Thread: any."""
-        return self._interruption.is_left(self._state.iteration)
+        return not self._interruption.is_in(self._state.iteration)
 
     def ping(self) -> None:
         """Say that the function makes progress.

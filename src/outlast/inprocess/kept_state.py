@@ -19,7 +19,7 @@ import xxhash
 from outlast.errors import OutlastError
 from outlast.inprocess.call import Handle, current_handle
 from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer
-from outlast.numerics.replicas import find_replicated
+from outlast.numerics.replica_digest import find_replicated
 from outlast.numerics.tensor_digest import digest_tensors
 from outlast.runtime import device
 
@@ -211,7 +211,7 @@ class KeptTrainingState:
         """
         self.release()
         if self.rank is None:
-            return None, "", ""  # this process was a reserve
+            return None, "", ""  # this process was a spare
         if self._reason or self._iteration is None:
             return None, self._reason or "no step had begun", ""
         parts = parts_of(state)

@@ -28,10 +28,10 @@ import msgspec
 from outlast import env as environment
 from outlast.errors import OutlastError
 from outlast.inprocess import protocol as m
-from outlast.inprocess.interruption import Interruption
 from outlast.inprocess.progress import MainThreadProgress, Page, RankPhase
 from outlast.inprocess.protocol import MemberRecord, MonitorTask
 from outlast.runtime import connections
+from outlast.runtime.interruption import SignalInterruption
 
 __all__ = ["Instruction", "Link", "MonitorLink", "MonitorThread"]
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _LONGEST_LOOK_S = 0.25
 """Both timeouts are kept within half a second, whatever the intervals."""
 _FIRST_POKE_S, _LONGEST_POKE_S = 0.005, 0.05
-_FOR_EVER = 1 << 62
+_ALL_CALLS = 1 << 62
 
 Instruction = m.Listening | m.Order | OutlastError
 """What the main thread is told: an order, or that there is nobody left to give orders."""
@@ -76,7 +76,7 @@ class MonitorThread:
         self,
         link: Link,
         page: Page,
-        interruption: Interruption,
+        interruption: SignalInterruption,
         *,
         interval_s: float,
         abort: Callable[[], None],
@@ -110,12 +110,12 @@ class MonitorThread:
         else:
             os.close(self._wake)
 
-    def begin_iteration(self) -> None:
+    def begin_call(self) -> None:
         """Let any progress of the main thread count again. Thread: the main thread."""
         self._pings_only = False
 
     def count_pings_only(self) -> None:
-        """Let only pings count as progress until the next iteration. Thread: any."""
+        """Let only pings count as progress until the next call. Thread: any."""
         self._pings_only = True
 
     # -- the thread --------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class MonitorThread:
             received = self._link.receive()
         except OutlastError as error:
             log.error("%s", error)
-            self._interruption.order(_FOR_EVER)
+            self._interruption.order(_ALL_CALLS)
             self._must_abort, self._poke_s = True, _FIRST_POKE_S
             self.inbox.put(error)
             self._is_stopped = True
@@ -154,13 +154,13 @@ class MonitorThread:
             return
         for message in received:
             if isinstance(message, m.Restart):
-                self._leave_before(message.iteration)
+                self._leave_before(message.restart_count)
             elif isinstance(message, m.Abort | m.Expel):
-                self._leave_before(_FOR_EVER)
+                self._leave_before(_ALL_CALLS)
             self.inbox.put(message)
 
-    def _leave_before(self, iteration: int) -> None:
-        self._interruption.order(iteration)
+    def _leave_before(self, restart_count: int) -> None:
+        self._interruption.order(restart_count - 1)
         if self._interruption.is_wanted:
             self._page.set_phase(RankPhase.LEAVING)
         self._must_abort, self._poke_s = True, _FIRST_POKE_S

@@ -20,8 +20,8 @@ from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.precedence import LayeredSettings
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
+from outlast.runtime.addresses import Endpoint, parse_endpoints
 from outlast.runtime.device import why_absent
-from outlast.runtime.endpoints import Endpoint, parse_endpoints
 from outlast.wording import count
 
 __all__ = ["Checked", "RunOptions", "check_values", "parse_options", "why_not_there"]

@@ -16,7 +16,7 @@ from enum import Enum
 
 from outlast import clock
 from outlast.errors import ConfigError
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 
 __all__ = ["Answer", "check_endpoints", "probe"]
 

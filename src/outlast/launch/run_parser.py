@@ -174,7 +174,7 @@ _REWORDED = {
     "node_rank": "Slot that this node should get, from 0; default the order in which the nodes come.",
     "master_addr": "Host at which agents meet where --rdzv-endpoint is not given; default 127.0.0.1.",
     "master_port": "Port at which agents meet where --rdzv-endpoint is not given; default 29500.",
-    "local_addr": "Address under which the other nodes reach this one; default its name.",
+    "local_addr": "Address under which the other nodes reach this one; default the one towards --rdzv-endpoint.",
     "shutdown_timeout": "The same as --workers-stop-timeout, and before it.",
 }
 """What torchrun's other options mean here, where that is not what torchrun says of them."""

@@ -33,7 +33,7 @@ from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores
-from outlast.runtime.endpoints import Endpoint, parse_endpoints
+from outlast.runtime.addresses import Endpoint, own_address, parse_endpoints
 from outlast.runtime.store import TCPStore
 
 __all__ = ["NamedRendezvous", "OutlastRendezvous", "create_handler", "open_cycle_store"]
@@ -69,7 +69,7 @@ class OutlastRendezvous(RendezvousHandler):
         self._join_timeout_s = float(params.get("join_timeout", 600))
         node_timeout_s = float(params.get("node_timeout", 5))
         node = params.get("node_name") or f"{env.hostname()}-{os.getpid()}"
-        self._addr = params.local_addr or _own_address(params.endpoint)
+        self._addr = params.local_addr or own_address(parse_endpoints(params.endpoint)[0].host)
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._waiting = 0
         self._closed = False
@@ -251,8 +251,3 @@ class NamedRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Return True: there is nothing to free."""
         return True
-
-
-def _own_address(endpoint: str) -> str:
-    first = parse_endpoints(endpoint)[0]
-    return first.host if first.host in ("localhost", "127.0.0.1", "::1") else env.hostname()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.monitor.rank_monitor import RankMonitor
 
 __all__ = ["RankMonitor"]
 
-
-def __getattr__(name: str) -> Any:
-    # On first use: the side process and the zygote import single modules of this package, and no more.
-    if name == "RankMonitor":
-        return importlib.import_module("outlast.monitor.rank_monitor").RankMonitor
-    raise AttributeError(f"module 'outlast.monitor' has no attribute {name!r}")
+# On first use: the side process and the zygote import single modules of this package, and no more.
+__getattr__, __dir__ = lazy_names(__name__, {"RankMonitor": "outlast.monitor.rank_monitor"})

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from outlast.numerics.batches import ReplayableIterator
+    from outlast.numerics.comparison import Agreement, Replica
     from outlast.numerics.nonfinite import FiniteCheck, NonFiniteAction, NonFiniteDetector
-    from outlast.numerics.replica_agreement import Agreement, Replica
+    from outlast.numerics.replay import ReplayableIterator
     from outlast.numerics.replica_digest import ReplicaDigest
-    from outlast.numerics.rerun_machine import RerunStateMachine
+    from outlast.numerics.rerun_machine import RerunStateMachine, StepDecision
 
 _HOMES = {
-    "Agreement": "outlast.numerics.replica_agreement",
+    "Agreement": "outlast.numerics.comparison",
     "FiniteCheck": "outlast.numerics.nonfinite",
     "NonFiniteAction": "outlast.numerics.nonfinite",
     "NonFiniteDetector": "outlast.numerics.nonfinite",
-    "Replica": "outlast.numerics.replica_agreement",
+    "Replica": "outlast.numerics.comparison",
     "ReplicaDigest": "outlast.numerics.replica_digest",
-    "ReplayableIterator": "outlast.numerics.batches",
+    "ReplayableIterator": "outlast.numerics.replay",
     "RerunStateMachine": "outlast.numerics.rerun_machine",
+    "StepDecision": "outlast.numerics.rerun_machine",
 }
 
 __all__ = [
@@ -32,13 +34,8 @@ __all__ = [
     "Replica",
     "ReplicaDigest",
     "RerunStateMachine",
+    "StepDecision",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # On first use: not everyone who needs one of these modules needs torch.
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'outlast.numerics' has no attribute {name!r}")
+# On first use: not everyone who needs one of these modules needs torch.
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

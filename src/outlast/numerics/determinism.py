@@ -36,7 +36,7 @@ class Differences(msgspec.Struct, frozen=True, kw_only=True):
     """Validations that only one of the two runs reached."""
 
 
-class _Record:
+class _DifferenceCounts:
     def __init__(self) -> None:
         self.num_compared = self.num_different = self.num_unreached = 0
         self.total = self.maximum = 0.0
@@ -81,19 +81,19 @@ class _Record:
 class DeterminismStatistics:
     """Count the differences of each validated value, by its name.
 
-    Only of this process: the counts begin afresh with every cycle.
+    Only of this process: the counts begin anew with every cycle.
     """
 
     def __init__(self) -> None:
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _DifferenceCounts] = {}
 
     def add(self, what: str, difference: float) -> None:
-        """Take in one comparison."""
-        self._records.setdefault(what, _Record()).add(difference)
+        """Add one comparison."""
+        self._records.setdefault(what, _DifferenceCounts()).add(difference)
 
     def add_unreached(self, what: str) -> None:
-        """Take in a validation that only one of the two runs reached."""
-        self._records.setdefault(what, _Record()).num_unreached += 1
+        """Add a validation that only one of the two runs reached."""
+        self._records.setdefault(what, _DifferenceCounts()).num_unreached += 1
 
     def report(self) -> dict[str, Differences]:
         """Return what was counted, by name of the value."""

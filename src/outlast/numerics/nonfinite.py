@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from outlast import env
 from outlast.errors import ConfigError, ExitReason, NotFinite
-from outlast.numerics.findings import Findings
 from outlast.policy.rerun import Diagnosis, Finding
-from outlast.runtime.dissemination import Dissemination
+from outlast.runtime.consensus import Consensus
+from outlast.runtime.diagnoses import leave_diagnosis
 
 __all__ = ["FiniteCheck", "NonFiniteAction", "NonFiniteDetector"]
 
@@ -144,7 +144,7 @@ class NonFiniteDetector:
         self._on_rollback = on_rollback
         self._timeout_s = timeout_s
         self._num_checks = 0
-        self._ranks: Dissemination | None = None
+        self._consensus: Consensus | None = None
 
     def bind(self, on_rollback: Callable[[FiniteCheck], None]) -> None:
         """Say how to go back to the last good generation, unless it was said when the detector was made."""
@@ -195,11 +195,10 @@ class NonFiniteDetector:
         return optimizer.register_step_pre_hook(check_before_step)
 
     def close(self) -> None:
-        """Leave, however the peers fare: those that wait for this rank fail. Idempotent."""
-        if self._ranks is not None:
-            self._ranks.cut()
-            self._ranks.close()
-            self._ranks = None
+        """Leave; peers that wait for this rank fail. Idempotent."""
+        if self._consensus is not None:
+            self._consensus.close()
+            self._consensus = None
 
     def _check(
         self,
@@ -241,7 +240,7 @@ class NonFiniteDetector:
             place = env.read_worker()
             if dist.is_initialized():  # a script of its own need not have set RANK
                 place = replace(place, global_rank=dist.get_rank())
-            Findings(place, None).leave(diagnosis)
+            leave_diagnosis(place, diagnosis)
             text += "; look at the data and at the ranks named"
             raise _LimitReached(text, rank=rank, iteration=found.iteration)
         if self.action is NonFiniteAction.RAISE:
@@ -250,8 +249,8 @@ class NonFiniteDetector:
         if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is None:
             text = f"{found.describe()}, but nobody said how to go back; give on_rollback, or call bind()"
             raise NotFinite(text, rank=rank, iteration=found.iteration)
-        speaks = not dist.is_initialized() or dist.get_rank() == 0  # every rank knows the same
-        log.log(logging.WARNING if speaks else logging.DEBUG, "%s", found.describe())
+        logs_for_all = not dist.is_initialized() or dist.get_rank() == 0  # every rank knows the same
+        log.log(logging.WARNING if logs_for_all else logging.DEBUG, "%s", found.describe())
         if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is not None:
             self._on_rollback(found)
 
@@ -261,16 +260,14 @@ class NonFiniteDetector:
         """Return the ranks with a bad loss and those with a bad gradient, by one reduction while there are none."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return (0,) * bad_loss, (0,) * bad_gradient
-        if self._ranks is None:
-            self._ranks = Dissemination.open(timeout_s=self._timeout_s)
-        self._ranks.start([bad_loss, bad_gradient])
-        if not any(self._ranks.finish()):
-            return (), ()
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        if self._consensus is None:
+            self._consensus = Consensus(["is_bad"], world_size=world_size, timeout_s=self._timeout_s)
+        if not any(self._consensus.agree([bad_loss, bad_gradient])):
+            return (), ()
         seen = [0] * 2 * world_size
         seen[rank], seen[world_size + rank] = bad_loss, bad_gradient
-        self._ranks.start(seen)
-        flags = self._ranks.finish()
+        flags = self._consensus.agree(seen)
         loss_ranks, gradient_ranks = (
             tuple(one for one, flag in enumerate(row) if flag) for row in (flags[:world_size], flags[world_size:])
         )

@@ -3,29 +3,151 @@
 Every rank of a data-parallel group applies the same update to the same weights, so that what it holds afterwards is the
 same, bit for bit. A flipped bit in one rank's memory, or an arithmetic unit that errs, ends that, and nothing else
 notices: gradients are averaged, the loss is a little off, and a checkpoint keeps it.
+
+Compared are the parameters of modules and the state of optimizers, as far as several ranks hold them:
+
+* A DTensor (``fully_shard``, tensor parallelism) states it: its replicas lie along the mesh dimensions on which it
+  is ``Replicate()``. With HSDP that is the replicate dimension; with a mesh of shards only there are none.
+* Any other tensor has a replica on every rank of the data-parallel group, as under ``DistributedDataParallel``.
+
+Buffers are left out: running statistics of batches are each rank's own. So is what is sharded without recording how:
+parameters of ``FullyShardedDataParallel`` and the state of a ``ZeroRedundancyOptimizer``.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from outlast import env
 from outlast.errors import ConfigError, PeerLost
-from outlast.numerics.comparison import Holdings, agree_equal, gather_differences
-from outlast.numerics.replica_agreement import Agreement
-from outlast.numerics.replicas import ReplicatedTensor, find_replicated
+from outlast.numerics.comparison import Agreement, Holdings, agree_equal, gather_differences
 from outlast.numerics.tensor_digest import digest_tensors
 from outlast.runtime.device import device_name
 from outlast.runtime.group import Group
 from outlast.wording import count
 
-__all__ = ["ReplicaDigest"]
+__all__ = ["ReplicaDigest", "ReplicatedTensor", "find_replicated"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatedTensor:
+    """A tensor of this rank, and who holds the same one."""
+
+    name: str
+    """The same on all of ``ranks``: path of the module or optimizer, parameter, and what of it."""
+    tensor: torch.Tensor
+    """This rank's part; not a copy."""
+    ranks: tuple[int, ...]
+    """Global ranks with a replica, in order, this one included; empty = unknown."""
+
+
+def find_replicated(state: Any, ranks: tuple[int, ...]) -> list[ReplicatedTensor]:
+    """Return the parameters and the optimizer state of a rank, in an order that is the same on all replicas.
+
+    Args:
+        state: Modules and optimizers, in mappings, lists and tuples; everything else in it is ignored.
+        ranks: Ranks of the data-parallel group, in order.
+    """
+    modules, optimizers = dict[str, torch.nn.Module](), dict[str, Any]()
+    _sort(state, "", modules, optimizers)
+    finder = _TensorCollector(ranks)
+    for path, module in modules.items():
+        finder.add_module(path, module)
+    for path, optimizer in optimizers.items():
+        finder.add_optimizer(path, optimizer)
+    return finder.found
+
+
+def _sort(value: Any, path: str, modules: dict[str, torch.nn.Module], optimizers: dict[str, Any]) -> None:
+    if isinstance(value, torch.nn.Module):
+        modules[path] = value
+    elif isinstance(getattr(value, "param_groups", None), list) and isinstance(getattr(value, "state", None), Mapping):
+        optimizers[path] = value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            _sort(inner, _join(path, str(name)), modules, optimizers)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _sort(inner, _join(path, str(index)), modules, optimizers)
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+class _TensorCollector:
+    """Collects tensors; names a parameter where it is met first, so that its optimizer state is named after it."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.found: list[ReplicatedTensor] = []
+        self._ranks = ranks
+        self._names: dict[int, str] = {}
+        self._unplaced: set[int] = set()
+
+    def add_module(self, path: str, module: torch.nn.Module) -> None:
+        is_placed = not _is_fsdp1(module)
+        for name, parameter in module.named_parameters():
+            self._add_parameter(_join(path, name), parameter, is_placed)
+
+    def add_optimizer(self, path: str, optimizer: Any) -> None:
+        is_placed = not hasattr(optimizer, "consolidate_state_dict")  # as ZeroRedundancyOptimizer has
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for index, parameter in enumerate(parameters):
+            self._add_parameter(_join(path, str(index)), parameter, is_placed)
+            name = _join(path, self._names[id(parameter)].removeprefix(f"{path}."))
+            is_state_placed = is_placed and id(parameter) not in self._unplaced
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    self._add(_join(name, str(key)), value, is_state_placed)
+                elif isinstance(value, int | float):
+                    number = torch.tensor(float(value), dtype=torch.float64)
+                    self._add(_join(name, str(key)), number, is_state_placed)
+
+    def _add_parameter(self, name: str, parameter: torch.Tensor, is_placed: bool) -> None:
+        if id(parameter) in self._names:
+            return
+        self._names[id(parameter)] = name
+        if not is_placed:
+            self._unplaced.add(id(parameter))
+        self._add(name, parameter, is_placed)
+
+    def _add(self, name: str, tensor: torch.Tensor, is_placed: bool) -> None:
+        if isinstance(tensor, DTensor):
+            ranks = _holders(tensor, self._ranks)
+            tensor = tensor.to_local()
+        else:
+            ranks = self._ranks
+        if tensor.layout != torch.strided or tensor.is_meta:
+            is_placed = False
+        self.found.append(ReplicatedTensor(name, tensor.detach(), ranks if is_placed else ()))
+
+
+def _holders(tensor: DTensor, among: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks that hold the same part of a DTensor as this one does."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None or any(placement.is_partial() for placement in tensor.placements):
+        return ()
+    where = tuple(
+        slice(None) if placement.is_replicate() else index
+        for placement, index in zip(tensor.placements, coordinate, strict=True)
+    )
+    ranks = tensor.device_mesh.mesh[where].reshape(-1).tolist()
+    return tuple(sorted(set(ranks) & set(among)))
+
+
+def _is_fsdp1(module: torch.nn.Module) -> bool:
+    return any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules())
+
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +220,12 @@ class ReplicaDigest:
         if self._world_size() > 1:
             agreement = self._compare(holdings, agreement)
         if not agreement.agrees:
-            speaks = not dist.is_initialized() or dist.get_rank() == 0  # every rank knows the same
-            log.log(logging.ERROR if speaks else logging.DEBUG, "%s", agreement.describe())
+            logs_for_all = not dist.is_initialized() or dist.get_rank() == 0  # every rank knows the same
+            log.log(logging.ERROR if logs_for_all else logging.DEBUG, "%s", agreement.describe())
         return agreement
 
     def close(self) -> None:
-        """Give the group back, however the peers fare. Idempotent."""
+        """Close the group; peers that wait in it fail. Idempotent."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -118,7 +240,7 @@ class ReplicaDigest:
             assert group is not None, "closed"
             if agree_equal(group, rank, holdings):
                 return agreement
-            culprits, undecided = gather_differences(group, rank, holdings, node=self._place.node, device=device)
+            culprits, undecided = gather_differences(group, holdings, node=self._place.node, device=device)
         except RuntimeError as error:
             raise PeerLost(
                 f"a peer left or did not come to the comparison of replicas within {self._timeout_s:g} s ({error}); "

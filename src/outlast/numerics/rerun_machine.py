@@ -2,9 +2,9 @@
 
 A step is run; what the script validates is judged before the optimizer moves a weight. If any rank rejects a result,
 all ranks put back what the run had changed and run the step again, with the same batches and random numbers. What
-follows is in :mod:`outlast.policy.rerun_table`.
+follows is in :mod:`outlast.policy.rerun`.
 
-It has two faces. Megatron's::
+It has two interfaces. Megatron's::
 
     while machine.should_run_forward_backward(data_iterator):
         loss = forward_backward(data_iterator)
@@ -19,33 +19,71 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import torch
 
 from outlast import env
 from outlast.config import RerunStateMachineConfig
 from outlast.errors import OutlastError
-from outlast.numerics.ballot import Agree, Ballot, agree_alone, agree_on_culprit
-from outlast.numerics.batches import Batches, ReplayableIterator, as_iterators
-from outlast.numerics.decision import Decision
-from outlast.numerics.determinism import DeterminismStatistics, Differences
-from outlast.numerics.findings import Findings
-from outlast.numerics.judge import StepJudge
+from outlast.incidents import EventKind, Rung, Verdict
+from outlast.numerics.determinism import DeterminismStatistics, Differences, describe_differences
+from outlast.numerics.replay import Batches, ReplayableIterator, StepReplay, as_iterators, fingerprint_of
 from outlast.numerics.rewind import Rewinder
-from outlast.numerics.step_facts import StepFacts
-from outlast.numerics.step_replay import StepReplay, fingerprint_of
-from outlast.numerics.validations import Compare, Judged
-from outlast.policy.rerun import Diagnosis, Finding, Replay
-from outlast.policy.rerun_table import TABLE, Action, Outcome, RunState, advance
+from outlast.numerics.validation import Compare, Judged, StepValidation
+from outlast.policy.rerun import (
+    TABLE,
+    Action,
+    Diagnosis,
+    Finding,
+    Replay,
+    RunOutcome,
+    RunState,
+    advance,
+    decode_diagnosis,
+    encode_diagnosis,
+    replay_state,
+)
+from outlast.runtime.consensus import Consensus
+from outlast.runtime.device import device_name
+from outlast.runtime.diagnoses import journal_diagnosis, leave_diagnosis
+from outlast.runtime.group import current_place, is_initialised
 
 if TYPE_CHECKING:
     from outlast.runtime.journal import Journal
 
-__all__ = ["RerunStateMachine"]
+__all__ = ["Agree", "RerunStateMachine", "StepDecision"]
 
 log = logging.getLogger(__name__)
+Agree: TypeAlias = Callable[[Sequence[int]], list[int]]
+"""Takes this rank's numbers, below 2^63, and returns the largest of all ranks', one by one. Collective: all ranks, with
+as many numbers."""
+_FIRST = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDecision:
+    """What all ranks do after the runs of a step."""
+
+    action: Action = Action.GO_ON
+    """The same on all ranks."""
+    diagnosis: Diagnosis | None = None
+    """When the process is to end, that of the rank that decided, the same on all ranks; else this rank's, if it had an
+    invalid result."""
+
+    @property
+    def must_save(self) -> bool:
+        """Whether the state, the machine's included, is to be saved for a diagnosis before the process ends."""
+        return self.action is Action.SAVE_AND_LEAVE
+
+    @property
+    def exit_code(self) -> int | None:
+        """The process's exit code; ``None`` = training goes on."""
+        code = self.action.exit_code
+        return None if code is None else int(code)
 
 
 class RerunStateMachine:
@@ -78,30 +116,29 @@ class RerunStateMachine:
         timeout_s: float = 1800.0,
     ) -> None:
         self.config = config or RerunStateMachineConfig()
-        self.decision = Decision()
+        self.decision = StepDecision()
         """What follows the last step whose runs are over."""
         self._place = place or _own_place()
+        self._device = device_name(self._place.device or self._place.node, self._place.local_rank)
+        self._journal = journal
         self._validates = self.config.rerun_mode == "validate_results"
         self._compares = self.config.rerun_mode == "report_determinism_stats"
-        self._ballot: Ballot | None = None
-        if agree is None and self._validates and self._place.world_size > 1:
-            self._ballot = agree = Ballot(timeout_s=timeout_s)
-        self._agree: Agree = agree or agree_alone
+        self._consensus: Consensus | None = None
+        if agree is None and self._validates:
+            self._consensus = Consensus(["outcome"], world_size=self._place.world_size, timeout_s=timeout_s)
+            agree = self._consensus.agree
+        self._agree: Agree = agree or list
         self._rewinder = Rewinder()
         self._rewinder.watch(modules)
-        self._findings = Findings(self._place, journal)
-        self._judge = StepJudge(
-            self.config,
-            f"{self._place.job}-{self._place.cycle}-{self._place.global_rank}",
-            say_rejected=lambda one, first: self._findings.say_rejected(one, self._iteration, is_first_run=first),
-        )
+        self._validation = StepValidation(self.config, self._place, self._device)
+        self._replay = StepReplay(self._place, self._device)
         self._statistics = DeterminismStatistics()
+        self._num_found: dict[Finding, int] = dict.fromkeys(Finding, 0)
         self._wrapped: list[tuple[Any, ReplayableIterator[Any]]] = []
         self._iterators: tuple[ReplayableIterator[Any], ...] = ()
         self._iteration = -1
         self._state = RunState.FIRST_RUN
         self._is_open, self._num_runs = False, 0
-        self._replay = StepReplay(self._place, self._findings.device, self._judge, self._rewinder)
 
     @property
     def iteration(self) -> int:
@@ -110,8 +147,8 @@ class RerunStateMachine:
 
     @property
     def num_found(self) -> Mapping[Finding, int]:
-        """Invalid results of this rank by what was found of them, in this process and those it goes on from."""
-        return self._findings.counts
+        """Invalid results of this rank by what was found of them, in this process and those it continues from."""
+        return self._num_found
 
     def watch(self, *modules: torch.nn.Module) -> None:
         """Put back gradients and buffers of these modules too; one that is known already changes nothing."""
@@ -147,7 +184,8 @@ class RerunStateMachine:
         for iterator in self._iterators:
             iterator.is_recording = self._validates or self._compares
         self._iteration, self._num_runs, self._is_open = iteration, 0, True
-        self._replay.begin_step(iteration, self._state, self._iterators)
+        expected, struck = self._replay.begin_step(iteration, self._iterators)
+        self._validation.begin_step(iteration, self._state, expected=expected, struck=struck)
 
     def should_run(self) -> bool:
         """Return whether the step is to be run (again); when not, :attr:`decision` says what follows.
@@ -169,7 +207,7 @@ class RerunStateMachine:
             return self._end_judged_run()
         if self._compares:
             return self._end_compared_run()
-        self._end_step(Decision())
+        self._end_step(StepDecision())
         return False
 
     def validate(
@@ -197,7 +235,7 @@ class RerunStateMachine:
         """
         if not self._is_open or not (self._validates or self._compares):
             return
-        self._judge.take_number(value, what, rejects=rejects, message=message, tolerance=tolerance)
+        self._validation.take_number(value, what, rejects=rejects, message=message, tolerance=tolerance)
 
     def validate_result(
         self,
@@ -223,7 +261,7 @@ class RerunStateMachine:
         """
         if not self._is_open or not (self._validates or self._compares):
             return
-        self._judge.take_result(
+        self._validation.take_result(
             result,
             rejection_func,
             message,
@@ -246,7 +284,7 @@ class RerunStateMachine:
         """
         if not self._is_open:
             replay = self._replay
-            if self._validates and replay.facts is not None and replay.ordered is None and not self.decision.must_save:
+            if self._validates and replay.saved is not None and replay.ordered is None and not self.decision.must_save:
                 self.begin_replay()
             iteration = self._iteration + 1 if replay.ordered is None else replay.ordered.iteration
             self.begin_step(iteration, data_iterator)
@@ -272,7 +310,12 @@ class RerunStateMachine:
         if not self._validates:
             log.warning("nothing is replayed: rerun_mode is %r", self.config.rerun_mode)
             return
-        self._state = self._replay.order(replay, max_tries=self.config.max_same_device_reruns, agree=self._agree)
+        max_tries = self.config.max_same_device_reruns
+        ordered = replay or self._replay.last_on_same_device(max_tries)
+        is_here = self._place.global_rank == ordered.rank and self._device == ordered.device
+        (same_device,) = self._agree([int(is_here)])
+        self._replay.ordered = ordered
+        self._state = replay_state(same_device=bool(same_device), tries=ordered.tries, max_tries=max_tries)
 
     def report(self) -> dict[str, Differences]:
         """Return how much two runs of a step differed on this rank so far, by the name of what was validated.
@@ -280,98 +323,101 @@ class RerunStateMachine:
         It is logged and written to the journal too.
         """
         report = self._statistics.report()
-        self._findings.say_differences(report, self._iteration)
+        log.info("differences between two runs of a step:\n%s", describe_differences(report))
+        if self._journal is not None:
+            rank, builtins = self._place.global_rank, msgspec.to_builtins(report)
+            self._journal.write(EventKind.DETERMINISM_REPORT, rank=rank, iteration=self._iteration, report=builtins)
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next process goes on from; ``step`` is ``None`` unless a diagnostic save is due."""
-        is_done, facts = not (self._is_open or self.decision.must_save), self._replay.facts
+        """Return what the next process continues from; ``step`` is ``None`` unless a diagnostic save is due."""
+        is_done = not (self._is_open or self.decision.must_save)
         return {
             "next_iteration": self._iteration + is_done,
-            "spikes": self._judge.rules.state_dict(),
-            "found": {str(finding): number for finding, number in self._findings.counts.items()},
-            "step": facts.stored if self.decision.must_save and facts is not None else None,
+            "spikes": self._validation.state_dict(),
+            "found": {str(finding): number for finding, number in self._num_found.items()},
+            "step": self._replay.saved if self.decision.must_save else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Continue from what :meth:`state_dict` returned."""
         self._iteration = int(state["next_iteration"]) - 1
-        self._judge.rules.load_state_dict(state["spikes"])
+        self._validation.load_state_dict(state["spikes"])
         for finding in Finding:
-            self._findings.counts[finding] = int(state["found"].get(str(finding), 0))
-        self._replay.facts = StepFacts(state["step"]) if state["step"] is not None else None
+            self._num_found[finding] = int(state["found"].get(str(finding), 0))
+        self._replay.saved = dict(state["step"]) if state["step"] is not None else None
 
     def close(self) -> None:
-        """Let go of the machine's own group, if it has one. Idempotent.
+        """Close the machine's own connections, if it has any. Idempotent.
 
         Blocks: never.
         """
-        if self._ballot is not None:
-            self._ballot.close()
-            self._ballot = None
+        if self._consensus is not None:
+            self._consensus.close()
+            self._consensus = None
 
     def _end_judged_run(self) -> bool:
-        self._judge.end_run()
+        self._validation.end_run()
         self._rewinder.end_run()
-        judged = self._judge.judged(same_batch=self._replay.has_same_batch(self._iterators))
-        mine = Outcome.VALID if judged is None else judged.outcome
-        outcome = Outcome(self._agree([mine])[0])
+        judged = self._validation.judge(same_batch=self._replay.has_same_batch(self._iterators))
+        mine = RunOutcome.VALID if judged is None else judged.outcome
+        outcome = RunOutcome(self._agree([mine])[0])
         transition = advance(self._state, outcome)
         if transition.action is Action.RUN_AGAIN:
             if judged is None:
                 log.info("iteration %d: another rank rejected a result; the step is run again", self._iteration)
-            self._run_again()
-            self._judge.begin_second_run()
+            self._begin_second_run()
             self._state = transition.state
             return True
         if transition.action is Action.GO_ON:
             diagnosis = None
             if judged is not None:
-                own = advance(self._state, mine).finding
-                diagnosis = self._diagnose(judged, own or Finding.UNDECIDED)
-                self._findings.settle_here(diagnosis)
+                finding = advance(self._state, mine).finding
+                diagnosis = self._diagnose(judged, finding or Finding.UNDECIDED)
+                self._num_found[diagnosis.finding] += 1
+                log.warning("%s; training continues with the newer run", diagnosis.describe())
+                reason = "the step was run again, and training continues with the newer run"
+                journal_diagnosis(self._journal, self._place, diagnosis, Verdict(rung=Rung.RERUN_STEP, reason=reason))
             self._state = transition.state
-            self._end_step(Decision(diagnosis=diagnosis))
+            self._end_step(StepDecision(diagnosis=diagnosis))
             return False
-        finding = transition.finding or Finding.UNDECIDED
-        diagnosis = agree_on_culprit(
-            self._agree,
-            self._diagnose(judged, finding) if judged is not None and mine == outcome else None,
-            rejected=judged is not None,
-            rank=self._place.global_rank,
-            world_size=self._place.world_size,
-        )
+        own = None
+        if judged is not None and mine == outcome:
+            own = self._diagnose(judged, transition.finding or Finding.UNDECIDED)
+        diagnosis = self._agree_on_culprit(own, has_rejected=judged is not None)
         if transition.action is Action.SAVE_AND_LEAVE:
-            self._replay.keep(diagnosis, self._iterators)
+            self._rewinder.rewind()
+            self._replay.keep(diagnosis, self._validation, self._iterators, self._rewinder.random.state)
         self._state = transition.state
-        self._findings.leave(diagnosis)
+        self._num_found[diagnosis.finding] += diagnosis.rank == self._place.global_rank
+        leave_diagnosis(self._place, diagnosis, self._journal)
         self._is_open = False
-        self.decision = Decision(action=transition.action, diagnosis=diagnosis)
+        self.decision = StepDecision(action=transition.action, diagnosis=diagnosis)
         return False
 
     def _end_compared_run(self) -> bool:
-        self._judge.end_run()
+        self._validation.end_run()
         self._rewinder.end_run()
         if self._num_runs == 2:
-            self._run_again()
-            self._judge.begin_second_run()
+            self._begin_second_run()
             return True
-        for what, difference in self._judge.validations.differences:
+        for what, difference in self._validation.differences:
             self._statistics.add(what, difference)
-        for what in self._judge.validations.unmatched():
+        for what in self._validation.unmatched():
             self._statistics.add_unreached(what)
-        self._end_step(Decision())
+        self._end_step(StepDecision())
         return False
 
-    def _run_again(self) -> None:
+    def _begin_second_run(self) -> None:
         if any(iterator.changed() for iterator in self._iterators):
             log.warning("the step changes its batch in place, so its second run cannot be the same; copy it first")
         self._rewinder.rewind()
         for iterator in self._iterators:
             iterator.rewind()
+        self._validation.begin_second_run()
 
-    def _end_step(self, decision: Decision) -> None:
-        self._judge.rules.commit()
+    def _end_step(self, decision: StepDecision) -> None:
+        self._validation.end_step()
         for iterator in self._iterators:
             iterator.end_step()
         self._is_open = False
@@ -379,22 +425,52 @@ class RerunStateMachine:
         self.decision = decision
 
     def _diagnose(self, judged: Judged, finding: Finding) -> Diagnosis:
-        return self._findings.diagnose(
-            judged,
-            finding,
+        """Return what is known of an invalid result of this rank."""
+        node, device = self._replay.first_seen_on()
+        return Diagnosis(
+            finding=finding,
+            rank=self._place.global_rank,
+            node=node,
+            device=device,
             iteration=self._iteration,
+            call=judged.rejected.call,
+            what=judged.rejected.what,
+            message=judged.rejected.message,
+            first=judged.rejected.value,
+            second=judged.second,
             batch=fingerprint_of(self._iterators),
+            tries=self._replay.num_tries(self._state),
             max_tries=self.config.max_same_device_reruns,
-            replay=self._replay.ordered,
-            facts=self._replay.facts,
-            num_tries=self._replay.num_tries(self._state),
+            replayed_on="" if self._replay.ordered is None else self._device,
+            rejected_ranks=(self._place.global_rank,),
         )
+
+    def _agree_on_culprit(self, mine: Diagnosis | None, *, has_rejected: bool) -> Diagnosis:
+        """Return one rank's diagnosis on all ranks: of those that have one, that of the earliest validation.
+
+        Args:
+            mine: This rank's diagnosis if it is one of those that decided; at least one rank has one.
+            has_rejected: Whether this rank had an invalid result.
+
+        Raises:
+            OutlastError: No rank has one.
+
+        Collective: all ranks.
+        Blocks: as ``agree`` does, three times.
+        """
+        rank, world_size = self._place.global_rank, self._place.world_size
+        key = 0 if mine is None else _FIRST - (mine.call * world_size + rank)
+        best, *flags = self._agree([key, *(int(has_rejected and one == rank) for one in range(world_size))])
+        if best == 0:
+            raise OutlastError("an invalid result was agreed on, but no rank has one; do all ranks run the same code?")
+        is_mine = mine is not None and (_FIRST - best) % world_size == rank
+        data = list(encode_diagnosis(mine)) if mine is not None and is_mine else []
+        (length,) = self._agree([len(data)])
+        diagnosis = decode_diagnosis(bytes(self._agree(data or [0] * length)))
+        ranks = tuple(one for one, flag in enumerate(flags) if flag)
+        return msgspec.structs.replace(diagnosis, rejected_ranks=ranks)
 
 
 def _own_place() -> env.WorkerEnv:
-    import torch.distributed as dist
-
-    place = env.read_worker()
-    if not (dist.is_available() and dist.is_initialized()):
-        return dataclasses.replace(place, global_rank=0, world_size=1)
-    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
+    place = current_place()
+    return place if is_initialised() else dataclasses.replace(place, global_rank=0, world_size=1)

@@ -35,10 +35,9 @@ import msgspec
 
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung, Verdict
-from outlast.policy.invalid_results import Answer, answer
+from outlast.policy.invalid_results import Remedy, file_case, find_remedy, open_cases
 from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, LadderStep, Limits, begin_job, begin_run
 from outlast.policy.quarantine import settle
-from outlast.policy.replays import file_case, open_cases
 from outlast.policy.rerun import Finding
 from outlast.wording import count
 
@@ -71,7 +70,7 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
         return state, Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
     before = state
     state = _take_note(state, end)
-    found = answer(state, end, limits) if end.is_invalid_result else None
+    found = find_remedy(state, end, limits) if end.is_invalid_result else None
     state, progressed = _note_progress(state, end, trusted=found is None or found.distrusted is None)
     if end.finished:
         state = msgspec.structs.replace(state, finished=True)
@@ -198,7 +197,7 @@ def _judge(
     return Verdict(rung=rung, reason=reason, quarantine=quarantine)
 
 
-def _judge_invalid_result(state: LadderState, limits: Limits, found: Answer) -> tuple[LadderState, Verdict]:
+def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> tuple[LadderState, Verdict]:
     """Return the verdict on an invalid result, and the state with what was found out about it."""
     state = drop_replay(state)
     if found.distrusted is not None:

@@ -9,8 +9,7 @@ import msgspec
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.quarantine import Distrusted, Load
-from outlast.policy.replays import Case
-from outlast.policy.rerun import Diagnosis, Replay
+from outlast.policy.rerun import Diagnosis, InvalidResultCase, Replay
 
 __all__ = ["MAX_HISTORY", "CycleEnd", "LadderState", "LadderStep", "Limits", "begin_job", "begin_run"]
 
@@ -146,7 +145,7 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     distrusted: tuple[Distrusted, ...] = ()
     """Copies that led to invalid results: these, and what descends from them, are not loaded again. Take an entry out
     of ``ladder.json`` to trust its copy again."""
-    cases: tuple[Case, ...] = ()
+    cases: tuple[InvalidResultCase, ...] = ()
     """Invalid results that no verdict was found for yet, and what was tried to find one."""
     replay: Replay | None = None
     """What the newest cycle was, or the next one is, started to replay; ``None`` = it trains as usual."""

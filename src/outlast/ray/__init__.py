@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outlast.lazy import lazy_names
 
 if importlib.util.find_spec("ray") is None:
     raise ImportError("outlast.ray needs Ray, which is not installed: pip install 'outlast[ray]'", name="ray")
@@ -54,11 +55,5 @@ __all__ = [
     "register_dispatch",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # On first use, so that what needs only a mesh waits neither for torch nor for Ray.
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'outlast.ray' has no attribute {name!r}")
+# On first use, so that what needs only a mesh waits neither for torch nor for Ray.
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -14,9 +14,9 @@ from outlast.decoding import from_json
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.monitor.collectives import count_collectives
-from outlast.ray.interruption import Interruption
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.gathering import gather_bytes
+from outlast.runtime.interruption import AsyncInterruption
 from outlast.runtime.random_numbers import RandomSnapshot
 from outlast.session.place import has_near_tier
 from outlast.session.rhythm import NEAR_TIERS, Due, Rhythm
@@ -52,7 +52,7 @@ class StateTracker:
     Thread: the working thread, except where a method says otherwise.
     """
 
-    def __init__(self, config: CheckpointConfig | None, interruption: Interruption) -> None:
+    def __init__(self, config: CheckpointConfig | None, interruption: AsyncInterruption) -> None:
         self._config, self._interruption = config, interruption
         self.count = 0
         """Optimizer steps that the state has done, whole or not."""
@@ -104,7 +104,7 @@ class StateTracker:
                 f"{self.count + 1}; take the iteration from the group after RolledBack",
                 iteration=self.count,
             )
-        with self._interruption.calm():
+        with self._interruption.update():
             num_collectives = count_collectives()
             self._is_torn = True
             yield
@@ -146,7 +146,7 @@ class StateTracker:
         if self._config is None:
             return
         self._manager = CheckpointManager(self._config, env=place, journal=journal)
-        self._manager.let_fail_when(lambda: self._interruption.is_left(place.cycle))
+        self._manager.treat_failures_as_abandoned(lambda: self._interruption.is_left(place.cycle))
         self._rhythm = Rhythm(
             self._config,
             decides=place.global_rank == 0,
@@ -240,7 +240,7 @@ class StateTracker:
         due = Due.ALL if now else self._due(iteration)
         if due == Due.NOTHING:
             return None
-        with self._interruption.calm():
+        with self._interruption.update():
             self._random.take()
             handle = self._manager.save(
                 without_wrappers(state), iteration, tiers=NEAR_TIERS if due == Due.NEAR else None

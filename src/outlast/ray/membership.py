@@ -15,7 +15,7 @@ from outlast.inprocess.call import end_groups
 from outlast.ray.mesh import AXES
 from outlast.ray.protocol import ActorAssignment
 from outlast.runtime import connections, device
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore, connect, host
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from outlast.monitor.collectives import read_books, waits_in
 from outlast.monitor.stacks import Frame, Stack
 from outlast.policy.causes import Position
 from outlast.policy.deadlines import Timeouts, deadlines, expired
-from outlast.ray.interruption import Abandoned, Interruption, Outcome
 from outlast.ray.membership import StoreHost
 from outlast.ray.protocol import (
     Aborted,
@@ -44,6 +43,7 @@ from outlast.ray.protocol import (
 from outlast.ray.train_actor import ActorHost
 from outlast.runtime import connections, device
 from outlast.runtime.board import RankState
+from outlast.runtime.interruption import Abandoned, AsyncInterruption, CallOutcome
 
 __all__ = ["Shell", "position_of", "shell_class", "stack_of"]
 
@@ -123,7 +123,7 @@ class Shell:
         self._node_id: str = context.get_node_id()
         self._node = _node_name(self._node_id)
         self._addr = str(ray.util.get_node_ip_address())
-        self._interruption = Interruption()
+        self._interruption = AsyncInterruption()
         self._seat = ActorHost(partial(actor_class, *args, **kwargs), settings, self._node, self._interruption)
         self._stores = StoreHost()
         self._incarnation = self._joined = -1
@@ -220,7 +220,7 @@ class Shell:
             with self._leaving:
                 self._seat.leave()  # nothing, unless the driver did not abort the one before
         except OutlastError as error:
-            return self._failed(Outcome(error=error))
+            return self._failed(CallOutcome(error=error))
         self._incarnation = assignment.incarnation
         outcome = self._interruption.run(assignment.incarnation, partial(self._seat.join, assignment))
         if outcome.error is not None:
@@ -291,7 +291,7 @@ class Shell:
 
         return stack_of(self._interruption.thread).line or "no line of Python"
 
-    def _failed(self, outcome: Outcome) -> CallFailed:
+    def _failed(self, outcome: CallOutcome) -> CallFailed:
         error = outcome.error
         assert error is not None
         kind = _kind_of(error)

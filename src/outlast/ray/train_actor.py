@@ -16,12 +16,12 @@ from outlast.errors import OutlastError
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.policy.deadlines import Timeouts
 from outlast.ray.actor_state import StartingState, StateTracker
-from outlast.ray.interruption import Interruption
 from outlast.ray.membership import Membership
 from outlast.ray.mesh import MeshRank
 from outlast.ray.protocol import ActorAssignment, Joined, ShellSettings
 from outlast.runtime import device
 from outlast.runtime.board import Board, RankState
+from outlast.runtime.interruption import AsyncInterruption
 from outlast.runtime.journal import Journal
 
 if TYPE_CHECKING:
@@ -184,7 +184,9 @@ class ActorHost:
     Thread: the working thread, except where a method says otherwise.
     """
 
-    def __init__(self, make: Callable[[], Any], settings: ShellSettings, node: str, interruption: Interruption) -> None:
+    def __init__(
+        self, make: Callable[[], Any], settings: ShellSettings, node: str, interruption: AsyncInterruption
+    ) -> None:
         self._make, self._settings, self._node, self._interruption = make, settings, node, interruption
         self.actor = make()
         self.keeping = StateTracker(settings.checkpoint, interruption)
@@ -235,7 +237,7 @@ class ActorHost:
         phases: dict[str, float] = {}
         place = assignment.mesh.place(assignment.rank)
         env = self._describe(assignment)
-        with self._timed(phases, "groups"), self._interruption.calm():
+        with self._timed(phases, "groups"), self._interruption.update():
             self._watch(env)
             self.membership.form(assignment, self._interruption.check)
         with self._timed(phases, "setup"), self.monitor.section("setup"):
@@ -374,7 +376,7 @@ class ActorHost:
         state = self.actor.state() if isinstance(self.actor, TrainActor) else {}
         if not self.keeping.has_state:
             return StartingState(origin="new" if self.keeping.is_new else "kept")
-        with self._interruption.calm():
+        with self._interruption.update():
             self.keeping.open(env, self._journal)
             begin = self.keeping.restore(state, has, self._take_values)
         if begin.origin == "new" and not begin.is_as_set_up:

@@ -28,7 +28,7 @@ from typing import Any
 from outlast import clock, env
 from outlast.errors import OutlastError, PeerLost, RendezvousError
 from outlast.runtime import connections
-from outlast.runtime.endpoints import address_towards
+from outlast.runtime.addresses import own_address
 
 __all__ = ["Dissemination"]
 
@@ -96,7 +96,7 @@ class Dissemination:
         rounds = [1 << number for number in range(math.ceil(math.log2(world_size)))]
         if rank == 0:
             store.set(f"{name}/token", os.urandom(_TOKEN_BYTES).hex())
-        host = address_towards(env.read_worker().master_addr or "localhost")
+        host = own_address(env.read_worker().master_addr)
         with ExitStack() as opened, _listen(host) as listener:
             store.set(f"{name}/{rank}", f"{host} {listener.getsockname()[1]}")
             to = []

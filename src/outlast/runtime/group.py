@@ -9,6 +9,7 @@ on them ends within milliseconds. A :class:`Group` notes its connections and thr
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import clock, env
-from outlast.errors import ConfigError, OutlastError, RendezvousError
+from outlast.errors import ConfigError, OutlastError, PeerLost, RendezvousError
 from outlast.runtime import connections, device, gloo_waits
 from outlast.slurm_notation import expand_nodes
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed
 
-__all__ = ["Group", "connect_world", "meeting_point", "settle"]
+__all__ = ["Group", "connect_world", "current_place", "is_initialised", "meeting_point", "settle"]
 
 
 class Group:
@@ -48,6 +49,17 @@ class Group:
         self._opened, self._threads = opened, threads
         self._is_cut = False
         self._lock = threading.Lock()
+
+    @property
+    def open_group(self) -> torch.distributed.ProcessGroup:
+        """The group, for a collective.
+
+        Raises:
+            PeerLost: It was closed by this rank.
+        """
+        if self.process_group is None:
+            raise PeerLost("this rank has left the group; its log says why")
+        return self.process_group
 
     @property
     def is_cut(self) -> bool:
@@ -176,6 +188,30 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
     except (RuntimeError, OutlastError) as error:
         raise RendezvousError(f"the ranks could not connect ({error}); see the log of the rank that left") from error
     return making.end(None, timeout_s)
+
+
+def is_initialised() -> bool:
+    """Return whether ``torch.distributed`` is initialised."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def current_place(place: env.WorkerEnv | None = None) -> env.WorkerEnv:
+    """Return this worker's place, with the rank and world size of ``torch.distributed`` once it is initialised.
+
+    Args:
+        place: What the environment says; ``None``: read it now.
+
+    Raises:
+        ConfigError: A variable of the environment that must be a number is not one.
+    """
+    place = env.read_worker() if place is None else place
+    if not is_initialised():
+        return place
+    import torch.distributed as dist
+
+    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 def meeting_point(place: env.WorkerEnv) -> str:

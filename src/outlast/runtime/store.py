@@ -14,7 +14,7 @@ from torch.distributed import DistError
 from torch.distributed import TCPStore as _TCPStore  # type: ignore[attr-defined]
 
 from outlast.errors import RendezvousError
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint, is_loopback, own_address
 
 __all__ = ["TCPStore", "connect", "host"]
 
@@ -29,7 +29,7 @@ def host(endpoint: Endpoint, *, timeout_s: float) -> TCPStore | None:
         endpoint: Where; port 0 takes a free one.
         timeout_s: Timeout of the calls made through the returned store.
     """
-    listener = socket.socket(_family(endpoint.host), socket.SOCK_STREAM)
+    listener = socket.socket(endpoint.family, socket.SOCK_STREAM)
     try:
         # Bound by us, so that losing the race for a port is an answer, not an exception's text.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,11 +80,7 @@ def connect(endpoint: Endpoint, *, timeout_s: float, call_timeout_s: float) -> T
     return store
 
 
-def _family(name: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in name else socket.AF_INET
-
-
 def _any_address(name: str) -> str:
-    if name in ("localhost", "127.0.0.1", "::1"):
-        return "127.0.0.1" if ":" not in name else "::1"
+    if is_loopback(name):
+        return own_address(name)
     return "::" if ":" in name else "0.0.0.0"

@@ -16,7 +16,7 @@ import threading
 
 from outlast import clock
 from outlast.errors import RendezvousError
-from outlast.runtime.endpoints import Endpoint
+from outlast.runtime.addresses import Endpoint
 
 __all__ = ["read_key"]
 

@@ -15,9 +15,8 @@ from outlast.runtime.journal import Journal
 if TYPE_CHECKING:
     from outlast.chaos.armed import ArmedFaults
     from outlast.config import RerunStateMachineConfig
-    from outlast.numerics.batches import ReplayableIterator
-    from outlast.numerics.decision import Decision
-    from outlast.numerics.rerun_machine import RerunStateMachine
+    from outlast.numerics.replay import ReplayableIterator
+    from outlast.numerics.rerun_machine import RerunStateMachine, StepDecision
 
 __all__ = ["OWN_STATE", "Attempt", "Attempts"]
 
@@ -173,7 +172,7 @@ class Attempts:
                 self._faults.after_backward(iteration, self._state)
 
     @property
-    def decision(self) -> Decision:
+    def decision(self) -> StepDecision:
         """What follows the last step; the same on all ranks."""
         return self._machine.decision
 

@@ -12,20 +12,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from outlast import __version__
-from outlast.chaos.simulated import arm_configured
+from outlast.chaos.armed import arm_configured
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind
 from outlast.inprocess.call import current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.consensus import Consensus
-from outlast.runtime.group import Group, connect_world, settle
+from outlast.runtime.group import Group, connect_world, current_place, is_initialised, settle
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import describe_self
 from outlast.session.attempts import Attempts
 from outlast.session.departure import Departure
 from outlast.session.enclosure import Enclosure
-from outlast.session.place import as_initialised, describe_protection, is_initialised, say_what_is_off
+from outlast.session.place import describe_protection, say_what_is_off
 from outlast.session.pulse import Pulse
 from outlast.session.resuming import Resuming
 from outlast.session.saves import Saves
@@ -58,7 +58,7 @@ class Equipment:
         """Number of optimizer steps done."""
         self.in_steps = False
         """Whether the session's loop is under way."""
-        self.place = _as_configured(as_initialised(place), config)
+        self.place = _as_configured(current_place(place), config)
         self.saves: Saves | None = None
         self.replicas: ReplicaWatch | None = None
         self.slow_ranks: SlowRanks | None = None

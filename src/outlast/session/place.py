@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Iterable
@@ -13,25 +12,9 @@ from outlast.env import WorkerEnv
 from outlast.policy.deadlines import Timeouts
 from outlast.policy.protection import describe_saves
 
-__all__ = ["as_initialised", "describe_protection", "has_near_tier", "is_initialised", "say_what_is_off"]
+__all__ = ["describe_protection", "has_near_tier", "say_what_is_off"]
 
 log = logging.getLogger(__name__)
-
-
-def is_initialised() -> bool:
-    """Return whether ``torch.distributed`` is initialised."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
-
-
-def as_initialised(place: WorkerEnv) -> WorkerEnv:
-    """Return the place that ``torch.distributed`` knows, if the script initialised it itself."""
-    if not is_initialised():
-        return place
-    import torch.distributed as dist
-
-    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 def has_near_tier(checkpoint: CheckpointConfig, place: WorkerEnv) -> bool:

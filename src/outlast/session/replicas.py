@@ -9,6 +9,7 @@ from outlast.config import ReplicaDigestConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ExitReason
 from outlast.policy.rerun import Diagnosis, Finding
+from outlast.runtime.diagnoses import leave_diagnosis
 from outlast.runtime.journal import Journal
 from outlast.session.state import without_wrappers
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from outlast.numerics.replica_agreement import Agreement
+    from outlast.numerics.comparison import Agreement
 
 __all__ = ["ReplicaWatch"]
 
@@ -42,10 +43,9 @@ class ReplicaWatch:
         place: WorkerEnv,
         journal: Journal,
     ) -> None:
-        from outlast.numerics.findings import Findings
         from outlast.numerics.replica_digest import ReplicaDigest
 
-        self._findings = Findings(place, journal)
+        self._place, self._journal = place, journal
         self._digest = ReplicaDigest(without_wrappers(state), group=among, interval=config.interval, place=place)
         self._checked: int | None = None
 
@@ -73,7 +73,7 @@ class ReplicaWatch:
         self._digest.close()
 
     def _judge(self, agreement: Agreement) -> ExitReason:
-        """Leave word of whose replica differs. Without a majority only running the steps again can tell."""
+        """Report whose replica differs. Without a majority only running the steps again can tell."""
         if agreement.culprits:
             blamed, others = agreement.culprits[0], agreement.culprits
             finding, code = Finding.PERSISTENT, ExitReason.FAILED_VALIDATION
@@ -81,16 +81,15 @@ class ReplicaWatch:
             blamed, others = agreement.undecided[0], agreement.undecided
             finding, code = Finding.SPLIT, ExitReason.RESUME_TO_DISAMBIGUATE
         is_known = finding == Finding.PERSISTENT
-        self._findings.leave(
-            Diagnosis(
-                finding=finding,
-                rank=blamed.rank,
-                node=blamed.node if is_known else "",
-                device=blamed.device if is_known else "",
-                iteration=agreement.iteration,
-                what=blamed.tensor or "state",
-                message=agreement.describe(),
-                rejected_ranks=tuple(one.rank for one in others),
-            )
+        diagnosis = Diagnosis(
+            finding=finding,
+            rank=blamed.rank,
+            node=blamed.node if is_known else "",
+            device=blamed.device if is_known else "",
+            iteration=agreement.iteration,
+            what=blamed.tensor or "state",
+            message=agreement.describe(),
+            rejected_ranks=tuple(one.rank for one in others),
         )
+        leave_diagnosis(self._place, diagnosis, self._journal)
         return code

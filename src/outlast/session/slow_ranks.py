@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from outlast.monitor.rank_monitor import SectionTimer
 from outlast.policy.rerun import Diagnosis, Finding
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import device_name
-from outlast.runtime.diagnoses import write_diagnosis
+from outlast.runtime.diagnoses import leave_diagnosis
 from outlast.runtime.journal import Journal
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SlowRanks"]
 
-log = logging.getLogger(__name__)
 NO_PART_OF_A_STEP = frozenset({"setup", "checkpointing", "evaluation", "validation"})
 """Sections that are left out of a step's time, and compared with nothing."""
 STEP = "step"
@@ -122,14 +120,7 @@ class SlowRanks:
             what=one.section,
             message="; ".join((one.describe(), *causes)),
         )
-        if rank == place.global_rank:
-            log.error("%s", diagnosis.describe())
-        if place.run_dir is None:
-            return
-        try:
-            write_diagnosis(place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
-        except OSError as error:
-            log.error("the slow rank cannot be reported to the launcher (%s), which uses the exit code alone", error)
+        leave_diagnosis(place, diagnosis)
 
     def close(self) -> None:
         """Take away what was put around modules, optimizers and functions. Idempotent. Blocks: never."""

@@ -22,7 +22,7 @@ from outlast.incidents import Event, EventKind
 from outlast.launch.live import STATUS_KEY, LiveStatus, decode_live
 from outlast.policy.ladder import LadderState
 from outlast.policy.lease import Process as SystemProcess
-from outlast.runtime.endpoints import Endpoint, parse_endpoints
+from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
 from outlast.runtime.journal import decode_events
 from outlast.runtime.lease import FOLDER
 from outlast.runtime.processes import is_alive, machine_id
@@ -42,7 +42,6 @@ NUM_EARLIER = 8
 """Files of rank 0 in earlier jobs, for what these saved."""
 NUM_READERS = 16
 ASK_TIMEOUT_S = 2.0
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +355,7 @@ def _endpoints(events: Sequence[Event]) -> list[Endpoint]:
                     (endpoint,) = parse_endpoints(text)
                 except ValueError:
                     continue
-                if endpoint.host not in _LOOPBACK or _is_here(event):
+                if not is_loopback(endpoint.host) or _is_here(event):
                     found[endpoint] = None
     return list(found)[:4]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.straggler.detector import StragglerDetector
@@ -16,11 +17,5 @@ _HOMES = {
 
 __all__ = ["Report", "StragglerDetector"]
 
-
-def __getattr__(name: str) -> Any:
-    # On first use: a report can be read without torch.
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'outlast.straggler' has no attribute {name!r}")
+# On first use: a report can be read without torch.
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

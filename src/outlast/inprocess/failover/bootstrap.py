@@ -28,7 +28,8 @@ from outlast import clock, env
 from outlast.decoding import from_json
 from outlast.errors import ConfigError, OutlastError, RendezvousError
 from outlast.inprocess import protocol as m
-from outlast.runtime.endpoints import Endpoint, address_towards
+from outlast.runtime import addresses
+from outlast.runtime.addresses import Endpoint
 
 __all__ = ["Bootstrap", "BootstrapProxy", "main", "own_address"]
 
@@ -43,12 +44,7 @@ def own_address(place: env.WorkerEnv) -> str:
     Raises:
         RendezvousError: The machine of MASTER_ADDR cannot be found.
     """
-    if place.master_addr is None or place.world_size == 1:
-        return "127.0.0.1"
-    try:
-        return address_towards(place.master_addr)
-    except OSError as error:
-        raise RendezvousError(f"MASTER_ADDR={place.master_addr!r} is not known here ({error})") from error
+    return addresses.own_address(None if place.world_size == 1 else place.master_addr)
 
 
 class Bootstrap:

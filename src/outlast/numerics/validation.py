@@ -1,0 +1,404 @@
+"""What a step validates: which results are invalid, and how a run's results compare with those of the run before."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from outlast.config import RerunStateMachineConfig
+from outlast.env import WorkerEnv
+from outlast.policy.rerun import JsonNumber, RunOutcome, RunState, relative_difference, to_json_number
+
+__all__ = ["Compare", "ErrorInjector", "Judged", "Rejected", "SpikeRule", "StepValidation"]
+
+log = logging.getLogger(__name__)
+Compare = Callable[[Any, Any], float]
+"""Returns how much two results differ."""
+
+
+class Rejected(msgspec.Struct, frozen=True, kw_only=True):
+    """A result that a validation rejected."""
+
+    call: int
+    """Which validation of the step it was, from 0."""
+    what: str
+    message: str
+    """Why, for people."""
+    value: JsonNumber
+    fatal: bool = True
+    """Whether it must not be trained on even when it is reproduced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What decides a run's outcome on this rank."""
+
+    outcome: RunOutcome
+    rejected: Rejected
+    second: JsonNumber = None
+    """The value in the run that was to confirm it."""
+
+
+class StepValidation:
+    """Judge the results of a step's runs by the settings and the script, and compare each with the run before.
+
+    Args:
+        config: What is checked. In the mode ``report_determinism_stats`` nothing is rejected, and all results are kept
+            to be compared.
+        place: This worker's place, for the log; its cycle and rank also seed injected errors.
+        device: What this rank computes on, for the log.
+
+    Thread: that of the training loop.
+    """
+
+    def __init__(self, config: RerunStateMachineConfig, place: WorkerEnv, device: str) -> None:
+        self.injector = ErrorInjector(config, f"{place.job}-{place.cycle}-{place.global_rank}")
+        self.differences: list[tuple[str, float]] = []
+        """Name and difference of each result that both runs have, where all results are kept."""
+        self._config, self._place, self._device = config, place, device
+        self._rejects = config.rerun_mode == "validate_results"
+        self._spikes: dict[str, SpikeRule] = {}
+        self._seen: list[tuple[str, float]] = []  # by this run; the spike rules learn it once it is trained on
+        self._pending: list[tuple[torch.Tensor, Callable[[float], None]]] = []
+        self._results: dict[int, tuple[str, Any]] = {}  # by call; of all calls or of the rejected ones
+        self._rejected: dict[int, Rejected] = {}
+        self._judged: dict[int, Judged] = {}
+        self._results_before: dict[int, tuple[str, Any]] = {}
+        self._expected: dict[int, Rejected] = {}  # what the run before rejected
+        self._state, self._iteration, self._num_calls = RunState.FIRST_RUN, 0, 0
+
+    def begin_step(
+        self,
+        iteration: int,
+        state: RunState = RunState.FIRST_RUN,
+        *,
+        expected: Mapping[int, tuple[Rejected, Any]] | None = None,
+        struck: Iterable[int] = (),
+    ) -> None:
+        """Begin the first run of a step in this process.
+
+        Args:
+            iteration: Number of optimizer steps done.
+            state: Which run of the step it is.
+            expected: For a replay: what was rejected before the restart, with its result.
+            struck: For a replay: the validations in which errors were injected.
+        """
+        self._iteration = iteration
+        self._expected = {call: one for call, (one, _) in (expected or {}).items()}
+        self._results_before = {call: (one.what, result) for call, (one, result) in (expected or {}).items()}
+        self.injector.begin_step(struck)
+        self._begin_run(state)
+
+    def begin_second_run(self) -> None:
+        """Begin the second run of the step, which is compared with the first."""
+        self._expected, self._results_before = self._rejected, self._results
+        self._begin_run(RunState.SECOND_RUN)
+
+    def _begin_run(self, state: RunState) -> None:
+        self._state, self._num_calls = state, 0
+        self._results, self._rejected, self._judged = {}, {}, {}
+        self._pending.clear()
+        self._seen.clear()
+        self.differences.clear()
+
+    def take_number(
+        self, value: Any, what: str, *, rejects: Callable[[float], bool] | None, message: str, tolerance: float
+    ) -> None:
+        """Judge one number; one on a device is judged when the run ends."""
+        call = self._next_call()
+
+        def judge(number: float) -> None:
+            if self.injector.strikes(self._state, self._iteration, call):
+                number = math.nan
+            why, fatal = self._reject_by_settings(what, number) if self._rejects else (None, True)
+            if self._rejects and rejects is not None and (why is None or not fatal) and rejects(number):
+                why, fatal = message, True
+            self._take(call, what, number, why, fatal=fatal, tolerance=tolerance)
+
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"{what} has {value.numel()} elements; validate one number, such as its mean")
+            value = value.detach()
+            if value.device.type != "cpu":
+                self._pending.append((value, judge))
+                return
+        judge(float(value))
+
+    def take_result(
+        self,
+        result: Any,
+        rejection_func: Callable[[Any], Any],
+        message: str,
+        *,
+        comparison_func: Compare | None = None,
+        tolerance: float = 0.0,
+        fatal: bool = True,
+    ) -> None:
+        """Judge one result, at once; see :meth:`outlast.numerics.RerunStateMachine.validate_result`."""
+        call = self._next_call()
+        if self.injector.strikes(self._state, self._iteration, call):
+            result = torch.full_like(result, math.nan) if isinstance(result, torch.Tensor) else math.nan
+        if comparison_func is None and _as_number(result) is None:
+            raise ValueError(f"a {type(result).__name__} is not one number; give comparison_func")
+        why = message if self._rejects and bool(rejection_func(result)) else None
+        self._take(call, message, result, why, fatal=fatal, tolerance=tolerance, compare=comparison_func or _difference)
+
+    def end_run(self) -> None:
+        """Judge the numbers that are on a device, with one wait for all of them."""
+        pending, self._pending = self._pending, []
+        if pending:
+            numbers = torch.stack([value.reshape(()).to(torch.float64) for value, _ in pending]).tolist()
+            for (_, judge), number in zip(pending, numbers, strict=True):
+                judge(number)
+
+    def judge(self, *, same_batch: bool = True) -> Judged | None:
+        """Return what decides this run's outcome on this rank; ``None`` = the run was valid.
+
+        Args:
+            same_batch: Whether the run had the batches of the run before; without them nothing is cleared.
+        """
+        for call, first in self._expected.items():
+            known = self._judged.get(call)
+            unreached = known is None or known.rejected is not first
+            if unreached or (not same_batch and known is not None and known.outcome is RunOutcome.CLEARED):
+                outcome = RunOutcome.UNREACHED if first.fatal else RunOutcome.TOLERATED
+                if known is None or known.outcome < outcome:
+                    self._judged[call] = Judged(outcome=outcome, rejected=first)
+        return max(self._judged.values(), key=lambda one: (one.outcome, -one.rejected.call), default=None)
+
+    def all_rejected(self) -> dict[int, tuple[Rejected, Any]]:
+        """Return what either run rejected, with its result; the first run's where both did."""
+        now = {call: (one, self._results[call][1]) for call, one in self._rejected.items()}
+        return now | {call: (one, self._results_before[call][1]) for call, one in self._expected.items()}
+
+    def unmatched(self) -> list[str]:
+        """Return the names of the validations that only one of the two runs reached, where all results are kept."""
+        before, now = self._results_before, self._results
+        calls = sorted({*before, *now})
+        pairs = [(before.get(call, (None, None))[0], now.get(call, (None, None))[0]) for call in calls]
+        return [name for pair in pairs if pair[0] != pair[1] for name in pair if name is not None]
+
+    def end_step(self) -> None:
+        """Let the spike rules learn what this run saw: it is trained on."""
+        for what, value in self._seen:
+            self._spike_rule(what).note(value)
+        self._seen.clear()
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return what the spike rules know, as plain numbers by name of the value."""
+        return {what: rule.state_dict() for what, rule in self._spikes.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self._spikes.clear()
+        for what, numbers in state.items():
+            self._spike_rule(what).load_state_dict(numbers)
+
+    def _next_call(self) -> int:
+        self._num_calls += 1
+        return self._num_calls - 1
+
+    def _reject_by_settings(self, what: str, value: float) -> tuple[str | None, bool]:
+        """Return why a number is invalid (``None`` = it is valid), and whether that is fatal."""
+        if self._config.check_for_nan_in_loss and not math.isfinite(value):
+            return "not finite", True
+        if not self._config.check_for_spiky_loss:
+            return None, True
+        self._seen.append((what, value))
+        rule = self._spike_rule(what)
+        if rule.is_spike(value):
+            factor = self._config.spiky_loss_factor
+            return f"a spike: at least {factor:g} times the recent maximum, {rule.maximum:.6g}", False
+        return None, True
+
+    def _spike_rule(self, what: str) -> SpikeRule:
+        if what not in self._spikes:
+            config = self._config
+            self._spikes[what] = SpikeRule(
+                factor=config.spiky_loss_factor, warmup=config.spike_warmup, window=config.spike_window
+            )
+        return self._spikes[what]
+
+    def _take(
+        self,
+        call: int,
+        what: str,
+        result: Any,
+        why: str | None,
+        *,
+        fatal: bool,
+        tolerance: float,
+        compare: Compare | None = None,
+    ) -> None:
+        """Keep a result, and compare it with that of the run before.
+
+        Args:
+            call: The validation's number.
+            what: Its name.
+            result: A number or, with ``compare``, anything.
+            why: Why it is rejected; ``None`` = it is accepted.
+            fatal: Whether it must not be trained on even when it is reproduced.
+            tolerance: Difference up to which two results are the same.
+            compare: How much two results differ.
+        """
+        compare, rejected = compare or _difference, None
+        if why is not None:
+            value = to_json_number(_as_number(result))
+            rejected = self._rejected[call] = Rejected(call=call, what=what, message=why, value=value, fatal=fatal)
+        before = self._results_before.get(call)
+        if not self._rejects and before is not None and before[0] == what:
+            self.differences.append((what, compare(before[1], result)))
+        if rejected is not None or not self._rejects:
+            self._results[call] = (what, _kept(result))
+        first = self._expected.get(call)
+        if first is None or first.what != what:
+            if rejected is not None:
+                outcome = RunOutcome.NEW if fatal or self._state is RunState.FIRST_RUN else RunOutcome.TOLERATED
+                self._judged[call] = Judged(outcome=outcome, rejected=rejected)
+                self._log_rejected(rejected)
+            return
+        is_fatal = first.fatal or (rejected is not None and fatal)
+        if compare(self._results_before[call][1], result) <= tolerance:
+            outcome = RunOutcome.REPRODUCED if is_fatal else RunOutcome.TOLERATED
+        elif rejected is not None:
+            outcome = RunOutcome.CHANGED if is_fatal else RunOutcome.TOLERATED
+        else:
+            outcome = RunOutcome.CLEARED
+        self._judged[call] = Judged(outcome=outcome, rejected=first, second=to_json_number(_as_number(result)))
+
+    def _log_rejected(self, rejected: Rejected) -> None:
+        log.warning(
+            "rank %d on node %s (device %s), iteration %d, validation %d: %s is %s (%s)%s",
+            self._place.global_rank,
+            self._place.node,
+            self._device,
+            self._iteration,
+            rejected.call,
+            rejected.what,
+            rejected.value,
+            rejected.message,
+            "; all ranks run the step again" if self._state is RunState.FIRST_RUN else "",
+        )
+
+
+class SpikeRule:
+    """Distinguish spikes from ordinary values.
+
+    The first ``warmup`` finite values are never spikes. After them a value is one whose magnitude is at least
+    ``factor`` times the largest magnitude among the newest ``window`` finite values. NaN and infinite values are no
+    spikes, and never count among those; nor does a value before it is known to be trained on.
+
+    Args:
+        factor: See above.
+        warmup: See above.
+        window: See above.
+    """
+
+    def __init__(self, *, factor: float, warmup: int, window: int) -> None:
+        self._factor, self._warmup, self._window = factor, warmup, window
+        self._num_seen = 0
+        # Ordinal and magnitude of those of the window that are larger than all after them, so the first is the largest.
+        self._largest: deque[tuple[int, float]] = deque()
+
+    @property
+    def maximum(self) -> float | None:
+        """The largest magnitude in the window; ``None`` during the warm-up."""
+        return self._largest[0][1] if self._num_seen >= self._warmup else None
+
+    def is_spike(self, value: float) -> bool:
+        """Return whether a value is a spike."""
+        maximum = self.maximum
+        return maximum is not None and math.isfinite(value) and maximum > 0 and abs(value) >= self._factor * maximum
+
+    def note(self, value: float) -> None:
+        """Add a value that is trained on."""
+        if not math.isfinite(value):
+            return
+        magnitude = abs(value)
+        while self._largest and self._largest[-1][1] <= magnitude:
+            self._largest.pop()
+        self._largest.append((self._num_seen, magnitude))
+        self._num_seen += 1
+        while self._largest[0][0] < self._num_seen - self._window:
+            self._largest.popleft()
+
+    def state_dict(self) -> list[float]:
+        """Return what it knows as plain numbers: how many values it saw, then each maximum's ordinal and magnitude."""
+        return [float(self._num_seen), *(number for entry in self._largest for number in entry)]
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        seen, *entries = state
+        self._num_seen = int(seen)
+        self._largest = deque((int(at), size) for at, size in zip(entries[::2], entries[1::2], strict=True))
+
+
+class ErrorInjector:
+    """Choose which validated values become NaN.
+
+    One of ``error_injection_rate`` is struck in a first run, drawn from the names of cycle, rank, iteration and
+    validation: a cycle that begins again at the same iteration draws anew, and no generator of the script's is used.
+    Whether the same validation is struck again when the step is run again imitates the kind of error.
+
+    Args:
+        config: The rate and the kind.
+        name: Name of cycle and rank, such as ``job-3-5``.
+    """
+
+    def __init__(self, config: RerunStateMachineConfig, name: str) -> None:
+        self._rate, self._kind, self._name = config.error_injection_rate, config.error_injection_type, name
+        self.struck: set[int] = set()
+        """Validations of this step that were struck in its first run."""
+
+    def begin_step(self, struck: Iterable[int] = ()) -> None:
+        """Begin a step; ``struck`` is that of the step that is replayed."""
+        self.struck = set(struck)
+
+    def strikes(self, state: RunState, iteration: int, call: int) -> bool:
+        """Return whether a value becomes NaN."""
+        if not self._rate:
+            return False
+        if state is RunState.FIRST_RUN:
+            if xxhash.xxh3_64_intdigest(f"{self._name}/{iteration}/{call}".encode()) % self._rate == 0:
+                self.struck.add(call)
+            return call in self.struck
+        if self._kind == "transient_error" or (self._kind == "persistent_error" and state is RunState.REPLAY_ELSEWHERE):
+            return False
+        return call in self.struck
+
+
+def _as_number(result: Any) -> float | None:
+    """Return a result as a number; ``None`` = it is not one.
+
+    Blocks: until a device has computed it.
+    """
+    if isinstance(result, torch.Tensor) and result.numel() != 1:
+        return None
+    try:
+        return float(result.detach() if isinstance(result, torch.Tensor) else result)
+    except (TypeError, ValueError):
+        return None
+
+
+def _kept(result: Any) -> Any:
+    """Return a result that later changes in place do not reach."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    return result.detach().clone() if result.numel() != 1 else _as_number(result)
+
+
+def _difference(before: Any, now: Any) -> float:
+    a, b = _as_number(before), _as_number(now)
+    if a is None or b is None:
+        raise TypeError(
+            f"results of type {type(now).__name__} cannot be compared; validate one number, or give comparison_func"
+        )
+    return relative_difference(a, b)

@@ -1,0 +1,664 @@
+"""Messages between our processes: framing, authentication, descriptors and bulk data on sockets.
+
+A frame is the body's length in four bytes, the body (a tagged ``msgspec.Struct`` as MessagePack) and, where the
+connection signs its frames, a signature. Each package defines its own messages and says with what union of them a
+connection decodes. There are three parts:
+
+* :class:`MessageChannel`, a blocking connection with timeouts: sockets, socket pairs (``SOCK_SEQPACKET``, too, where
+  a frame must be sent whole or not at all), descriptors beside messages, bulk data between them without a copy.
+* :class:`BufferedChannel`, a connection that never blocks, for a process with a selector.
+* :class:`Handshake`, by which the two sides of a TCP connection prove to each other that they know a key. Before it is
+  over, nothing is read but hellos of fixed size, and nothing is decoded.
+
+A proof is the HMAC-SHA256, under the key, of both sides' nonces, the protocol's name and the side that gives it: it
+cannot be used again, for another protocol, or be sent back. From the same nonces each side derives the keys under which
+frames may be signed. Nothing is encrypted.
+
+Rejected: one process-wide event loop (a rank's threads block in C, and a writer feeds the network from files); pickles;
+TLS (keys of one run need no certificates); Python's own socket timeouts (each call would be two system calls). Timeouts
+are the kernel's (``SO_RCVTIMEO``, ``SO_SNDTIMEO``). Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import array
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+
+from outlast import clock
+from outlast.decoding import msgpack_decoder
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "AuthenticationFailed",
+    "BufferedChannel",
+    "Handshake",
+    "MessageChannel",
+    "MessageReader",
+    "ProtocolError",
+    "encode_frame",
+    "socket_pair",
+]
+
+MAX_MESSAGE_BYTES = 1 << 24
+"""Limit of a message where a connection sets none."""
+_LENGTH = struct.Struct("<I")
+_SERVER_HELLO = struct.Struct("!4sH32s")
+_CLIENT_HELLO = struct.Struct("!4sH32sq32s")
+_MAGIC = b"OLw1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_SIGNATURE_BYTES = 16
+_PACKET_BUFFER_BYTES = 1 << 20
+_RECEIVE_BYTES = 1 << 18
+_CLOEXEC = socket.MSG_CMSG_CLOEXEC
+_MAX_WAITING_BYTES = 1 << 26
+_encoder = msgspec.msgpack.Encoder()
+R = TypeVar("R")
+
+
+class ProtocolError(ConnectionError):
+    """What came, or is to be sent, is no message of this connection; the connection is unusable."""
+
+
+class AuthenticationFailed(ConnectionError):
+    """The other side does not know the key, or speaks another version of the protocol."""
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    """Return an unsigned frame, to be sent on several connections."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def socket_pair(*, packets: bool = False) -> tuple[socket.socket, socket.socket]:
+    """Return two connected Unix sockets.
+
+    Args:
+        packets: Each message is one packet (of up to some 200 KiB): a sender that is interrupted leaves no torn one.
+    """
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if packets else socket.SOCK_STREAM)
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET_BUFFER_BYTES)
+    return pair
+
+
+class _Signer:
+    """The signatures of one direction: each frame's depends on its number."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def sign(self, head: bytes | bytearray, body: bytes | bytearray | memoryview) -> bytes:
+        mac = hmac.new(self._key, self._count.to_bytes(8, "big") + head, "sha256")
+        mac.update(body)
+        self._count += 1
+        return mac.digest()[:_SIGNATURE_BYTES]
+
+
+class Handshake:
+    """One side's part in the proof of a shared key, without input or output.
+
+    Send :attr:`outgoing`, receive exactly :attr:`num_wanted` bytes, give them to :meth:`feed`, send what it returns,
+    until :attr:`is_over`.
+
+    Args:
+        key: What both sides must know; ``None``: this side has none yet, and lets nobody in.
+        protocol: Names what is spoken; the same on both sides.
+        is_server: Whether the other side opened the connection.
+        client_id: A number that the client states and proves, such as its rank.
+        version: Of the protocol.
+    """
+
+    def __init__(
+        self, key: bytes | None, protocol: str, *, is_server: bool, client_id: int = 0, version: int = 1
+    ) -> None:
+        self._key, self._protocol, self._version = key, protocol.encode(), version
+        self._is_server = is_server
+        self._own_nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._nonces = b""
+        self.client_id = client_id
+        """On the server's side: what the client proved, once the handshake is over."""
+        self.outgoing = _SERVER_HELLO.pack(_MAGIC, version, self._own_nonce) if is_server else b""
+        """What this side sends first."""
+        self.num_wanted = _CLIENT_HELLO.size if is_server else _SERVER_HELLO.size
+        """Bytes to receive next; 0: none."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether both sides have proved to know the key."""
+        return not self.num_wanted
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the other side's next :attr:`num_wanted` bytes; return what to send now.
+
+        Raises:
+            ProtocolError: It does not begin as it must.
+            AuthenticationFailed: It does not know the key.
+        """
+        assert len(data) == self.num_wanted
+        if self._is_server:
+            return self._answer_client(data)
+        if not self._nonces:
+            return self._answer_server(data)
+        self._check(data, self._prove("server"))
+        self.num_wanted = 0
+        return b""
+
+    def signing_keys(self) -> tuple[bytes, bytes]:
+        """Return the keys under which this side signs its frames and checks the other side's."""
+        assert self.is_over
+        client, server = self._derive("client frames"), self._derive("server frames")
+        return (server, client) if self._is_server else (client, server)
+
+    def _answer_server(self, data: bytes) -> bytes:
+        magic, version, nonce = _SERVER_HELLO.unpack(data)
+        self._check_version(magic, version)
+        self._nonces = nonce + self._own_nonce
+        self.num_wanted = _PROOF_BYTES
+        return _CLIENT_HELLO.pack(_MAGIC, self._version, self._own_nonce, self.client_id, self._prove("client"))
+
+    def _answer_client(self, data: bytes) -> bytes:
+        magic, version, nonce, client_id, proof = _CLIENT_HELLO.unpack(data)
+        self._check_version(magic, version)
+        self._nonces, self.client_id = self._own_nonce + nonce, client_id
+        self._check(proof, self._prove("client"))
+        self.num_wanted = 0
+        return self._prove("server")
+
+    def _check_version(self, magic: bytes, version: int) -> None:
+        if magic != _MAGIC:
+            raise ProtocolError(f"the other side begins with {magic!r} instead of {_MAGIC!r}")
+        if version != self._version:
+            raise AuthenticationFailed(
+                f"the other side speaks version {version} of the protocol, this side {self._version}; install the same "
+                "outlast on all nodes"
+            )
+
+    def _check(self, proof: bytes, expected: bytes) -> None:
+        if not hmac.compare_digest(proof, expected):
+            raise AuthenticationFailed("the other side does not know this run's key")
+
+    def _prove(self, side: str) -> bytes:
+        return self._derive(f"{side} proof", self.client_id.to_bytes(8, "big", signed=True))
+
+    def _derive(self, what: str, more: bytes = b"") -> bytes:
+        if self._key is None:
+            raise AuthenticationFailed("this node has no key yet")
+        text = b"outlast %s v%d %s " % (self._protocol, self._version, what.encode())
+        return hmac.digest(self._key, text + self._nonces + more, "sha256")
+
+
+class MessageChannel(Generic[R]):
+    """A connection that blocks, either side.
+
+    Args:
+        connection: A connected stream or ``SOCK_SEQPACKET`` socket; this object owns it.
+        receives: Union of the messages that come.
+        timeout_s: Seconds without progress after which any call below raises ``TimeoutError``; ``None``: never.
+        max_bytes: Limit of a message, either way.
+
+    Raises (all methods): ``OSError``: the connection ended (``ConnectionError``), nothing moved for too long
+    (``TimeoutError``), or what came is no message of this connection or was changed under way (:class:`ProtocolError`).
+
+    Thread: one that sends and one that receives; :meth:`abort` any. Where messages are packets, any may send.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        receives: Any,
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        connection.settimeout(None)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._is_packets = connection.type == socket.SOCK_SEQPACKET
+        self._decoder = msgpack_decoder(receives)
+        self._max_bytes = max_bytes
+        self._signer: _Signer | None = None
+        self._checker: _Signer | None = None
+        self._armed: dict[int, float | None] = {}
+        self.set_timeout(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return the connection's descriptor, which is readable when :meth:`receive` has something."""
+        return self._socket.fileno()
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Change the seconds without progress."""
+        self._timeout_s = timeout_s
+        self._arm(socket.SO_RCVTIMEO, timeout_s)
+        self._arm(socket.SO_SNDTIMEO, timeout_s)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+    def abort(self) -> None:
+        """End what another thread is doing with the connection; that thread closes it. Idempotent. Blocks: never."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended already
+
+    def authenticate(self, handshake: Handshake, *, within_s: float, sign: bool = False) -> bool:
+        """Go through a handshake before the first message.
+
+        Args:
+            handshake: This side's part.
+            within_s: Seconds for all of it.
+            sign: Sign all frames from now on; the same on both sides.
+
+        Returns:
+            Whether it is over; ``False``: a client closed the connection without sending anything.
+
+        Raises:
+            AuthenticationFailed: The other side does not know the key, or rejected ours.
+        """
+        end_s = clock.now_s() + within_s
+        is_first, was_sent = True, bool(handshake.outgoing)
+        if was_sent:
+            self._send([handshake.outgoing], end_s)
+        while not handshake.is_over:
+            data = bytearray(handshake.num_wanted)
+            try:
+                if not self._fill(memoryview(data), end_s, may_end=is_first and was_sent):
+                    return False
+            except ConnectionError as error:
+                if is_first:
+                    raise
+                raise AuthenticationFailed("the other side rejected this run's key") from error
+            is_first = False
+            answer = handshake.feed(bytes(data))
+            if answer:
+                self._send([answer], end_s)
+        if sign:
+            own, other = handshake.signing_keys()
+            self._signer, self._checker = _Signer(own), _Signer(other)
+        return True
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def send(self, message: msgspec.Struct, fds: Sequence[int] = (), *, within_s: float | None = None) -> None:
+        """Send a message.
+
+        Args:
+            message: What to send.
+            fds: Descriptors that go with it, on a Unix socket; they stay the caller's.
+            within_s: Seconds for all of it, instead of those without progress.
+        """
+        body = _encoder.encode(message)
+        if len(body) > self._max_bytes:
+            raise ProtocolError(f"a message of {len(body)} bytes is larger than the limit of {self._max_bytes}")
+        head = _LENGTH.pack(len(body))
+        parts = [head, body] if self._signer is None else [head, body, self._signer.sign(head, body)]
+        self._send(parts, _end_s(within_s), fds)
+
+    def receive(self, *, within_s: float | None = None) -> R | None:
+        """Wait for a message; return ``None`` at the connection's end.
+
+        Args:
+            within_s: Seconds for all of it, instead of those without progress.
+        """
+        received = self._receive(_end_s(within_s), 0)
+        return None if received is None else received[0]
+
+    def receive_with_fds(self, max_fds: int = 1, *, within_s: float | None = None) -> tuple[R, list[int]] | None:
+        """Wait for a message and the descriptors beside it, which are the caller's; ``None``: the connection ended."""
+        return self._receive(_end_s(within_s), max_fds)
+
+    # -- bulk data ---------------------------------------------------------------------------------------------
+
+    def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
+        """Send bytes as they are, of which a message before them tells the number."""
+        self._send([data], None)
+
+    def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Send a piece of a file or memfd as it is; the kernel takes it from there without a copy.
+
+        Raises:
+            ConnectionAbortedError: The file ends too early. The other side waits for the rest: close the connection.
+        """
+        self._arm(socket.SO_SNDTIMEO, self._timeout_s)
+        end = offset + num_bytes
+        while offset < end:
+            try:
+                num = os.sendfile(self._socket.fileno(), fd, offset, end - offset)
+            except BlockingIOError:
+                raise self._timed_out("the other side accepted nothing") from None
+            if not num:
+                raise ConnectionAbortedError(f"the file ends {end - offset} bytes too early")
+            offset += num
+
+    def receive_into(self, into: memoryview) -> None:
+        """Fill a buffer with bytes that are sent as they are."""
+        self._fill(into, None)
+
+    # -- the socket --------------------------------------------------------------------------------------------
+
+    def _receive(self, end_s: float | None, max_fds: int) -> tuple[R, list[int]] | None:
+        fds: list[int] = []
+        try:
+            whole = self._receive_packet(end_s, max_fds, fds) if self._is_packets else None
+            head = whole[: _LENGTH.size] if whole is not None else self._receive_head(end_s, max_fds, fds)
+            if not head:
+                return None
+            (length,) = _LENGTH.unpack(head)
+            if length > self._max_bytes:
+                raise ProtocolError(f"a message of {length} bytes is announced; the limit is {self._max_bytes}")
+            num_more = length + (0 if self._checker is None else _SIGNATURE_BYTES)
+            if whole is None:
+                rest = memoryview(bytearray(num_more))
+                self._fill(rest, end_s)
+            else:
+                rest = memoryview(whole)[_LENGTH.size :]
+                if len(rest) != num_more:
+                    raise ProtocolError(f"a packet of {len(whole)} bytes announces a message of {length}")
+            body = rest[:length]
+            if self._checker is not None and not hmac.compare_digest(self._checker.sign(head, body), rest[length:]):
+                raise ProtocolError("the signature of a message is wrong")
+            return _decode(self._decoder, body), fds
+        except BaseException:  # whatever ends it, the descriptors must not leak
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    def _receive_head(self, end_s: float | None, max_fds: int, fds: list[int]) -> bytes | bytearray:
+        head = bytearray(_LENGTH.size)
+        if not max_fds:
+            return head if self._fill(memoryview(head), end_s, may_end=True) else b""
+        part = self._receive_part(_LENGTH.size, end_s, max_fds, fds)
+        if part:
+            head[: len(part)] = part
+            self._fill(memoryview(head)[len(part) :], end_s)
+        return head if part else b""
+
+    def _receive_packet(self, end_s: float | None, max_fds: int, fds: list[int]) -> bytes:
+        return self._receive_part(_LENGTH.size + self._max_bytes + _SIGNATURE_BYTES, end_s, max_fds, fds)
+
+    def _receive_part(self, num_bytes: int, end_s: float | None, max_fds: int, fds: list[int]) -> bytes:
+        while True:
+            self._arm(socket.SO_RCVTIMEO, self._timeout_s if end_s is None else _left_s(end_s))
+            try:
+                if not max_fds:
+                    return self._socket.recv(num_bytes)
+                # Not socket.recv_fds: it ignores the flag (Python 3.11), and children would inherit the descriptors.
+                data, beside, _, _ = self._socket.recvmsg(num_bytes, socket.CMSG_SPACE(4 * max_fds), _CLOEXEC)
+            except BlockingIOError:
+                if end_s is None:
+                    raise self._timed_out("nothing came") from None
+            else:
+                for level, kind, content in beside:
+                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                        fds += array.array("i", content[: len(content) // 4 * 4])
+                return data
+
+    def _fill(self, into: memoryview, end_s: float | None, *, may_end: bool = False) -> bool:
+        """Fill a buffer; return ``False`` where the connection may end, and does, before the first byte."""
+        filled = 0
+        while filled < len(into):
+            self._arm(socket.SO_RCVTIMEO, self._timeout_s if end_s is None else _left_s(end_s))
+            try:
+                num = self._socket.recv_into(into[filled:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                if end_s is None:
+                    raise self._timed_out("nothing came") from None
+                continue
+            if not num:
+                if may_end and not filled:
+                    return False
+                raise ConnectionResetError("the other side ended the connection")
+            filled += num
+        return True
+
+    def _send(
+        self, parts: Sequence[bytes | bytearray | memoryview], end_s: float | None, fds: Sequence[int] = ()
+    ) -> None:
+        num_left = sum(map(len, parts))
+        rest: memoryview | None = None
+        while num_left:
+            self._arm(socket.SO_SNDTIMEO, self._timeout_s if end_s is None else _left_s(end_s))
+            try:
+                if rest is not None:
+                    num = self._socket.send(rest)
+                elif fds:
+                    num = socket.send_fds(self._socket, list(parts), fds)
+                else:
+                    num = self._socket.sendmsg(parts) if len(parts) > 1 else self._socket.send(parts[0])
+            except BlockingIOError:
+                if end_s is None:
+                    raise self._timed_out("the other side accepted nothing") from None
+                continue
+            num_left -= num
+            if num_left:  # rare: the socket's buffer is full
+                rest = (rest if rest is not None else _joined(parts))[num:]
+
+    def _arm(self, option: int, timeout_s: float | None) -> None:
+        if self._armed.get(option, -1.0) == timeout_s:
+            return
+        micros = 0 if timeout_s is None else max(1, round(timeout_s * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(micros, 1_000_000)))
+        self._armed[option] = timeout_s
+
+    def _timed_out(self, what: str) -> TimeoutError:
+        return TimeoutError(f"{what} for {self._timeout_s:g} s")
+
+
+class MessageReader(Generic[R]):
+    """Cut a stream into messages.
+
+    Args:
+        receives: Union of the messages that come.
+        max_bytes: Limit of a message; may be changed at any time.
+    """
+
+    def __init__(self, receives: Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._decoder = msgpack_decoder(receives)
+        self._incoming = bytearray()
+        self.max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> list[R]:
+        """Take the next bytes of the stream; return the messages that are whole.
+
+        Raises:
+            ProtocolError: A message is too large, or unreadable.
+        """
+        self._incoming += data
+        found: list[R] = []
+        at = 0
+        while len(self._incoming) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._incoming, at)
+            if length > self.max_bytes:
+                raise ProtocolError(f"a message of {length} bytes is announced; the limit is {self.max_bytes}")
+            start = at + _LENGTH.size
+            if len(self._incoming) - start < length:
+                break
+            found.append(_decode(self._decoder, bytes(self._incoming[start : start + length])))
+            at = start + length
+        del self._incoming[:at]
+        return found
+
+
+class BufferedChannel(Generic[R]):
+    """A connection that never blocks, for a selector.
+
+    Args:
+        connection: Connected, or about to be; this object owns it.
+        receives: Union of the messages that come.
+        handshake: This side's part in the proof of a key; what is sent before it is over waits, and nothing is decoded.
+            ``None``: both sides know each other.
+        max_bytes: Limit of a message, either way; may be changed at any time.
+
+    Raises (all methods): ``OSError``: the other side is gone, has accepted nothing for long, or does not know the key
+    (:class:`AuthenticationFailed`), or what came is no message of this connection (:class:`ProtocolError`).
+
+    Thread: one.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        receives: Any,
+        *,
+        handshake: Handshake | None = None,
+        max_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._reader: MessageReader[R] = MessageReader(receives, max_bytes=max_bytes)
+        self._handshake = handshake
+        self._greeting = bytearray()
+        self._outgoing = bytearray(handshake.outgoing if handshake is not None else b"")
+        self._held = bytearray()
+        self.received_ns = clock.now_ns()
+        """When something came last."""
+        if self._outgoing:
+            try:
+                self.flush()
+            except OSError:
+                pass  # the next call finds the same
+
+    def fileno(self) -> int:
+        """Return the connection's descriptor."""
+        return self._socket.fileno()
+
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether the handshake is over, if there is one."""
+        return self._handshake is None or self._handshake.is_over
+
+    @property
+    def client_id(self) -> int:
+        """What the client proved in the handshake."""
+        assert self._handshake is not None
+        return self._handshake.client_id
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something could not be sent yet: call :meth:`flush` when the connection is writable."""
+        return bool(self._outgoing)
+
+    @property
+    def max_bytes(self) -> int:
+        """Limit of a message."""
+        return self._reader.max_bytes
+
+    @max_bytes.setter
+    def max_bytes(self, max_bytes: int) -> None:
+        self._reader.max_bytes = max_bytes
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message, now or as soon as the connection accepts it."""
+        self.send_frame(encode_frame(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send what :func:`encode_frame` made; see :meth:`send`."""
+        if not self.is_authenticated:
+            self._held += frame
+            return
+        self._outgoing += frame
+        self.flush()
+        if len(self._outgoing) > _MAX_WAITING_BYTES:
+            raise ConnectionAbortedError(f"the other side leaves {len(self._outgoing)} bytes unread")
+
+    def flush(self) -> None:
+        """Send what waits, as far as the connection accepts it."""
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+        except BlockingIOError:
+            return
+
+    def receive(self) -> list[R]:
+        """Return the messages that have come; call it when the connection is readable."""
+        found: list[R] = []
+        try:
+            while not self.is_authenticated:
+                self._greet()
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return found
+        if not data:
+            raise ConnectionResetError("the other side closed the connection")
+        self.received_ns = clock.now_ns()
+        return self._reader.feed(data)
+
+    def _greet(self) -> None:
+        """Go on with the handshake."""
+        assert self._handshake is not None
+        data = self._socket.recv(self._handshake.num_wanted - len(self._greeting))
+        if not data:
+            raise ConnectionResetError("the other side closed the connection before it proved the key")
+        self._greeting += data
+        if len(self._greeting) == self._handshake.num_wanted:
+            self._outgoing += self._handshake.feed(bytes(self._greeting))
+            self._greeting.clear()
+            if self._handshake.is_over:
+                self.received_ns = clock.now_ns()
+                self._outgoing += self._held
+                self._held.clear()
+            self.flush()
+
+    def drain(self, timeout_s: float) -> None:
+        """Send what waits, for a process that is about to end; errors are of no interest any more.
+
+        Blocks: up to ``timeout_s``.
+        """
+        end_s = clock.now_s() + timeout_s
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        try:
+            while self._outgoing and (left_s := end_s - clock.now_s()) > 0:
+                poll.poll(left_s * 1e3)
+                self.flush()
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"a message is unreadable ({error})") from error
+
+
+def _joined(parts: Sequence[bytes | bytearray | memoryview]) -> memoryview:
+    return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+def _end_s(within_s: float | None) -> float | None:
+    return None if within_s is None else clock.now_s() + within_s
+
+
+def _left_s(end_s: float) -> float:
+    left_s = end_s - clock.now_s()
+    if left_s <= 0:
+        raise TimeoutError("the other side did not answer in time")
+    return left_s
