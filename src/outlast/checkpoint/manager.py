@@ -19,7 +19,7 @@ from outlast.checkpoint.near_lane import NearLane
 from outlast.checkpoint.outcomes import Outcomes, Reporter
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Claims, agree_places, plan_replication, warn_of_copies
-from outlast.checkpoint.recovery import ProvenGeneration, Recovery, Restored
+from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
 from outlast.checkpoint.save import Committed, Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
@@ -101,7 +101,9 @@ class CheckpointManager:
             raise
         if place.is_first:
             warn_of_copies(config, places)
-        self._recovery = Recovery(config, places, self._peers, self._writer, self._arenas, topology=places.topology)
+        self._recovery = CheckpointRecovery(
+            config, places, self._peers, self._writer, self._arenas, topology=places.topology
+        )
         self._guard = CopyGuard()
         self._ordinal = 0
         self._may_save = not places.generations and places.global_error is None

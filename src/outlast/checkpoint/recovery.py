@@ -34,7 +34,7 @@ from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
 from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_best_point, choose_recovery_point
 from outlast.runtime.random_numbers import restore_random
 
-__all__ = ["ProvenGeneration", "Recovery", "Rejection", "Restored", "gather_kept", "is_kept"]
+__all__ = ["CheckpointRecovery", "ProvenGeneration", "Rejection", "Restored", "gather_kept", "is_kept"]
 
 log = logging.getLogger(__name__)
 _LIVE_STATE = ""
@@ -121,7 +121,7 @@ class _Vote(msgspec.Struct, frozen=True):
     """It was saved in another layout over the ranks: the near tiers are unusable, the global one is resharded."""
 
 
-class Recovery:
+class CheckpointRecovery:
     """Find, prove and agree on a generation.
 
     Args:
