@@ -58,7 +58,7 @@ def assigned(config: InProcessRestartConfig) -> Any:
 
 
 def filled(config: InProcessRestartConfig) -> Any:
-    """Return who takes the place of a rank that died, with a reserve on another node."""
+    """Return who takes the place of a rank that died, with a spare on another node."""
     members = (
         Member(initial_rank=0, node="a", rank=0),
         Member(initial_rank=1, node="a", rank=1, alive=False),

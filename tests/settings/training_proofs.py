@@ -166,7 +166,7 @@ def stops_after_failed_saves(scene: Scene) -> None:
         config = CheckpointConfig(directory=str(scene.folder / str(limit)), max_consecutive_save_failures=limit)
         with scene.session(Config(checkpoint=config)) as run:
             assert run._saves is not None
-            outcomes = run._saves._manager._pipeline.outcomes
+            outcomes = run._saves._manager._outcomes
             outcomes.num_failures, outcomes.last_error = 2, CheckpointError("disk full")
             for _ in run.steps({"weight": torch.zeros(1)}, total=1):
                 if stops:
