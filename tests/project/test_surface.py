@@ -34,29 +34,14 @@ PUBLIC = [
     "outlast.testing",
 ]
 STILL_INTERNAL = {
-    "outlast.chaos.ArmedFaults.__init__",
-    "outlast.chaos.ArmedFaults.fired",
-    "outlast.chaos.FaultPlan.arm",
     "outlast.checkpoint.CheckpointManager.__init__",
     "outlast.health.check_gpu",
     "outlast.health.check_node",
     "outlast.monitor.RankMonitor.__init__",
     "outlast.monitor.RankMonitor.board_state",
     "outlast.numerics.RerunStateMachine.__init__",
-    "outlast.numerics.RerunStateMachine.begin_replay",
-    "outlast.numerics.RerunStateMachine.num_found",
-    "outlast.numerics.RerunStateMachine.report",
-    "outlast.numerics.RerunDecision.action",
-    "outlast.numerics.RerunDecision.diagnosis",
-    "outlast.straggler.Report.findings",
     "outlast.straggler.Report.incidents",
-    "outlast.straggler.Report.machines",
-    "outlast.straggler.Report.ranks",
     "outlast.straggler.StragglerDetector.__init__",
-    "outlast.straggler.StragglerDetector.leave_out",
-    "outlast.straggler.StragglerDetector.section",
-    "outlast.straggler.StragglerDetector.waiting",
-    "outlast.testing.FaultPlan.arm",
 }
 """Public signatures that still name a type that is not public; this list only becomes shorter."""
 COMMITTED = Path(__file__).with_name("surface.txt")
