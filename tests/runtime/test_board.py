@@ -7,19 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+
 import pytest
-from outlast.errors import ConfigError
-from outlast.errors import OutlastError
+
+from outlast.errors import ConfigError, OutlastError
 from outlast.policy.recovery_point import Tier
 from outlast.runtime import board_page as layout
-from outlast.runtime.board import MAX_DEPTH
-from outlast.runtime.board import MAX_NAMES
-from outlast.runtime.board import OTHER
-from outlast.runtime.board import Board
-from outlast.runtime.board import LoadedCopy
-from outlast.runtime.board import RankPage
-
-
+from outlast.runtime.board import MAX_DEPTH, MAX_NAMES, OTHER, Board, LoadedCopy, RankPage
 
 
 @pytest.fixture

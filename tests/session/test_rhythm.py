@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from outlast.config import CheckpointConfig
-from outlast.session.saves import MIN_TIMED_STEPS
-from outlast.session.saves import DueSave
-from outlast.session.saves import SaveSchedule
-from outlast.policy.checkpoint_plan import GLOBAL_SHARE
-from outlast.policy.checkpoint_plan import failures_per_s
-from outlast.policy.checkpoint_plan import iterations_between
-
-
+from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
+from outlast.session.saves import MIN_TIMED_STEPS, DueSave, SaveSchedule
 
 
 def rhythms(world_size: int = 1, *, has_near: bool = True, **settings: Any) -> list[SaveSchedule]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from outlast.lazy import lazy_names
 
+from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.numerics.comparison import Agreement, Replica

@@ -10,10 +10,10 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+
 from outlast.clock import now_ns
 from outlast.errors import ConfigError
 from outlast.policy.recovery_point import Tier
-
 
 __all__ = ["MAX_DEPTH", "MAX_NAMES", "OTHER", "LoadedCopy", "RankPage"]
 

@@ -5,25 +5,18 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
 from outlast import clock
 from outlast.config import PreemptionConfig
-from outlast.env import WorkerEnv
-from outlast.env import environ
+from outlast.env import WorkerEnv, environ
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import RankMonitor
-from outlast.preemption.listener import Notice
-from outlast.preemption.listener import ShutdownListener
+from outlast.preemption.listener import Notice, ShutdownListener
 from outlast.preemption.signals import does_nothing_else
-from outlast.preemption.sources import EndTime
-from outlast.preemption.sources import NoticeFile
-from outlast.preemption.sources import NoticeSource
-from outlast.preemption.sources import NoticeURL
-from outlast.preemption.sources import load_source
+from outlast.preemption.sources import EndTime, NoticeFile, NoticeSource, NoticeURL, load_source
 from outlast.runtime.journal import Journal
-
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager

@@ -16,7 +16,7 @@ from outlast import clock
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, Untrusted
-from outlast.policy.interval import GLOBAL_SHARE, failures_per_s, iterations_between
+from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.runtime.journal import Journal
 from outlast.session.environment import has_near_tier
 from outlast.session.inprocess_scope import InProcessScope

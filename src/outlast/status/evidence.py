@@ -8,35 +8,25 @@ short; of the ranks' files the end tells how far they are.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
+
 import msgspec
+
 from outlast.decoding import from_json
 from outlast.env import clean_name
-from outlast.errors import ConfigError
-from outlast.errors import RendezvousError
-from outlast.incidents import Event
-from outlast.incidents import EventKind
+from outlast.errors import ConfigError, RendezvousError
+from outlast.incidents import Event, EventKind
 from outlast.journal import decode_events
+from outlast.launch.protocol import STATUS_KEY, LiveStatus, decode_live
 from outlast.policy.ladder import LadderState
-from outlast.runtime.addresses import Endpoint
-from outlast.runtime.addresses import is_loopback
-from outlast.runtime.addresses import parse_endpoints
-from outlast.runtime.lease import FOLDER
-from outlast.runtime.processes import is_alive
-from outlast.runtime.processes import machine_id
-from outlast.runtime.store_reader import read_key
-from outlast.launch.protocol import STATUS_KEY
-from outlast.launch.protocol import LiveStatus
-from outlast.launch.protocol import decode_live
 from outlast.policy.lease import Process
-
-
+from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
+from outlast.runtime.lease import FOLDER
+from outlast.runtime.processes import is_alive, machine_id
+from outlast.runtime.store_reader import read_key
 
 __all__ = ["Evidence", "JobProcess", "ask_coordinator", "gather", "processes_in"]
 
