@@ -101,9 +101,7 @@ class CheckpointManager:
             raise
         if place.is_first:
             warn_of_copies(config, places)
-        self._recovery = CheckpointRecovery(
-            config, places, self._peers, self._writer, self._arenas, topology=places.topology
-        )
+        self._recovery = CheckpointRecovery(config, places, self._peers, self._writer, self._arenas)
         self._guard = CopyGuard()
         self._ordinal = 0
         self._may_save = not places.generations and places.global_error is None

@@ -130,21 +130,13 @@ class CheckpointRecovery:
         peers: The ranks.
         writer: Holds memory and communicates with other nodes.
         arenas: Where copies from other nodes go.
-        topology: Digest of the ranks' arrangement.
     """
 
     def __init__(
-        self,
-        config: CheckpointConfig,
-        places: Places,
-        peers: Peers,
-        writer: WriterClient,
-        arenas: ArenaPool,
-        *,
-        topology: str,
+        self, config: CheckpointConfig, places: Places, peers: Peers, writer: WriterClient, arenas: ArenaPool
     ) -> None:
         self._config, self._places, self._peers = config, places, peers
-        self._writer, self._arenas, self._topology = writer, arenas, topology
+        self._writer, self._arenas = writer, arenas
 
     def newest(
         self, state: Mapping[str, Any], distrusted: Sequence[Distrusted], has: tuple[int, str] | None = None
@@ -235,7 +227,7 @@ class CheckpointRecovery:
         return _known(table, _distrusted_copies(table, distrusted), newest), _iterations(table.not_finite)
 
     def _gather(self, places: Places) -> Table:
-        return gather_copies(places, self._peers, self._writer, topology=self._topology)
+        return gather_copies(places, self._peers, self._writer)
 
     def _other_place(self, url: str) -> Places:
         """Return the places with another run's global tier, and nothing else, to load from."""
@@ -297,7 +289,6 @@ class CheckpointRecovery:
             peers=self._peers,
             writer=self._writer,
             arenas=self._arenas,
-            topology=self._topology,
             table=committed,
             state=state,
             timeout_s=self._config.replication_timeout,

@@ -94,7 +94,7 @@ class Table:
     after each commit, anything of the global tier, or a directory that cannot be read."""
 
 
-def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topology: str) -> Table:
+def gather_copies(places: Places, peers: Peers, writer: WriterClient) -> Table:
     """List what this rank's node and, rank 0, the global tier hold; return what all ranks found.
 
     Raises:
@@ -103,8 +103,8 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topolog
     Collective: all ranks.
     """
     mine = _Listing()
-    _list_memory(mine, places, peers, writer, topology)
-    _list_local(mine, places, peers, topology)
+    _list_memory(mine, places, peers, writer)
+    _list_local(mine, places, peers)
     if peers.rank == 0 and places.directory is not None:
         _list_global(mine, places.directory, places)
     listings = [from_json(data, _Listing) for data in peers.gather(msgspec.json.encode(mine))]
@@ -163,7 +163,7 @@ def _enter_rebuildable(table: Table, held: HeldGeneration) -> None:
                 table.copies[rank].add(Copy(held.generation, held.attempt, Tier.REPLICA, PARITY))
 
 
-def _list_memory(mine: _Listing, places: Places, peers: Peers, writer: WriterClient, topology: str) -> None:
+def _list_memory(mine: _Listing, places: Places, peers: Peers, writer: WriterClient) -> None:
     if not places.memory:
         return
     try:
@@ -173,7 +173,7 @@ def _list_memory(mine: _Listing, places: Places, peers: Peers, writer: WriterCli
     for generation in listed.generations:
         try:
             manifest, _ = decode_manifest(generation.manifest)
-            check_manifest(manifest, run=places.run, topology=topology, world_size=peers.world_size)
+            check_manifest(manifest, run=places.run, topology=places.topology, world_size=peers.world_size)
         except CheckpointError:
             continue  # of another run or arrangement; memory is not where anyone looks for those
         ranks = tuple(sorted(part.rank for part in generation.parts if part.part == SHARD_PART))
@@ -181,7 +181,7 @@ def _list_memory(mine: _Listing, places: Places, peers: Peers, writer: WriterCli
         mine.held.append(_held(manifest, Tier.MEMORY, ranks, parities))
 
 
-def _list_local(mine: _Listing, places: Places, peers: Peers, topology: str) -> None:
+def _list_local(mine: _Listing, places: Places, peers: Peers) -> None:
     if places.local is None:
         return
     speaks = places.is_leader(peers.rank)
@@ -190,7 +190,7 @@ def _list_local(mine: _Listing, places: Places, peers: Peers, topology: str) -> 
         file = f"step-{generation}/manifest.json"
         try:
             manifest, _ = places.local.manifest(generation)
-            check_manifest(manifest, run=places.run, topology=topology, world_size=peers.world_size)
+            check_manifest(manifest, run=places.run, topology=places.topology, world_size=peers.world_size)
             if manifest.iteration != generation:
                 raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
         except CheckpointError as error:
