@@ -47,6 +47,7 @@ train()
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_processes_beside_each_rank(tmp_path: Path) -> None:
     """Under stock torchrun, with a wrapped function, timeouts and checkpoints, after a restart in process: the guard
