@@ -55,7 +55,7 @@ class RankState:
     pid: int = 0
     cycle: int = 0
     attached: bool = False
-    """The worker has a :class:`RankPage` of its own; a plain script never does."""
+    """The worker has a monitor; a plain script never does."""
     finished: bool = False
     iteration: int = 0
     durable_iteration: int | None = None
@@ -104,6 +104,11 @@ class RankState:
     """Seconds that a restart inside the process may take; 0 = it was never armed."""
     torn: bool = False
     """The writer stopped in the middle of an update; sections may not fit together."""
+
+    @property
+    def reports_iteration(self) -> bool:
+        """Whether ``iteration`` means something: a monitor is attached, or a checkpoint manager writes to the page."""
+        return self.attached or self.reports_progress
 
 
 class Board:
@@ -253,10 +258,6 @@ class Board:
     def retire(self, local_rank: int) -> None:
         """Note that a rank whose worker ended is missed by nobody: nothing is enforced on it any more."""
         self._page(local_rank)[layout.FINISHED] = 1
-
-    def request_stop(self, local_rank: int) -> None:
-        """Set the reply word that the worker's ``stop_requested()`` reads."""
-        self._page(local_rank)[layout.STOP] = 1
 
     def _page(self, local_rank: int) -> memoryview:
         if not 0 <= local_rank < self.num_ranks:
