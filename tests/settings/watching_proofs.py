@@ -6,51 +6,30 @@ import os
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
-from scenes import Proof
-from scenes import Scene
-from scenes import differs
-from outlast.chaos.armed import arm_configured
-from outlast.chaos.armed import simulated_fault
-from outlast.config import Config
-from outlast.config import FaultToleranceConfig
-from outlast.config import HealthConfig
+
+from scenes import Proof, Scene, differs
+
+from outlast.chaos.armed import arm_configured, simulated_fault
+from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.precedence import LayeredSettings
 from outlast.env import WorkerEnv
-from outlast.health import check_gpu
-from outlast.health import check_node
-from outlast.health.result import CheckResult
-from outlast.health.result import Status
-from outlast.incidents import Incident
-from outlast.incidents import IncidentKind
-from outlast.incidents import Rung
+from outlast.health import check_gpu, check_node
+from outlast.health.result import CheckResult, Status
+from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import Timers
+from outlast.launch.agent_events import NodeRefused, Timers
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
-from outlast.launch.node_health import CheckedUp
-from outlast.launch.node_health import Occasion
+from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
 from outlast.launch.options import parse_options
-from outlast.monitor import RankMonitor
-from outlast.monitor import rank_guard
+from outlast.monitor import RankMonitor, rank_guard
+from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation
 from outlast.monitor.watchdog import HangReport
 from outlast.policy import ladder
-from outlast.policy.deadlines import Expired
-from outlast.policy.deadlines import Subject
-from outlast.policy.deadlines import Timeouts
-from outlast.policy.deadlines import deadlines
-from outlast.policy.ladder import CycleEnd
-from outlast.policy.ladder import LadderState
-from outlast.runtime.board import Board
-from outlast.runtime.board import OpenSection
-from outlast.runtime.board import RankState
+from outlast.policy.deadlines import Expired, Subject, Timeouts, deadlines
+from outlast.policy.ladder import CycleEnd, LadderState
+from outlast.runtime.board import Board, OpenSection, RankState
 from outlast.runtime.journal import Journal
-from outlast.launch.agent_events import NodeRefused
-from outlast.launch.node_health import NodeHealth
-from outlast.monitor.learned_timeouts import FILE_NAME
-from outlast.monitor.learned_timeouts import LearnedTimeouts
-from outlast.monitor.learned_timeouts import Observation
-
-
 
 S = 1_000_000_000
 PLACE = WorkerEnv(world_size=8, run_id="run")

@@ -11,27 +11,20 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
+
 from outlast import logs
 from outlast.config.fault_tolerance import FaultToleranceConfig
 from outlast.config.precedence import merge_under
-from outlast.env import WorkerEnv
-from outlast.env import read_worker
+from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
 from outlast.monitor import stacks
-from outlast.monitor.rank_guard import Duty
-from outlast.monitor.rank_guard import HangWatchTask
-from outlast.policy.deadlines import STANDARD
-from outlast.policy.deadlines import STEP
-from outlast.policy.deadlines import Timeouts
-from outlast.runtime.board import Board
-from outlast.runtime.board import RankState
-from outlast.runtime.in_process_mark import address as agent_address
 from outlast.monitor.examination import Responder
-from outlast.monitor.learned_timeouts import LearnedTimeouts
-from outlast.monitor.learned_timeouts import observe
-
+from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
+from outlast.monitor.rank_guard import Duty, HangWatchTask
+from outlast.policy.deadlines import STANDARD, STEP, Timeouts
+from outlast.runtime.board import Board, RankState
+from outlast.runtime.in_process_mark import address as agent_address
 
 __all__ = ["RankMonitor", "SectionTimer"]
 
