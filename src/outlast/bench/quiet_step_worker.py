@@ -27,7 +27,7 @@ from outlast.bench.two_ranks import TIMEOUT_S, WORLD_SIZE, measure_together
 from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
 from outlast.numerics import RerunStateMachine
-from outlast.runtime.group import Group
+from outlast.runtime.process_groups import Group
 
 STEP_MS = 10.0
 NUM_TURNS, BLOCK = 40, 10

@@ -29,8 +29,8 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
-from outlast.runtime.group import current_place, is_initialised
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.random_numbers import capture_random
 
 __all__ = ["CheckpointManager", "check_may_save", "checked_iteration", "wanted_tiers"]

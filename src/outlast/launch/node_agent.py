@@ -30,7 +30,7 @@ from outlast.policy.causes import SAME_FAULT_S
 from outlast.policy.protection import Protection, describe_nodes
 from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.store import TCPStore
-from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
+from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
 __all__ = ["NodeAgent"]
 
@@ -139,7 +139,7 @@ class NodeAgent:
 
     def _on_news(self, news: object) -> None:
         match news:
-            case Ready():
+            case ZygoteReady():
                 pass
             case Started():
                 self._on_started(news)

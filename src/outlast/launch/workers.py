@@ -13,10 +13,10 @@ from outlast.runtime.zygote import (
     Cleared,
     Exited,
     FailedToStart,
-    Ready,
     SendSignal,
     Started,
     Zygote,
+    ZygoteReady,
 )
 
 __all__ = ["Workers"]
@@ -42,13 +42,13 @@ class Workers:
         """Return the descriptor that is readable when :meth:`receive` has something."""
         return self._zygote.fileno()
 
-    def receive(self) -> Ready | Started | FailedToStart | Exited | Cleared | None:
+    def receive(self) -> ZygoteReady | Started | FailedToStart | Exited | Cleared | None:
         """Return the next news of the workers; ``None`` when the zygote died (a new one is there already).
 
         Blocks: until there is one; call it when :meth:`fileno` is readable.
         """
         news = self._zygote.receive()
-        if isinstance(news, Ready):
+        if isinstance(news, ZygoteReady):
             for module, error in news.failed.items():
                 log.warning("module %s could not be preloaded: %s", module, error)
         elif isinstance(news, Cleared):

@@ -19,8 +19,8 @@ from outlast.incidents import EventKind
 from outlast.inprocess.call import current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.consensus import Consensus
-from outlast.runtime.group import Group, connect_world, current_place, is_initialised, settle
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import Group, connect_world, current_place, is_initialised, settle
 from outlast.runtime.processes import describe_self
 from outlast.session.attempts import Attempts
 from outlast.session.departure import Departure

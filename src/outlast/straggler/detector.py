@@ -28,9 +28,8 @@ from outlast.policy.slowness import MIN_SAMPLES
 from outlast.policy.stragglers import Findings, Streaks, judge
 from outlast.policy.timings import RankTimings, lower_median
 from outlast.runtime.device import device_word, timing_event, training_device
-from outlast.runtime.gathering import gather_bytes
-from outlast.runtime.group import Group
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import Group, gather_bytes
 from outlast.straggler.device_times import DeviceTimes
 from outlast.straggler.history import OwnBest
 from outlast.straggler.kernels import NUM_STEPS as NUM_KERNEL_STEPS
