@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from outlast import clock
-from outlast.config.precedence import LayeredSettings
+from outlast.config.flags import LayeredSettings
 from outlast.errors import DeadlineExceeded
 from outlast.launch import protocol as m
 from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News

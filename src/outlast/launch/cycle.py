@@ -15,7 +15,7 @@ import msgspec
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from outlast import clock, env
-from outlast.config.precedence import SCRIPT, LayeredSettings
+from outlast.config.flags import SCRIPT, LayeredSettings
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
-from outlast.config.fault_tolerance import LAUNCHERS_OWN
+from outlast.config.launching import LAUNCHERS_OWN
 from outlast.env import WorkerEnv
 from outlast.policy.deadlines import Timeouts
 from outlast.policy.protection import describe_saves

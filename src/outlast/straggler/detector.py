@@ -19,7 +19,7 @@ import msgspec
 import torch.distributed as dist
 
 from outlast import clock
-from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.config.training import StragglerDetectionConfig
 from outlast.decoding import from_msgpack
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError, PeerLost

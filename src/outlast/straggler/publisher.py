@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.config.training import StragglerDetectionConfig
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind
 from outlast.runtime.journal import Journal
