@@ -4,7 +4,7 @@
     python examples/in_process/restart.py /tmp/in-process --fault kill
     python examples/in_process/restart.py /tmp/in-process --fault hang
 
-starts four ranks and a reserve on this machine. The README says what to look for. On real machines each of them runs
+starts four ranks and a spare on this machine. The README says what to look for. On real machines each of them runs
 the same line, and what is below ``train`` is the whole script::
 
     outlast run --nnodes=2 --nproc-per-node=8 --rdzv-endpoint=$HEAD:29400 --rdzv-id=my-run \\

@@ -24,6 +24,7 @@ __all__ = [
     "CONFIG_FILE",
     "CYCLE",
     "DEVICE",
+    "INJECTIONS",
     "JOB",
     "LOG",
     "LOG_LEVEL",
@@ -81,6 +82,8 @@ POSTMORTEM = "OUTLAST_POSTMORTEM"
 """Path of the memory file that keeps how this worker ended; set by an agent only."""
 REPLAY = "OUTLAST_REPLAY"
 """JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
+INJECTIONS = "OUTLAST_INJECTIONS"
+"""JSON of the faults that happen at injection points of this process; see ``outlast.runtime.injection``."""
 LOG_LEVEL = "OUTLAST_LOG_LEVEL"
 """Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
 LOG = "OUTLAST_LOG"

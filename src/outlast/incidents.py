@@ -236,7 +236,7 @@ class EventKind(StrEnum):
     ``iteration``."""
     RESTARTED_IN_PROCESS = "restarted_in_process"
     """Worker: all ranks run the wrapped function again: ``restart_iteration``, ``faults`` (``rank``, ``kind``,
-    ``summary``), ``active_world_size``, ``replaced`` (the active ranks that reserves took over), ``duration_s``."""
+    ``summary``), ``active_world_size``, ``replaced`` (the active ranks that spares took over), ``duration_s``."""
     PROGRESS = "progress"
     """Worker: written for the first finished iteration of a cycle, then at most every few seconds."""
     SAVE_SCHEDULED = "save_scheduled"

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from outlast.bench import load
 from outlast.bench.checkpoint_state import CheckpointState, holds
 from outlast.bench.measuring import Rounds, measure_in_process
+from outlast.bench.save import measure_saves
 from outlast.cli.bench import bench
 from outlast.errors import OutlastError
 
@@ -85,7 +86,7 @@ def test_wrong_values_are_seen() -> None:
 def test_a_loader_that_finds_nothing_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     """When what should be loaded is not there, no figure is told: the benchmark fails."""
     monkeypatch.setattr(load, "_save_and_kill", lambda *_: None)
-    with pytest.raises(OutlastError, match="load_worker"):
+    with pytest.raises(OutlastError, match="measure_loads"):
         load.measure(repeats=1, say=lambda _: None, num_tensors=1)
 
 
@@ -93,13 +94,7 @@ def test_a_loader_that_finds_nothing_ends_the_benchmark(monkeypatch: pytest.Monk
 def test_a_process_that_measures_too_long_is_ended(tmp_path: Path) -> None:
     """A process that does not come to an end is killed at its time limit, and its failure told."""
     with pytest.raises(OutlastError, match="exit code -9 after 0 rounds"):
-        measure_in_process(
-            "outlast.bench.save_worker",
-            (str(tmp_path), "1"),
-            repeats=10**6,
-            say=lambda _: None,
-            timeout_s=0.2,
-        )
+        measure_in_process(measure_saves, tmp_path, 1, repeats=10**6, say=lambda _: None, timeout_s=0.2)
 
 
 def test_ratios_are_taken_round_by_round() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from outlast.chaos import ArmedFaults, Fault, FaultPlan, SimulatedError, verify_fired
 from outlast.chaos import armed as armed_module
+from outlast.chaos.armed import arm_here
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
@@ -23,10 +24,11 @@ from outlast.runtime.journal import Journal, read_journal
 def arm(
     run_dir: Path | None, *faults: Fault, rank: int = 0, cycle: int = 0, device: str = "cpu-0", node: str = "node-0"
 ) -> ArmedFaults:
-    place = WorkerEnv(global_rank=rank, world_size=4, cycle=cycle, node=node)
+    run = None if run_dir is None else str(run_dir)
+    place = WorkerEnv(global_rank=rank, world_size=4, cycle=cycle, node=node, run_dir=run)
     journal = Journal(run_dir, run_id="run", job="job", node=node, proc=f"rank-{rank}-{cycle}")
     journal.cycle = cycle
-    return FaultPlan(faults=faults).arm(place, run_dir=run_dir, journal=journal, device=device)
+    return arm_here(FaultPlan(faults=faults), place, journal, device=device)
 
 
 def strikes(run_dir: Path) -> list[dict[str, Any]]:
@@ -112,11 +114,11 @@ def test_without_a_pattern_any_tensor_of_the_state_may_be_struck() -> None:
     for number in range(40):
         fault = Fault(kind="bit_flip", target="weight", rank=0, iteration=0, name=f"number {number}")
         journal = Journal(None, run_id="run", job="job", node="node", proc="rank-0")
-        armed = FaultPlan(seed=number, faults=[fault]).arm(WorkerEnv(), run_dir=None, journal=journal, device="cpu-0")
+        armed = arm_here(FaultPlan(seed=number, faults=[fault]), WorkerEnv(), journal, device="cpu-0")
         armed.before_step(0, Training().state)
         (event,) = armed.fired
-        names.add(event.data["tensor"])
-        assert event.data["fault"] == f"number {number}"
+        names.add(event.details["tensor"])
+        assert event.fault == f"number {number}"
     assert names == {"steps", "model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"}
 
 
@@ -271,7 +273,7 @@ def test_a_slow_rank_stretches_forwards_until_it_is_closed(tmp_path: Path, monke
     fault struck sees that; a re-run of the plan in the next cycle is as fast as ever."""
     slept: list[float] = []
     ended: list[int] = []
-    monkeypatch.setattr("outlast.chaos.slowing.time.sleep", slept.append)
+    monkeypatch.setattr("outlast.chaos.model_faults.time.sleep", slept.append)
     armed = arm(tmp_path, Fault(kind="slow", rank=0, iteration=1, factor=1e6))
     training = Training()
     training.model.register_forward_hook(lambda *_: ended.append(len(slept)))
@@ -290,7 +292,7 @@ def test_a_slow_rank_stretches_forwards_until_it_is_closed(tmp_path: Path, monke
 def test_a_slow_rank_is_as_fast_as_before_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After duration_s the forwards take no longer, though the fault is armed."""
     slept: list[float] = []
-    monkeypatch.setattr("outlast.chaos.slowing.time.sleep", slept.append)
+    monkeypatch.setattr("outlast.chaos.model_faults.time.sleep", slept.append)
     armed = arm(tmp_path, Fault(kind="slow", rank=0, iteration=0, factor=3, duration_s=1e-9))
     Training().step(armed, 0)
     assert slept == []

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from outlast.chaos import Fault, FaultPlan
-from outlast.chaos.damage import can_damage, damage
-from outlast.chaos.draw import Occurrence, planned_faults
+from outlast.chaos.model_faults import can_damage, damage
+from outlast.chaos.plan import Occurrence, planned_faults
 from outlast.errors import ConfigError
 
 DTYPES = [

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.chaos import Fault, FaultPlan
-from outlast.chaos.draw import planned_faults
+from outlast.chaos.plan import planned_faults
 from outlast.env import WorkerEnv
 
 WORLD = [WorkerEnv(global_rank=rank, world_size=4, local_rank=rank % 2, node=f"node-{rank // 2}") for rank in range(4)]
@@ -24,9 +24,9 @@ def victims(plan: FaultPlan, iteration: int) -> list[list[int]]:
     for place in WORLD:
         own = FaultPlan.from_mapping(plan.to_mapping())
         for planned in planned_faults(own):
-            if planned.befalls(place, device(place), iteration):
+            if planned.applies_to(place, device(place), iteration):
                 struck[planned.index].append(place.global_rank)
-                assert planned.can_befall(place, device(place)) or not planned.is_due(iteration)
+                assert planned.can_apply_to(place, device(place)) or not planned.is_due(iteration)
     return struck
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outlast.chaos import ArmedFaults, FaultPlan
-from outlast.chaos.simulated import simulated_fault
+from outlast.chaos.armed import arm_here, simulated_fault
 from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
@@ -31,11 +31,11 @@ def _armed(
     rank: int, run_dir: Path | None, *, cycle: int = 0, clock: FakeClock | None = None, **settings: object
 ) -> ArmedFaults:
     config = FaultToleranceConfig(simulate_fault=True, **settings)  # type: ignore[arg-type]
-    place = WorkerEnv(global_rank=rank, world_size=4, run_id="run-1", cycle=cycle)
-    journal = Journal(run_dir, run_id="run-1", job="job", node="node", proc=f"rank-{rank}")
     folder = None if run_dir is None else str(run_dir)
+    place = WorkerEnv(global_rank=rank, world_size=4, run_id="run-1", cycle=cycle, run_dir=folder)
+    journal = Journal(run_dir, run_id="run-1", job="job", node="node", proc=f"rank-{rank}")
     plan = FaultPlan(faults=[simulated_fault(config, place)])
-    return plan.arm(place, run_dir=folder, journal=journal, device="cpu", time=clock or FakeClock())
+    return arm_here(plan, place, journal, device="cpu", now_ns=(clock or FakeClock()).now_ns)
 
 
 def test_all_ranks_draw_the_same_fault(tmp_path: Path, signals: list[int]) -> None:

@@ -66,11 +66,11 @@ def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_save_may_take
 def test_ranks_that_save_different_iterations_are_told(tmp_path: Path) -> None:
     """No generation is made of two iterations."""
     with Lanes(str(tmp_path), 2) as lanes:
-        from outlast.checkpoint.dcp.global_lane import GlobalSave
+        from outlast.checkpoint.save import Save
 
         submit = lanes.lanes[1].submit
 
-        def another(save: GlobalSave) -> None:
+        def another(save: Save) -> None:
             import dataclasses
 
             submit(dataclasses.replace(save, iteration=11))

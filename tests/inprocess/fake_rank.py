@@ -25,7 +25,7 @@ class FakeRank:
         self.page = Page.create()
         self.link = MonitorLink(task, self.page)
         self.traits: set[str] = set()
-        self.iteration = -1
+        self.restart_count = -1
         self.input = ""
 
     def say(self, what: str, **facts: object) -> None:
@@ -69,7 +69,7 @@ class FakeRank:
                 self.link.send(
                     m.RankFault(
                         initial_rank=self.task.initial_rank,
-                        iteration=self.iteration,
+                        restart_count=self.restart_count,
                         kind=m.RankFaultKind.EXCEPTION,
                         summary="told to",
                         is_consequence=consequence,
@@ -77,7 +77,7 @@ class FakeRank:
                 )
             case "complete":
                 self.page.set_phase(RankPhase.COMPLETED)
-                self.link.send(m.Completed(iteration=self.iteration))
+                self.link.send(m.Completed(restart_count=self.restart_count))
             case "left":
                 self.link.send(m.Left(reason="told to", fatal="fatal" in rest))
                 self.link.close()
@@ -89,31 +89,33 @@ class FakeRank:
                 self.traits.add(trait)
                 self.say("trait")
 
-    def get_ready(self, iteration: int) -> None:
+    def get_ready(self, restart_count: int) -> None:
         self.page.set_phase(RankPhase.OUT)
         if "unready" in self.traits:
             return
         self.page.set_phase(RankPhase.WAITING)
-        self.link.send(m.RankReady(iteration=iteration, store_address=f"store-{self.task.initial_rank}-{iteration} 1"))
+        self.link.send(
+            m.RankReady(restart_count=restart_count, store_address=f"store-{self.task.initial_rank}-{restart_count} 1")
+        )
 
     def obey(self, message: m.Listening | m.Order) -> bool:
         self.say(type(message).__name__, **json.loads(msgspec.json.encode(message)))
         match message:
-            case m.Restart(iteration=iteration):
+            case m.Restart(restart_count=restart_count):
                 if "stubborn" in self.traits:
                     self.page.set_phase(RankPhase.LEAVING)
                 else:
-                    self.get_ready(iteration)
+                    self.get_ready(restart_count)
             case m.Assign() as question:
                 if "dumb" not in self.traits:
                     self.link.send(self.assign(question))
             case m.Go() as go:
-                self.iteration = go.iteration
+                self.restart_count = go.restart_count
                 if self.task.initial_rank not in go.ranks:
                     self.link.close()
                     return True
                 if go.ranks[self.task.initial_rank] is not None:
-                    self.page.set_phase(RankPhase.STARTING, go.iteration)
+                    self.page.set_phase(RankPhase.STARTING, go.restart_count)
                     self.page.set_phase(RankPhase.IN_FN)
             case m.Finish() | m.Abort() | m.Expel():
                 self.page.set_phase(RankPhase.OUT)
@@ -129,7 +131,7 @@ class FakeRank:
             if ranks[rank] is None and free:
                 ranks[rank] = free.pop(0)
         if free:
-            return m.Assigned(ordinal=question.ordinal, error="no reserve is left")
+            return m.Assigned(ordinal=question.ordinal, error="no spare is left")
         return m.Assigned(ordinal=question.ordinal, ranks=ranks)
 
 

@@ -169,10 +169,10 @@ class FakeRanks:
         for rank in ranks or set(range(len(self.children))) - {self._short_lived}:
             self[rank].tell(f"connect {self.hub} {token}")
 
-    def go(self, iteration: int, *, but: tuple[int, ...] = (), timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        """Wait until everybody is told to enter this iteration; return the order."""
+    def go(self, restart_count: int, *, but: tuple[int, ...] = (), timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+        """Wait until everybody is told to enter this call; return the order."""
         orders = [
-            child.wait_for("Go", lambda said: said["iteration"] == iteration, timeout_s)
+            child.wait_for("Go", lambda said: said["restart_count"] == restart_count, timeout_s)
             for child in self.children
             if child.rank not in but
         ]

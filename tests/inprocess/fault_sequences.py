@@ -32,8 +32,8 @@ from outlast.inprocess import Handle, RankLeft, RetryController, State, Wrapper
 from outlast.inprocess import rank as _loaded_before_forks  # noqa: F401
 from outlast.testing.reaping import free_port
 
-ACTIVE, RESERVES = 4, 2
-WORLD_SIZE = ACTIVE + RESERVES
+ACTIVE, SPARES = 4, 2
+WORLD_SIZE = ACTIVE + SPARES
 NUM_STEPS = 30
 LIMIT_S = 65.0
 """Within this a sequence must have ended; undisturbed it takes one second, and with all its timeouts about fifteen."""
@@ -64,8 +64,8 @@ class Event:
     where: str
     """``step``, ``initialize``, ``finalize``, ``health_check``, or ``outside``: from another process, at a time."""
     rank: int
-    """Active rank; of ``outside`` the initial one, so that reserves are met, too."""
-    iteration: int = 0
+    """Active rank; of ``outside`` the initial one, so that spares are met, too."""
+    restart_count: int = 0
     step: int = 0
     after_s: float = 0.0
     """Seconds since the first rank was in the function, for a fault from outside."""
@@ -75,7 +75,7 @@ def draw(seed: int) -> tuple[Event, ...]:
     """Return a sequence: always at least one fault in the function or from outside."""
     rng = random.Random(seed)
     events: list[Event] = []
-    iteration = 0
+    restart_count = 0
     for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
         kind = rng.choice(("exception",) * 3 + ("kill",) * 3 + ("sleep",) * 2 + ("stop", "gil"))
         luck = rng.random()
@@ -85,17 +85,19 @@ def draw(seed: int) -> tuple[Event, ...]:
             events.append(replace(last, kind=kind, rank=(last.rank + rng.randrange(1, ACTIVE)) % ACTIVE))
         elif events and luck < 0.5:  # during the restart that the last one brought, in a plug-in
             where = rng.choice(("finalize", "health_check", "initialize"))
-            at = iteration if where == "initialize" else max(0, iteration - 1)
-            events.append(Event(kind=kind, where=where, rank=rng.randrange(ACTIVE), iteration=at))
-            iteration += where == "initialize"
+            at = restart_count if where == "initialize" else max(0, restart_count - 1)
+            events.append(Event(kind=kind, where=where, rank=rng.randrange(ACTIVE), restart_count=at))
+            restart_count += where == "initialize"
         elif luck > 0.85:
             rank, after_s = rng.randrange(WORLD_SIZE), rng.uniform(0.0, 0.8)
             kind = rng.choice(("kill", "stop"))
             events.append(Event(kind=kind, where="outside", rank=rank, after_s=round(after_s, 3)))
         else:
             step = rng.randrange(NUM_STEPS)
-            events.append(Event(kind=kind, where="step", rank=rng.randrange(ACTIVE), iteration=iteration, step=step))
-            iteration += 1
+            events.append(
+                Event(kind=kind, where="step", rank=rng.randrange(ACTIVE), restart_count=restart_count, step=step)
+            )
+            restart_count += 1
     return tuple(events)
 
 
@@ -122,21 +124,21 @@ class Script:
         self._entered = entered
         self._events = [event for event in events if event.where != "outside"]
 
-    def meet(self, where: str, rank: int | None, iteration: int, step: int = 0) -> None:
+    def meet(self, where: str, rank: int | None, restart_count: int, step: int = 0) -> None:
         """Have the fault that the sequence has for this place, once."""
         for event in self._events:
-            if (event.where, event.rank, event.iteration, event.step) == (where, rank, iteration, step):
+            if (event.where, event.rank, event.restart_count, event.step) == (where, rank, restart_count, step):
                 self._events.remove(event)
                 strike(event.kind)
 
     def plugin(self, where: str) -> Any:
         """Return a plug-in that meets its faults."""
-        return lambda state: self.meet(where, state.rank, state.iteration)
+        return lambda state: self.meet(where, state.rank, state.restart_count)
 
     def initialize(self, state: State) -> None:
         """Check the limits, then meet what is to be met."""
         RetryController(max_iterations=8)(state)
-        self.meet("initialize", state.rank, state.iteration)
+        self.meet("initialize", state.rank, state.restart_count)
 
     def train(self, handle: Handle) -> str:
         """Return what the weights are in the end."""
@@ -146,7 +148,7 @@ class Script:
         weights = torch.zeros(1 << 10)
         for step in range(NUM_STEPS):
             gradient = torch.linspace(0.1, 1.7, 1 << 10) * (rank + 1) / (step + 3)
-            self.meet("step", rank, handle.iteration, step)
+            self.meet("step", rank, handle.restart_count, step)
             dist.all_reduce(gradient)
             weights += gradient / 7
             time.sleep(0.002)
@@ -173,7 +175,7 @@ def be_rank(initial_rank: int, port: int, events: tuple[Event, ...], folder: Pat
         end: dict[str, Any]
         try:
             value = wrapper(script.train)()
-            end = {"end": "reserve" if value is None else "value", "value": value}
+            end = {"end": "spare" if value is None else "value", "value": value}
         except RestartAbort as error:
             end = {"end": "abort", "counts": error.counts, "why": str(error)}
         except RankLeft as error:
@@ -236,7 +238,7 @@ def watch(pids: dict[int, int], events: list[Event], begin_s: float, entered: Pa
                 event = due.pop(0)
                 if event.rank in watched:
                     signal.pidfd_send_signal(watched[event.rank], getattr(signal, f"SIG{event.kind.upper()}"))
-                    # A stopped reserve is nobody's hindrance, so nobody may end it.
+                    # A stopped spare is nobody's hindrance, so nobody may end it.
                     stopped |= {event.rank} if event.kind == "stop" else set()
             ready, _, _ = select.select(list(watched.values()), [], [], 0.01 if due else 1.0)
             for rank in [rank for rank, fd in watched.items() if fd in ready]:

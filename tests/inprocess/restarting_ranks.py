@@ -80,7 +80,7 @@ def train(seed: int, call: inprocess.Handle) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # as DDP does: peers wait for a reserve meanwhile, and lose patience
+    importlib.import_module("torch._dynamo")  # as DDP does: peers wait for a spare meanwhile, and lose patience
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
     before = [os.environ.get(name) for name in names]
     say("returned", train(7))

@@ -53,7 +53,7 @@ class Members:
                     life=str(rank),
                 ),
             )
-            link.send(m.RankReady(iteration=0, store_address=f"s {rank}"))
+            link.send(m.RankReady(restart_count=0, store_address=f"s {rank}"))
         listener.close()
 
     def hear(self, rank: int) -> None:
@@ -61,8 +61,8 @@ class Members:
             match message:
                 case m.HubCandidates():
                     self.known[rank] = message
-                case m.Restart(iteration=iteration):
-                    self.links[rank].send(m.RankReady(iteration=iteration, store_address=f"s {rank}"))
+                case m.Restart(restart_count=restart_count):
+                    self.links[rank].send(m.RankReady(restart_count=restart_count, store_address=f"s {rank}"))
                 case m.Assign(ordinal=ordinal, members=members):
                     living = [member.initial_rank for member in members if member.is_alive]
                     ranks = {number: at if at < self.num_active else None for at, number in enumerate(living)}
@@ -70,10 +70,13 @@ class Members:
             if isinstance(message, m.Go | m.Restart | m.Finish | m.Abort | m.Expel):
                 self.orders[rank].append(message)
 
-    def run_until(self, what: type[m.Order], ranks: range | list[int], iteration: int) -> None:
+    def run_until(self, what: type[m.Order], ranks: range | list[int], restart_count: int) -> None:
         end_s = clock.now_s() + TIMEOUT_S
         while not all(
-            any(isinstance(order, what) and getattr(order, "iteration", -1) == iteration for order in self.orders[rank])
+            any(
+                isinstance(order, what) and getattr(order, "restart_count", -1) == restart_count
+                for order in self.orders[rank]
+            )
             for rank in ranks
         ):
             assert clock.now_s() < end_s
@@ -101,15 +104,15 @@ def test_many_members_restart_and_finish() -> None:
         members.run_until(m.Go, range(NUM), 0)
         assert [c.initial_rank for c in members.known[5].candidates] == [0, 8, 16, 24]
         assert members.known[5].members.keys() == set(range(NUM))
-        gone = m.RankFault(initial_rank=9, iteration=0, kind=m.RankFaultKind.DIED)
+        gone = m.RankFault(initial_rank=9, restart_count=0, kind=m.RankFaultKind.DIED)
         members.links[9].send(m.Gone(fault=gone))
         rest = [rank for rank in range(NUM) if rank != 9]
         members.run_until(m.Go, rest, 1)
         assert 9 not in members.known[5].members
         for rank in rest:
-            members.links[rank].send(m.Completed(iteration=1))
+            members.links[rank].send(m.Completed(restart_count=1))
         members.run_until(m.Finish, rest, 1)
-        assert not any(isinstance(order, m.Restart) and order.iteration > 1 for order in members.orders[5])
+        assert not any(isinstance(order, m.Restart) and order.restart_count > 1 for order in members.orders[5])
     finally:
         members.close()
 
@@ -144,7 +147,7 @@ def test_small_pieces_make_whole_messages() -> None:
     link = Link(theirs, is_trusted=True)
     other = Link(ours, is_trusted=True)
     try:
-        sender = m.Completed(iteration=7)
+        sender = m.Completed(restart_count=7)
         data = m.encode(sender)
         for byte in len(data).to_bytes(4, "little") + data:
             ours.send(bytes([byte]))

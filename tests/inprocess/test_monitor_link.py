@@ -59,7 +59,7 @@ def test_address_comes_first_and_an_order_follows(link: MonitorLink) -> None:
     (listening,) = hear(link)
     assert isinstance(listening, m.Listening)
     link.send(m.Connect(hub=listening.address, token="a" * 32))
-    link.send(m.RankReady(iteration=0, store_address="127.0.0.1 1"))
+    link.send(m.RankReady(restart_count=0, store_address="127.0.0.1 1"))
     (question,) = hear(link)
     assert isinstance(question, m.Assign)
     link.send(m.Assigned(ordinal=question.ordinal, ranks={0: 0}))

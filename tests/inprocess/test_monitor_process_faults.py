@@ -22,7 +22,7 @@ def kinds(order: dict[str, Any]) -> dict[int, str]:
 
 
 def test_exception_restarts_all_with_ranks_unchanged() -> None:
-    """A fault that one rank reports brings all into the next iteration; the reserve stays one."""
+    """A fault that one rank reports brings all into the next call; the spare stays one."""
     with FakeRanks(5, active=4) as ranks:
         ranks.connect()
         first = ranks.go(0)
@@ -34,8 +34,8 @@ def test_exception_restarts_all_with_ranks_unchanged() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_death_brings_the_reserve_in(victim: int) -> None:
-    """The reserve takes the place of a dead rank, of the hub's own, too; all finish, and no process is left."""
+def test_death_brings_the_spare_in(victim: int) -> None:
+    """The spare takes the place of a dead rank, of the hub's own, too; all finish, and no process is left."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -50,8 +50,8 @@ def test_death_brings_the_reserve_in(victim: int) -> None:
         ranks.wait_monitors()
 
 
-def test_death_of_a_reserve_disturbs_nobody() -> None:
-    """Nobody restarts for a reserve, and it is not in the next iteration."""
+def test_death_of_a_spare_disturbs_nobody() -> None:
+    """Nobody restarts for a spare, and it is not in the next call."""
     with FakeRanks(4, active=2) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -108,7 +108,7 @@ def test_death_of_the_one_who_assigns() -> None:
         ranks.go(0)
         ranks[0].tell("dumb")
         ranks[1].tell("fault")
-        ranks[0].wait_for("Assign", lambda said: said["iteration"] == 1)
+        ranks[0].wait_for("Assign", lambda said: said["restart_count"] == 1)
         ranks[0].send(signal.SIGKILL)
         order = ranks.go(1, but=(0,))
         assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
@@ -192,7 +192,7 @@ def test_monitor_process_of_another_rank_killed() -> None:
         for rank in range(3):
             ranks[rank].tell("complete")
         for rank in range(3):
-            assert ranks[rank].wait_for("Finish")["iteration"] == 0
+            assert ranks[rank].wait_for("Finish")["restart_count"] == 0
             assert not ranks[rank].orders("Restart")
 
 
@@ -211,7 +211,7 @@ def test_broken_link_is_made_anew() -> None:
 
 @pytest.mark.slow
 def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
-    """Its monitor process kills it, and the reserve takes its place."""
+    """Its monitor process kills it, and the spare takes its place."""
     with FakeRanks(4, active=3, soft_timeout_s=2.5, hard_timeout_s=6.0) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -223,8 +223,8 @@ def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
 
 
 @pytest.mark.slow
-def test_stopped_reserve_is_ended_after_the_hard_timeout() -> None:
-    """Its monitor process kills it, nobody is disturbed, and nobody waits for it when a reserve is needed."""
+def test_stopped_spare_is_ended_after_the_hard_timeout() -> None:
+    """Its monitor process kills it, nobody is disturbed, and nobody waits for it when a spare is needed."""
     with FakeRanks(4, active=2, soft_timeout_s=2.5, hard_timeout_s=6.0) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -275,7 +275,7 @@ def test_stopped_hub_process_is_left() -> None:
         for rank in (1, 2, 3):
             ranks[rank].tell("complete")
         for rank in (1, 2, 3):
-            assert ranks[rank].wait_for("Finish")["iteration"] == 1
+            assert ranks[rank].wait_for("Finish")["restart_count"] == 1
 
 
 @pytest.mark.campaign
@@ -311,7 +311,7 @@ def test_error_in_the_assignment_stops_all() -> None:
         ranks[1].send(signal.SIGKILL)
         for rank in (0, 2):
             order = ranks[rank].wait_for("Abort")
-            assert order["reason"] == "no reserve is left"
+            assert order["reason"] == "no spare is left"
             assert order["fault_counts"] == {"1": 1}
         ranks.wait_monitors()
 

@@ -47,6 +47,6 @@ def test_sequences_of_five_hundred_seeds_have_everything() -> None:
     for where in ("step", "initialize", "finalize", "health_check"):
         assert {kind for place, kind in met if place == where} == kinds
     assert {kind for place, kind in met if place == "outside"} == {"kill", "stop"}
-    places = [[(event.where, event.iteration, event.step) for event in events] for events in drawn]
+    places = [[(event.where, event.restart_count, event.step) for event in events] for events in drawn]
     assert sum(len(set(some)) < len(some) for some in places) > 50, "two at once"
     assert all(events[0].where in ("step", "outside") for events in drawn)

@@ -37,7 +37,7 @@ class Words:
     beat_ns: int = 0
     progress_ns: int = 0
     phase: RankPhase = RankPhase.IN_FN
-    iteration: int = 3
+    restart_count: int = 3
     is_paused: bool = False
 
 
@@ -51,12 +51,12 @@ def test_progress_moves_the_deadline() -> None:
 
 
 def test_soft_timeout_is_said_once() -> None:
-    """No progress while the monitor thread beats is reported at the soft timeout, and once in an iteration."""
+    """No progress while the monitor thread beats is reported at the soft timeout, and once in a call."""
     words = Words(progress_ns=s(10.0), beat_ns=s(11.9))
     watch = RankWatch(words, TASK)
     found, again_ns = watch.look(s(12.0))
     assert isinstance(found, SoftTimeout)
-    assert (found.iteration, again_ns) == (3, s(14.0))
+    assert (found.restart_count, again_ns) == (3, s(14.0))
     words.beat_ns = s(12.4)
     assert watch.look(s(12.5)) == (None, s(14.0))
 
@@ -115,14 +115,14 @@ def test_cleaning_up_has_no_timeout_of_this_watch() -> None:
 
 @pytest.mark.parametrize("phase", IDLE)
 def test_main_thread_may_wait_outside_the_function(phase: RankPhase) -> None:
-    """A reserve waits as long as it takes, while the monitor thread beats."""
+    """A spare waits as long as it takes, while the monitor thread beats."""
     words = Words(phase=phase, progress_ns=s(10.0), beat_ns=s(999.0))
     assert RankWatch(words, TASK).look(s(1000.0)) == (None, s(1003.0))
 
 
 @pytest.mark.parametrize("phase", IDLE)
 def test_rank_stopped_outside_the_function_is_stuck_at_the_hard_timeout(phase: RankPhase) -> None:
-    """A reserve that is stopped could take nobody's place."""
+    """A spare that is stopped could take nobody's place."""
     words = Words(phase=phase, progress_ns=s(999.0), beat_ns=s(996.0))
     watch = RankWatch(words, TASK)
     assert watch.look(s(999.9)) == (None, s(1000.0))
@@ -144,11 +144,11 @@ def test_pause_suspends_both_timeouts() -> None:
 
 def test_start_is_bounded() -> None:
     """A rank that was told to go and never enters the function is ended after the barrier's timeout."""
-    words = Words(phase=RankPhase.WAITING, iteration=2, beat_ns=s(20.0))
+    words = Words(phase=RankPhase.WAITING, restart_count=2, beat_ns=s(20.0))
     watch = RankWatch(words, TASK)
     watch.note_go(3, s(10.0))
     assert watch.look(s(20.0)) == (None, s(24.0))
-    words.phase, words.iteration, words.beat_ns = RankPhase.STARTING, 3, s(129.0)
+    words.phase, words.restart_count, words.beat_ns = RankPhase.STARTING, 3, s(129.0)
     assert watch.look(s(129.0)) == (None, s(130.0))
     assert isinstance(watch.look(s(130.0))[0], Stuck)
 
@@ -165,12 +165,12 @@ def test_silence_before_the_function_is_bounded() -> None:
 
 
 def test_order_to_go_ends_the_order_to_leave() -> None:
-    """In the next iteration only progress counts again."""
+    """In the next call only progress counts again."""
     words = Words(progress_ns=s(10.0), beat_ns=s(10.0))
     watch = RankWatch(words, TASK)
     watch.note_leave(s(10.0))
     watch.note_go(4, s(11.0))
-    words.iteration, words.progress_ns = 4, s(13.9)
+    words.restart_count, words.progress_ns = 4, s(13.9)
     assert watch.look(s(14.5)) == (None, s(15.9))
 
 
@@ -180,7 +180,7 @@ def test_page_is_shared() -> None:
     other = Page(os.dup(page.fd))
     page.set_phase(RankPhase.IN_FN, 7)
     page.pause()
-    assert (other.phase, other.iteration, other.is_paused, other.is_atomic) == (RankPhase.IN_FN, 7, True, False)
+    assert (other.phase, other.restart_count, other.is_paused, other.is_atomic) == (RankPhase.IN_FN, 7, True, False)
     page.resume()
     page.enter_atomic()
     assert (other.is_paused, other.is_atomic) == (False, True)

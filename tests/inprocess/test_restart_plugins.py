@@ -79,10 +79,10 @@ def test_rank_that_fails_too_often_leaves() -> None:
         FaultCounter(max_rank_faults=1)(state())
 
 
-def test_reserve_knows_that_it_is_one() -> None:
-    """A reserve has no rank."""
-    assert state(rank=None).is_reserve
-    assert not state().is_reserve
+def test_spare_knows_that_it_is_one() -> None:
+    """A spare has no rank."""
+    assert state(rank=None).is_spare
+    assert not state().is_spare
     assert state().active_rank == 1
 
 
@@ -97,7 +97,7 @@ def test_reserve_knows_that_it_is_one() -> None:
         lambda: RetryController(max_iterations=-1),
         lambda: RetryController(min_world_size=0),
         lambda: FaultCounter(max_rank_faults=-1),
-        lambda: Level("RACK", reserve=-1),
+        lambda: Level("RACK", spare=-1),
         lambda: Level(""),
         Tree,
         lambda: Tree(Level("RACK", whole=True), Level("node", whole=True)),

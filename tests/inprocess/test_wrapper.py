@@ -58,7 +58,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("fault", ["exception", pytest.param("sleep", marks=pytest.mark.campaign), "swallow"])
 def test_ranks_that_can_go_on_do(tmp_path: Path, expected: str, fault: str) -> None:
     """After an exception, a sleep for ever and code that swallows all exceptions, the same processes are called again
-    with the same ranks; the reserve stays one, and the weights are those of an undisturbed run."""
+    with the same ranks; the spare stays one, and the weights are those of an undisturbed run."""
     codes, outputs = run(tmp_path, fault, 1, world_size=3, active=2)
     assert codes == [0, 0, 0], outputs
     assert [returned(output) for output in outputs] == [expected, expected, "None"]
@@ -75,7 +75,7 @@ def test_ranks_that_can_go_on_do(tmp_path: Path, expected: str, fault: str) -> N
     [("kill", 0), ("kill", 1), ("gil", 0)]
     + [pytest.param(*other, marks=pytest.mark.campaign) for other in (("stop", 0), ("stop", 1), ("gil", 1))],
 )
-def test_a_reserve_takes_a_lost_ranks_place(tmp_path: Path, expected: str, fault: str, victim: int) -> None:
+def test_a_spare_takes_a_lost_ranks_place(tmp_path: Path, expected: str, fault: str, victim: int) -> None:
     """A rank that is killed, or stopped or holds the interpreter's lock for ever, is replaced, rank 0 too; the others
     keep processes and ranks, and the weights are those of an undisturbed run."""
     codes, outputs = run(tmp_path, fault, victim, world_size=3, active=2)
@@ -91,7 +91,7 @@ def test_a_reserve_takes_a_lost_ranks_place(tmp_path: Path, expected: str, fault
 
 @pytest.mark.slow
 def test_an_unhealthy_rank_leaves_for_good(tmp_path: Path, expected: str) -> None:
-    """A rank whose health check fails ends with exit code 0 and says why; a reserve goes on in its place."""
+    """A rank whose health check fails ends with exit code 0 and says why; a spare goes on in its place."""
     codes, outputs = run(tmp_path, "unhealthy", 1, world_size=3, active=2)
     assert codes == [0, 0, 0], outputs
     assert [returned(output) for output in outputs] == [expected, None, expected]
@@ -99,13 +99,13 @@ def test_an_unhealthy_rank_leaves_for_good(tmp_path: Path, expected: str) -> Non
 
 
 @pytest.mark.slow
-def test_without_reserves_it_says_why_it_stops(tmp_path: Path) -> None:
+def test_without_spares_it_says_why_it_stops(tmp_path: Path) -> None:
     """Once a lost rank cannot be replaced, all others end with the reason and the counts."""
     codes, outputs = run(tmp_path, "kill", 1, world_size=2, active=2)
     assert codes[1] == -signal.SIGKILL
     assert codes[0] == 1
     assert "RestartAbort" in outputs[0]
-    assert "0 reserves" in outputs[0]
+    assert "0 spares" in outputs[0]
 
 
 @pytest.mark.slow

@@ -303,8 +303,8 @@ meet("end", everybody)
         assert rungs(job) == [Rung.RESTART_WORKERS, Rung.STOP]
 
 
-def test_reserves_and_ranks_that_leave_are_not_missed(tmp_path: Path) -> None:
-    """A reserve that is killed needs no restart; a rank that leaves for good with 0 is no failure."""
+def test_spares_and_ranks_that_leave_are_not_missed(tmp_path: Path) -> None:
+    """A spare that is killed needs no restart; a rank that leaves for good with 0 is no failure."""
     code = """
 mark.arm(0, patience_s=0.0 if rank == 2 else 60.0)
 meet("armed", everybody)
@@ -370,8 +370,8 @@ finish(everybody)
 
 
 @pytest.mark.slow
-def test_reserves_do_not_keep_a_preempted_job_from_having_saved(tmp_path: Path) -> None:
-    """A notice ends reserves, which have nothing to save; the others saved, and the job says so with 75."""
+def test_spares_do_not_keep_a_preempted_job_from_having_saved(tmp_path: Path) -> None:
+    """A notice ends spares, which have nothing to save; the others saved, and the job says so with 75."""
     code = """
 def save(*_):
     mark.complete()

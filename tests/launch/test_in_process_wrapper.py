@@ -137,7 +137,7 @@ def rungs(job: Cluster) -> list[int]:
         pytest.param("stopped:2:0", marks=pytest.mark.campaign),
     ],
 )
-def test_a_reserve_takes_the_place_of_a_lost_rank(fault: str, tmp_path: Path) -> None:
+def test_a_spare_takes_the_place_of_a_lost_rank(fault: str, tmp_path: Path) -> None:
     """Whichever rank is killed, the one that hosts the store too, or is ended because it is stopped: the job finishes
     in its first cycle, in the same processes, with the weights of an undisturbed run."""
     victim = int(fault.split(":")[1])
@@ -177,8 +177,8 @@ def test_what_ends_no_process_replaces_none(fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_reserves_spent_leave_it_to_the_workers_restart(tmp_path: Path) -> None:
-    """The first loss takes the reserve; after the second nobody is left: the next cycle finishes, with all ranks."""
+def test_spares_spent_leave_it_to_the_workers_restart(tmp_path: Path) -> None:
+    """The first loss takes the spare; after the second nobody is left: the next cycle finishes, with all ranks."""
     with cluster(tmp_path, 4, "killed:1:0:0", "killed:2:1:0") as job:
         assert job.wait(timeout_s=90) == [0]
         assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.RESTART_WORKERS, Rung.STOP]
@@ -199,8 +199,8 @@ def test_giving_up_in_every_cycle_ends_with_93(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reserve_on_another_node_takes_the_place(tmp_path: Path) -> None:
-    """On two nodes a rank of the first is lost; the reserve on the second goes in, and both agents end with 0."""
+def test_a_spare_on_another_node_takes_the_place(tmp_path: Path) -> None:
+    """On two nodes a rank of the first is lost; the spare on the second goes in, and both agents end with 0."""
     with cluster(tmp_path, 3, "killed:0:0", num_nodes=2, nproc_per_node=2) as job:
         assert job.wait(timeout_s=90) == [0, 0]
         assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.STOP]
@@ -223,7 +223,7 @@ def test_all_ranks_of_a_node_can_be_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
-    """A node that dies with its agent ends the cycle, reserves or not: a spare takes its slot, and all ranks run."""
+    """A node that dies with its agent ends the cycle, spares or not: a spare takes its slot, and all ranks run."""
     (tmp_path / "until").touch()
     with cluster(tmp_path, 3, num_nodes=2, num_spares=1, nproc_per_node=2) as job:
         job.wait_for(lambda _: len(ends(tmp_path, 0)) == 3, timeout_s=60)
@@ -240,7 +240,7 @@ def test_a_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
 
 
 def test_nothing_outlives_an_agent(tmp_path: Path) -> None:
-    """Ranks, reserves and their monitor processes are gone soon after their agent was killed."""
+    """Ranks, spares and their monitor processes are gone soon after their agent was killed."""
     (tmp_path / "until").touch()
     with cluster(tmp_path, 2, nproc_per_node=3) as job:
         job.wait_for(lambda _: len(ends(tmp_path, 0)) == 2, timeout_s=60)

@@ -287,6 +287,6 @@ def test_sections_around_a_wrapped_function_count_until_it_is_called_again():
 
 
 def test_ranks_that_wait_in_a_wrapper_are_not_judged():
-    """A reserve, a rank that waits for the others to finish, and one that has left are never late."""
-    for state in (InProcessState.RESERVE, InProcessState.COMPLETED, InProcessState.LEFT):
+    """A spare, a rank that waits for the others to finish, and one that has left are never late."""
+    for state in (InProcessState.SPARE, InProcessState.COMPLETED, InProcessState.LEFT):
         assert subjects(restarting(state, last_heartbeat_ns=S), ALL, 9999) == []

@@ -28,7 +28,7 @@ def holding(rank: int, iteration: int | None = 7, **facts: Any) -> InPlaceHoldin
     return InPlaceHolding(**{**usual, **facts})
 
 
-def reserve() -> InPlaceHolding:
+def spare() -> InPlaceHolding:
     return InPlaceHolding(replicas=tuple(range(WORLD)), is_shared=True)
 
 
@@ -38,13 +38,13 @@ def test_survivors_go_on_in_place() -> None:
     assert plan == InPlacePlan(iteration=7, own_from={rank: rank for rank in range(WORLD)})
 
 
-def test_a_reserve_is_given_both() -> None:
+def test_a_spare_is_given_both() -> None:
     """The part comes from the first survivor with the same, what is its own from whoever has that of the dead rank."""
-    plan = plan_in_place([holding(0), reserve(), holding(2, own={2: (7,)}), holding(3, own={3: (7,), 1: (6, 7)})])
+    plan = plan_in_place([holding(0), spare(), holding(2, own={2: (7,)}), holding(3, own={3: (7,), 1: (6, 7)})])
     assert (plan.iteration, plan.part_from, plan.digests) == (7, {1: 0}, {1: "aa"})
     assert plan.own_from == {0: 0, 1: 0, 2: 2, 3: 3}
     few = [holding(rank, own={rank: (7,)}) for rank in range(WORLD)]
-    few[1], few[3] = reserve(), holding(3, own={3: (7,), 1: (6, 7)})
+    few[1], few[3] = spare(), holding(3, own={3: (7,), 1: (6, 7)})
     assert plan_in_place(few).own_from[1] == 3
 
 
@@ -80,8 +80,8 @@ def test_any_doubt_leads_to_the_tiers() -> None:
 
     assert "differ" in reason(None, holding(1, digest="bb"), None, None)
     assert "number of ranks" in reason(None, holding(1, world_size=3), None, None)
-    assert "has the part of rank 1" in reason(*[holding(r, is_shared=False) if r != 1 else reserve() for r in range(4)])
-    assert "of rank 1" in reason(*[holding(r, own={r: (7,)}) if r != 1 else reserve() for r in range(4)])
+    assert "has the part of rank 1" in reason(*[holding(r, is_shared=False) if r != 1 else spare() for r in range(4)])
+    assert "of rank 1" in reason(*[holding(r, own={r: (7,)}) if r != 1 else spare() for r in range(4)])
     origin = Origin(generation=5, attempt="a", tiers=("local",) * 4)
     assert "different generations" in reason(None, None, None, holding(3, has_loaded=origin))
     assert reason(*[holding(r, None, reason="torn") for r in range(4)]).startswith("rank 0: torn")
@@ -89,7 +89,7 @@ def test_any_doubt_leads_to_the_tiers() -> None:
 
 def test_nothing_held_is_no_news() -> None:
     """The first call of a function: there is nothing to say."""
-    assert plan_in_place([reserve()] * WORLD) == InPlacePlan(iteration=None)
+    assert plan_in_place([spare()] * WORLD) == InPlacePlan(iteration=None)
 
 
 def test_parts_of_their_own_stay_where_they_are() -> None:

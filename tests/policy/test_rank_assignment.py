@@ -47,32 +47,32 @@ def active(ranks: Mapping[int, int | None]) -> dict[int, int]:
 
 
 def test_first_call_gives_everybody_the_rank_it_was_started_as() -> None:
-    """Before any restart, ranks are those of the launcher; those beyond the active world are reserves."""
+    """Before any restart, ranks are those of the launcher; those beyond the active world are spares."""
     assert assign(FillGaps(), world(3), iteration=0, active_world_size=None) == {0: 0, 1: 1, 2: 2}
     assert assign(FillGaps(), world(3), iteration=0, active_world_size=2) == {0: 0, 1: 1, 2: None}
 
 
-def test_reserve_takes_the_place_of_the_dead() -> None:
-    """FillGaps gives a dead rank's number to a reserve; nobody else's changes."""
+def test_spare_takes_the_place_of_the_dead() -> None:
+    """FillGaps gives a dead rank's number to a spare; nobody else's changes."""
     members = world(5)
     ranks = assign(FillGaps(), members, iteration=0, active_world_size=4)
     ranks = assign(FillGaps(), after(members, ranks, 1), iteration=1, active_world_size=4)
     assert ranks == {0: 0, 2: 2, 3: 3, 4: 1}
 
 
-def test_spent_reserves_end_it_unless_it_may_shrink() -> None:
-    """Without enough reserves FillGaps aborts, or moves the last ranks into the gaps when told to shrink."""
+def test_spent_spares_end_it_unless_it_may_shrink() -> None:
+    """Without enough spares FillGaps aborts, or moves the last ranks into the gaps when told to shrink."""
     members = world(5)
     ranks = assign(FillGaps(), members, iteration=0, active_world_size=None)
     left = after(members, ranks, 1, 2)
-    with pytest.raises(RestartAbort, match="of 5 ranks 2 cannot be filled from 0 reserves"):
+    with pytest.raises(RestartAbort, match="of 5 ranks 2 cannot be filled from 0 spares"):
         assign(FillGaps(), left, iteration=1, active_world_size=None)
     left = after(members, ranks, 1)
     assert assign(FillGaps(may_shrink=True), left, iteration=1, active_world_size=None) == {0: 0, 2: 2, 3: 3, 4: 1}
     assert assign(ShiftRanks(), left, iteration=1, active_world_size=None) == {0: 0, 2: 1, 3: 2, 4: 3}
 
 
-def test_limits_make_reserves_which_serve_later() -> None:
+def test_limits_make_spares_which_serve_later() -> None:
     """Ranks that a limit left over wait, and fill the next gap."""
     members = world(7)
     rule = Compose(ShiftRanks(), MaxActiveWorldSize(6), ActiveWorldSizeDivisibleBy(4))
@@ -85,30 +85,30 @@ def test_limits_make_reserves_which_serve_later() -> None:
     }
 
 
-def test_node_without_enough_reserves_is_given_up_as_a_whole() -> None:
-    """With granularity node a broken node's ranks go together to a node with room; its survivors become reserves."""
+def test_node_without_enough_spares_is_given_up_as_a_whole() -> None:
+    """With granularity node a broken node's ranks go together to a node with room; its survivors become spares."""
     members = world(6, per_node=2)
     rule = FillGaps(granularity="node")
     ranks = assign(rule, members, iteration=0, active_world_size=4)
     ranks = assign(rule, after(members, ranks, 1), iteration=1, active_world_size=4)
     assert ranks == {0: None, 2: 2, 3: 3, 4: 0, 5: 1}
-    with pytest.raises(RestartAbort, match="2 cannot be filled from 2 reserves that sit together"):
+    with pytest.raises(RestartAbort, match="2 cannot be filled from 2 spares that sit together"):
         assign(rule, after([replace(members[1], alive=False), *members[:1], *members[2:]], ranks, 3), iteration=2,
                active_world_size=4)  # fmt: skip
 
 
 def test_node_fills_its_gaps_itself_where_it_can() -> None:
-    """With granularity node a reserve of the same node suffices, as on one machine; nobody else moves."""
+    """With granularity node a spare of the same node suffices, as on one machine; nobody else moves."""
     members = world(5, per_node=5)
     ranks = assign(FillGaps(granularity="node"), members, iteration=0, active_world_size=4)
     ranks = assign(FillGaps(granularity="node"), after(members, ranks, 0), iteration=1, active_world_size=4)
     assert ranks == {1: 1, 2: 2, 3: 3, 4: 0}
 
 
-def test_tree_holds_reserves_back_at_each_level_and_takes_the_nearest() -> None:
+def test_tree_holds_spares_back_at_each_level_and_takes_the_nearest() -> None:
     """A gap is filled from its own node, then from its rack, then from anywhere."""
     members = world(12, per_node=3)  # two racks of two nodes of three
-    tree = Tree(Level("RACK", reserve=1), Level("node", reserve=1))
+    tree = Tree(Level("RACK", spare=1), Level("node", spare=1))
     ranks = assign(tree, members, iteration=0, active_world_size=None)
     assert ranks == {0: 0, 1: 1, 2: None, 3: 2, 4: None, 5: None, 6: 3, 7: 4, 8: None, 9: 5, 10: None, 11: None}
     lost = after(members, ranks, 1, 3)
@@ -135,7 +135,7 @@ def test_tree_asks_each_rank_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> N
 def test_topology_that_holds_too_much_back_is_told() -> None:
     """Fewer ranks than the active world needs is an abort with both numbers."""
     with pytest.raises(RestartAbort, match="leave 2 of 6 ranks, but active_world_size=4"):
-        assign(Tree(Level("node", reserve=2)), world(6, per_node=3), iteration=0, active_world_size=4)
+        assign(Tree(Level("node", spare=2)), world(6, per_node=3), iteration=0, active_world_size=4)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ RULES: dict[str, Rule] = {
     "node": FillGaps(granularity="node"),
     "node-shrink": FillGaps(granularity="node", may_shrink=True),
     "shift": ShiftRanks(),
-    "tree": Tree(Level("RACK"), Level("node", reserve=1)),
+    "tree": Tree(Level("RACK"), Level("node", spare=1)),
     "tree-whole": Tree(Level("RACK"), Level("node", whole=True), may_shrink=True),
     "divisible": Compose(ShiftRanks(), ActiveWorldSizeDivisibleBy(2)),
     "limited": Compose(FillGaps(may_shrink=True), MaxActiveWorldSize(3)),
@@ -184,13 +184,13 @@ def test_every_assignment_is_dense_and_minimal(data: st.DataObject, rule_name: s
         dead = data.draw(st.sets(st.sampled_from(living)))
         before, members = active(ranks), after(members, ranks, *dead)
         survivors = {initial: rank for initial, rank in before.items() if initial not in dead}
-        reserves = [initial for initial, rank in ranks.items() if rank is None and initial not in dead]
+        spares = [initial for initial, rank in ranks.items() if rank is None and initial not in dead]
         try:
             ranks = assign(rule, members, iteration=iteration, active_world_size=target)
         except RestartAbort:
             assert rule_name != "fill-shrink" or len(dead) == len(living)
             if rule_name == "fill":
-                assert len(survivors) + len(reserves) < len(before)
+                assert len(survivors) + len(spares) < len(before)
             return
         chosen = active(ranks)
         assert sorted(ranks) == [initial for initial in living if initial not in dead]
@@ -202,7 +202,7 @@ def test_every_assignment_is_dense_and_minimal(data: st.DataObject, rule_name: s
         if rule_name == "fill-shrink":
             kept = {initial: rank for initial, rank in survivors.items() if rank < len(chosen)}
             assert chosen.items() >= kept.items(), "a survivor's rank changed without need"
-            assert len(chosen) == min(target or len(before), len(survivors) + len(reserves))
+            assert len(chosen) == min(target or len(before), len(survivors) + len(spares))
         if rule_name == "node":
             assert len(chosen) == len(before)
             hit = {members[initial].node for initial in dead if initial in before}

@@ -49,10 +49,10 @@ class Hub:
     def hear(self, rank: int, report: o.Report) -> list[Send]:
         return self.on(MemberReported(initial_rank=rank, report=report, at_s=self.now_s))
 
-    def ready(self, iteration: int, ranks: Iterable[int]) -> list[Send]:
+    def ready(self, restart_count: int, ranks: Iterable[int]) -> list[Send]:
         found: list[Send] = []
         for rank in ranks:
-            found += self.hear(rank, o.RankReady(iteration=iteration, store_address=f"host {rank}"))
+            found += self.hear(rank, o.RankReady(restart_count=restart_count, store_address=f"host {rank}"))
         return found
 
     def assign(self, ranks: dict[int, int | None]) -> list[Send]:
@@ -62,10 +62,10 @@ class Hub:
     def die(self, rank: int) -> list[Send]:
         return self.on(MemberLost(initial_rank=rank, kind=o.RankFaultKind.DIED, summary="gone", at_s=self.now_s))
 
-    def fault(self, rank: int, iteration: int, *, is_consequence: bool = False) -> list[Send]:
+    def fault(self, rank: int, restart_count: int, *, is_consequence: bool = False) -> list[Send]:
         kind = o.RankFaultKind.EXCEPTION
         return self.hear(
-            rank, o.RankFault(initial_rank=rank, iteration=iteration, kind=kind, is_consequence=is_consequence)
+            rank, o.RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, is_consequence=is_consequence)
         )
 
     def wait(self) -> list[Send]:
@@ -106,18 +106,18 @@ def test_first_iteration_begins_when_all_are_ready() -> None:
 
 
 def test_fault_restarts_everybody_once() -> None:
-    """The first fault orders all out of the function; others of the same iteration only add to what is known."""
+    """The first fault orders all out of the function; others of the same call only add to what is known."""
     hub = running(3, 4)
     to, order = only(hub.fault(1, 0))
     assert to == (0, 1, 2, 3)
     assert isinstance(order, o.Restart)
-    assert order.iteration == 1
+    assert order.restart_count == 1
     assert hub.fault(2, 0, is_consequence=True) == []
     assert [fault.initial_rank for fault in hub.state.faults] == [1, 2]
 
 
 def test_stale_reports_change_nothing() -> None:
-    """What is said of an older iteration is dropped."""
+    """What is said of an older call is dropped."""
     hub = running(2, 2)
     hub.fault(0, 0)
     hub.ready(1, [0, 1])
@@ -125,50 +125,50 @@ def test_stale_reports_change_nothing() -> None:
     before = hub.state
     assert hub.fault(1, 0) == []
     assert hub.ready(1, [1]) == []
-    assert hub.hear(1, o.Completed(iteration=0)) == []
+    assert hub.hear(1, o.Completed(restart_count=0)) == []
     assert hub.hear(1, o.Assigned(ordinal=1, ranks={0: None, 1: 0})) == []
     assert hub.state == before
 
 
 def test_members_are_finished_together() -> None:
-    """The last active rank's completion ends it for all, the reserves too."""
+    """The last active rank's completion ends it for all, the spares too."""
     hub = running(2, 3)
-    assert hub.hear(0, o.Completed(iteration=0)) == []
-    to, order = only(hub.hear(1, o.Completed(iteration=0)))
-    assert (to, order) == ((0, 1, 2), o.Finish(iteration=0))
+    assert hub.hear(0, o.Completed(restart_count=0)) == []
+    to, order = only(hub.hear(1, o.Completed(restart_count=0)))
+    assert (to, order) == ((0, 1, 2), o.Finish(restart_count=0))
     assert hub.state.phase == RestartPhase.FINISHED
 
 
 def test_completed_rank_may_die() -> None:
     """A rank that has completed counts as completed when it dies before the others have."""
     hub = running(2, 2)
-    hub.hear(0, o.Completed(iteration=0))
+    hub.hear(0, o.Completed(restart_count=0))
     assert hub.die(0) == []
-    assert only(hub.hear(1, o.Completed(iteration=0))) == ((1,), o.Finish(iteration=0))
+    assert only(hub.hear(1, o.Completed(restart_count=0))) == ((1,), o.Finish(restart_count=0))
 
 
 def test_fault_restarts_completed_ranks_too() -> None:
-    """Those that had completed take part in the next iteration like all others."""
+    """Those that had completed take part in the next call like all others."""
     hub = running(2, 2)
-    hub.hear(0, o.Completed(iteration=0))
+    hub.hear(0, o.Completed(restart_count=0))
     assert only(hub.fault(1, 0))[0] == (0, 1)
     hub.ready(1, [0, 1])
     hub.assign({0: 0, 1: 1})
-    assert hub.hear(1, o.Completed(iteration=1)) == []
+    assert hub.hear(1, o.Completed(restart_count=1)) == []
     assert hub.state.phase == RestartPhase.RUNNING
 
 
 def test_late_completion_is_a_fault() -> None:
     """Who has not completed long after the first is faulted, and all restart."""
     hub = running(3, 3)
-    hub.hear(0, o.Completed(iteration=0))
+    hub.hear(0, o.Completed(restart_count=0))
     hub.wait()
     assert hub.now_s == LIMITS.completion_timeout_s
     assert {(f.initial_rank, f.kind) for f in hub.state.faults} == {
         (1, o.RankFaultKind.COMPLETION_TIMEOUT),
         (2, o.RankFaultKind.COMPLETION_TIMEOUT),
     }
-    assert (hub.state.phase, hub.state.iteration) == (RestartPhase.FORMING, 1)
+    assert (hub.state.phase, hub.state.restart_count) == (RestartPhase.FORMING, 1)
 
 
 def test_only_consequences_wait_for_their_cause() -> None:
@@ -204,7 +204,7 @@ def test_soft_timeouts_around_a_stuck_rank_are_consequences() -> None:
     hub = running(3, 4)
     for rank in (0, 2):
         kind = o.RankFaultKind.SOFT_TIMEOUT
-        hub.hear(rank, o.RankFault(initial_rank=rank, iteration=0, kind=kind))
+        hub.hear(rank, o.RankFault(initial_rank=rank, restart_count=0, kind=kind))
     hub.ready(1, [0, 2, 3])
     hub.on(MemberLost(initial_rank=1, kind=o.RankFaultKind.HARD_TIMEOUT, summary="stopped", at_s=0.0))
     _, order = only(hub.assign({0: 0, 2: 2, 3: 1}))
@@ -255,13 +255,13 @@ def test_restarts_are_bounded() -> None:
     hub.assign({0: 0, 1: 1})
     _, order = only(hub.fault(1, 1))
     assert isinstance(order, o.Abort)
-    assert (order.iteration, order.fault_counts) == (1, {1: 2})
+    assert (order.restart_count, order.fault_counts) == (1, {1: 2})
 
 
 def test_fatal_leave_stops_all() -> None:
     """One that leaves and takes all with it says why."""
     hub = running(2, 3)
-    assert only(hub.hear(2, o.Left(reason="enough", fatal=True))) == ((0, 1), o.Abort(reason="enough", iteration=0))
+    assert only(hub.hear(2, o.Left(reason="enough", fatal=True))) == ((0, 1), o.Abort(reason="enough", restart_count=0))
 
 
 def test_who_is_left_out_is_a_member_no_more() -> None:
@@ -279,14 +279,14 @@ def test_member_that_comes_back_hears_what_it_missed() -> None:
     """An order that was given while a member's link was broken is given again when it comes back."""
     hub = running(2, 2)
     hub.fault(1, 0)
-    here = o.MemberStanding(iteration=0, ranks={0: 0, 1: 1})
-    assert only(hub.come(0, here))[1] == o.Restart(iteration=1, faults=hub.state.faults)
+    here = o.MemberStanding(restart_count=0, ranks={0: 0, 1: 1})
+    assert only(hub.come(0, here))[1] == o.Restart(restart_count=1, faults=hub.state.faults)
     hub.ready(1, [0, 1])
     hub.assign({0: 0, 1: 1})
     assert isinstance(only(hub.come(0, here))[1], o.Go)
-    hub.hear(0, o.Completed(iteration=1))
-    hub.hear(1, o.Completed(iteration=1))
-    assert only(hub.come(0, here))[1] == o.Finish(iteration=1)
+    hub.hear(0, o.Completed(restart_count=1))
+    hub.hear(1, o.Completed(restart_count=1))
+    assert only(hub.come(0, here))[1] == o.Finish(restart_count=1)
 
 
 def test_dead_stay_dead() -> None:
@@ -303,30 +303,32 @@ def test_isolated_hub_stops_its_members() -> None:
 
 
 def test_next_hub_goes_on_with_what_runs() -> None:
-    """A new hub disturbs nobody where all are in the same iteration, and knows who has completed."""
+    """A new hub disturbs nobody where all are in the same call, and knows who has completed."""
     ranks: dict[int, int | None] = {0: 0, 1: 1, 2: None}
     standings = {
         rank: o.MemberStanding(
-            iteration=3, ranks=ranks, restart=3, fault_counts={0: 3}, completed=3 if rank == 1 else 2
+            restart_count=3, ranks=ranks, restart=3, fault_counts={0: 3}, completed=3 if rank == 1 else 2
         )
         for rank in ranks
     }
     hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 3, 0.0))
     assert [hub.come(rank, standing) for rank, standing in standings.items()] == [[], [], []]
-    assert (hub.state.phase, hub.state.iteration, dict(hub.state.fault_counts)) == (RestartPhase.RUNNING, 3, {0: 3})
-    assert isinstance(only(hub.hear(0, o.Completed(iteration=3)))[1], o.Finish)
+    assert (hub.state.phase, hub.state.restart_count, dict(hub.state.fault_counts)) == (RestartPhase.RUNNING, 3, {0: 3})
+    assert isinstance(only(hub.hear(0, o.Completed(restart_count=3)))[1], o.Finish)
 
 
 def test_next_hub_restarts_where_only_some_went() -> None:
-    """Where the old hub died while it gave the order to go, the iteration is left again by those who got it."""
+    """Where the old hub died while it gave the order to go, the call is left again by those who got it."""
     ranks: dict[int, int | None] = {0: 0, 1: 1}
     standings = {
-        0: o.MemberStanding(iteration=1, ranks=ranks, restart=1),
-        1: o.MemberStanding(iteration=0, ranks=ranks, restart=1, ready=o.RankReady(iteration=1, store_address="b 1")),
+        0: o.MemberStanding(restart_count=1, ranks=ranks, restart=1),
+        1: o.MemberStanding(
+            restart_count=0, ranks=ranks, restart=1, ready=o.RankReady(restart_count=1, store_address="b 1")
+        ),
     }
     hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 0.0))
     orders = [only(hub.come(rank, standing))[1] for rank, standing in standings.items()]
-    assert orders == [o.Restart(iteration=2), o.Restart(iteration=2)]
+    assert orders == [o.Restart(restart_count=2), o.Restart(restart_count=2)]
 
 
 def test_answers_to_the_old_hub_are_not_taken() -> None:
@@ -334,7 +336,7 @@ def test_answers_to_the_old_hub_are_not_taken() -> None:
     ranks: dict[int, int | None] = {0: 0, 1: 1}
     standings = {
         rank: o.MemberStanding(
-            iteration=0, ranks=ranks, restart=1, ready=o.RankReady(iteration=1, store_address=f"h {rank + 1}")
+            restart_count=0, ranks=ranks, restart=1, ready=o.RankReady(restart_count=1, store_address=f"h {rank + 1}")
         )
         for rank in ranks
     }
@@ -346,20 +348,22 @@ def test_answers_to_the_old_hub_are_not_taken() -> None:
 
 
 def test_member_that_has_seen_more_takes_all_along() -> None:
-    """A hub that knows of no iteration restarts beyond the one that a member is in, instead of waiting for it."""
+    """A hub that knows of no call restarts beyond the one that a member is in, instead of waiting for it."""
     hub = Hub(begin(2, 0.0))
     hub.come(1)
     hub.ready(0, [1])
-    to, order = only(hub.come(0, o.MemberStanding(iteration=2, ranks={0: 0, 1: None}, restart=2, fault_counts={0: 2})))
-    assert (to, order) == ((0, 1), o.Restart(iteration=3))
+    to, order = only(
+        hub.come(0, o.MemberStanding(restart_count=2, ranks={0: 0, 1: None}, restart=2, fault_counts={0: 2}))
+    )
+    assert (to, order) == ((0, 1), o.Restart(restart_count=3))
     assert hub.state.fault_counts == {0: 2}
 
 
 def test_a_rank_is_at_fault_once_in_an_iteration() -> None:
     """However many ways it showed, and on top of what was counted before; who only waited is not counted."""
     faults = (
-        o.RankFault(initial_rank=1, iteration=4, kind=o.RankFaultKind.SOFT_TIMEOUT),
-        o.RankFault(initial_rank=1, iteration=4, kind=o.RankFaultKind.EXCEPTION),
-        o.RankFault(initial_rank=2, iteration=4, kind=o.RankFaultKind.EXCEPTION, is_consequence=True),
+        o.RankFault(initial_rank=1, restart_count=4, kind=o.RankFaultKind.SOFT_TIMEOUT),
+        o.RankFault(initial_rank=1, restart_count=4, kind=o.RankFaultKind.EXCEPTION),
+        o.RankFault(initial_rank=2, restart_count=4, kind=o.RankFaultKind.EXCEPTION, is_consequence=True),
     )
     assert count_causes({1: 2, 3: 1}, faults) == {1: 3, 3: 1}

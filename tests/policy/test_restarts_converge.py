@@ -1,4 +1,4 @@
-"""Whatever happens to the members of a restart in process, in whatever order, it ends, and never mixes iterations."""
+"""Whatever happens to the members of a restart in process, in whatever order, it ends, and never mixes calls."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class World:
         for number in go.ranks:
             rank = self.ranks[number]
             if rank.lives and number in self.state.members:
-                assert rank.in_fn is None or rank.in_fn == go.iteration, "a member is still in an older iteration"
+                assert rank.in_fn is None or rank.in_fn == go.restart_count, "a member is still in an older call"
 
     # -- what may happen ---------------------------------------------------------------------------------------
 
@@ -152,25 +152,25 @@ class World:
         rank.record.note_order(order)
         match order:
             case o.Restart():
-                rank.leaves_before = order.iteration
+                rank.leaves_before = order.restart_count
             case o.Go():
-                assert order.iteration not in rank.entered, "told to enter an iteration twice"
-                rank.entered.add(order.iteration)
-                known = self.gone_to.setdefault(order.iteration, order.ranks)
+                assert order.restart_count not in rank.entered, "told to enter a call twice"
+                rank.entered.add(order.restart_count)
+                known = self.gone_to.setdefault(order.restart_count, order.ranks)
                 if known != order.ranks:
-                    before = [r for n, r in self.ranks.items() if r is not rank and order.iteration in r.entered]
-                    assert all(r.ended or not r.lives for r in before), "two orders to enter the same iteration"
-                    self.gone_to[order.iteration] = order.ranks
-                assert rank.in_fn is None, "told to enter an iteration while in another one"
+                    before = [r for n, r in self.ranks.items() if r is not rank and order.restart_count in r.entered]
+                    assert all(r.ended or not r.lives for r in before), "two orders to enter the same call"
+                    self.gone_to[order.restart_count] = order.ranks
+                assert rank.in_fn is None, "told to enter a call while in another one"
                 if order.ranks.get(number) is not None:
-                    rank.in_fn = order.iteration
+                    rank.in_fn = order.restart_count
                 elif number not in order.ranks:
                     rank.ended = True
             case o.Assign():
                 living = [member for member in order.members if member.is_alive]
                 ranks = {member.initial_rank: at for at, member in enumerate(living)}
                 if len(ranks) > 2:
-                    ranks[max(ranks)] = None  # a reserve
+                    ranks[max(ranks)] = None  # a spare
                 self.report(number, o.Assigned(ordinal=order.ordinal, ranks=ranks))
             case o.Finish() | o.Abort():
                 rank.ended, rank.in_fn = True, None
@@ -181,11 +181,16 @@ class World:
     def leave(self, number: int) -> None:
         """Leave the function if told to, and say so; a stubborn rank does not."""
         rank = self.ranks[number]
-        if rank.lives and not rank.ended and not rank.stubborn and rank.record.standing.iteration < rank.leaves_before:
+        if (
+            rank.lives
+            and not rank.ended
+            and not rank.stubborn
+            and rank.record.standing.restart_count < rank.leaves_before
+        ):
             ready = rank.record.standing.ready
-            if ready is None or ready.iteration < rank.leaves_before:
+            if ready is None or ready.restart_count < rank.leaves_before:
                 rank.in_fn = None
-                self.report(number, o.RankReady(iteration=rank.leaves_before, store_address=f"{number} 1"))
+                self.report(number, o.RankReady(restart_count=rank.leaves_before, store_address=f"{number} 1"))
 
     def fail(self, number: int) -> None:
         rank = self.ranks[number]
@@ -201,10 +206,10 @@ class World:
             self.report(number, self.fault(number, rank.in_fn, is_consequence=True))
             rank.in_fn = None
 
-    def fault(self, number: int, iteration: int, *, is_consequence: bool) -> o.RankFault:
+    def fault(self, number: int, restart_count: int, *, is_consequence: bool) -> o.RankFault:
         return o.RankFault(
             initial_rank=number,
-            iteration=iteration,
+            restart_count=restart_count,
             kind=o.RankFaultKind.EXCEPTION,
             is_consequence=is_consequence,
         )
@@ -212,7 +217,7 @@ class World:
     def complete(self, number: int) -> None:
         rank = self.ranks[number]
         if rank.in_fn is not None and rank.lives:
-            self.report(number, o.Completed(iteration=rank.in_fn))
+            self.report(number, o.Completed(restart_count=rank.in_fn))
             rank.in_fn = None
 
     def depart(self, number: int) -> None:
@@ -290,7 +295,7 @@ def test_every_sequence_of_happenings_ends(num: int, early: bool, running: bool,
     """It ends in FINISHED or ABORTED; nobody enters twice, and nobody enters while another is still in an older one."""
     world = World(num)
     for number in range(num):
-        world.report(number, o.RankReady(iteration=0, store_address=f"{number} 1"))
+        world.report(number, o.RankReady(restart_count=0, store_address=f"{number} 1"))
         if not early:
             world.link(number)
     if running:
@@ -309,7 +314,7 @@ def test_undisturbed_world_of_512_goes_restarts_and_finishes() -> None:
     world = World(512)
     for number in world.ranks:
         world.link(number)
-        world.report(number, o.RankReady(iteration=0, store_address=f"{number} 1"))
+        world.report(number, o.RankReady(restart_count=0, store_address=f"{number} 1"))
         world.hear(number)
     world.hear(0)
     for _ in range(2):
@@ -328,6 +333,6 @@ def test_undisturbed_world_of_512_goes_restarts_and_finishes() -> None:
         world.obey(number)
         world.hear(number)
     took_s = time.process_time() - begun_s
-    assert (world.state.phase, world.state.iteration) == (RestartPhase.RUNNING, 1)
+    assert (world.state.phase, world.state.restart_count) == (RestartPhase.RUNNING, 1)
     assert len(world.state.members) == 511
     print(f"{took_s:.3f} s")

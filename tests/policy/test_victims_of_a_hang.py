@@ -27,18 +27,18 @@ def test_who_waits_for_a_rank_that_hangs_is_not_charged() -> None:
             state, MemberJoined(initial_rank=rank, node="a", standing=o.MemberStanding(), at_s=0.0), LIMITS
         )
     for rank in range(3):
-        say(rank, o.RankReady(iteration=0, store_address="127.0.0.1 1"))
+        say(rank, o.RankReady(restart_count=0, store_address="127.0.0.1 1"))
     for rank, waits in ((0, "yes"), (1, "yes"), (2, "no")):
         evidence = {o.WAITS: waits}
         say(
             rank,
             o.RankFault(
-                initial_rank=rank, iteration=0, kind=o.RankFaultKind.SOFT_TIMEOUT, summary="", evidence=evidence
+                initial_rank=rank, restart_count=0, kind=o.RankFaultKind.SOFT_TIMEOUT, summary="", evidence=evidence
             ),
         )
     for rank in range(3):
-        say(rank, o.RankReady(iteration=1, store_address="127.0.0.1 1"))
+        say(rank, o.RankReady(restart_count=1, store_address="127.0.0.1 1"))
     assert go is not None
-    assert go.iteration == 1
+    assert go.restart_count == 1
     assert [fault.initial_rank for fault in go.faults] == [2, 0, 1]
     assert go.fault_counts == {2: 1}

@@ -94,8 +94,8 @@ def test_an_update_that_is_under_way_elsewhere_is_finished(tmp_path: Path, calm:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("on", [0, pytest.param(2, marks=pytest.mark.campaign)])
-def test_a_reserve_is_given_the_state_of_a_survivor(tmp_path: Path, calm: set[tuple[str, float]], on: int) -> None:
-    """SIGKILL of a rank: the reserve takes its place with a survivor's weights and the dead rank's own random numbers
+def test_a_spare_is_given_the_state_of_a_survivor(tmp_path: Path, calm: set[tuple[str, float]], on: int) -> None:
+    """SIGKILL of a rank: the spare takes its place with a survivor's weights and the dead rank's own random numbers
     and sampler, the others go on in place, all at the iteration of the fault, and end with the same bits."""
     played = Played(tmp_path, 5, {"fault": "kill", "on": on, "active": 4})
     assert sorted(played.codes) == [-signal.SIGKILL, 0, 0, 0, 0], played.tails
@@ -109,7 +109,7 @@ def test_a_reserve_is_given_the_state_of_a_survivor(tmp_path: Path, calm: set[tu
 @pytest.mark.slow
 @pytest.mark.process
 def test_under_the_launcher_nothing_but_the_dead_rank_is_lost(tmp_path: Path, calm: set[tuple[str, float]]) -> None:
-    """Under ``outlast run`` a rank is killed: one cycle, exit code 0, a reserve in its place, the same bits."""
+    """Under ``outlast run`` a rank is killed: one cycle, exit code 0, a spare in its place, the same bits."""
     played = Played(tmp_path, 5, {"fault": "kill", "on": 2, "active": 4}, is_launched=True)
     assert played.codes == [0], played.tails
     before, after = played.at(0), played.at(1)

@@ -37,7 +37,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 from outlast.inprocess import Wrapper
 from outlast.numerics.validation import ErrorInjector, StepValidation
-from outlast.policy.rerun import RunState
+from outlast.policy.rerun import StepRun
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.journal import read_journal
 from outlast.session import departure
@@ -166,7 +166,7 @@ def stops_after_failed_saves(scene: Scene) -> None:
         config = CheckpointConfig(directory=str(scene.folder / str(limit)), max_consecutive_save_failures=limit)
         with scene.session(Config(checkpoint=config)) as run:
             assert run._saves is not None
-            outcomes = run._saves._manager._pipeline.outcomes
+            outcomes = run._saves._manager._outcomes
             outcomes.num_failures, outcomes.last_error = 2, CheckpointError("disk full")
             for _ in run.steps({"weight": torch.zeros(1)}, total=1):
                 if stops:
@@ -485,8 +485,8 @@ def struck(config: RerunStateMachineConfig) -> list[bool]:
     injector, found = ErrorInjector(config, "job-0-0"), []
     for call in range(20):
         injector.begin_step()
-        found.append(injector.strikes(RunState.FIRST_RUN, call, 0))
-        found.append(injector.strikes(RunState.SECOND_RUN, call, 0))
+        found.append(injector.strikes(StepRun.FIRST_RUN, call, 0))
+        found.append(injector.strikes(StepRun.SECOND_RUN, call, 0))
     return found
 
 

@@ -1,20 +1,40 @@
-"""The state that checkpoint benchmarks save and load: a module of tensors of 16 MiB, and its optimizer."""
+"""The state that the benches of checkpoints save and load, its size, and how ours is compared with the peers'."""
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from outlast.bench.state_size import TENSOR_BYTES
+from outlast.bench.measuring import Rounds
+from outlast.bench.result import Bar
 
-__all__ = ["CheckpointState", "holds"]
+__all__ = [
+    "NUM_TENSORS",
+    "TENSOR_BYTES",
+    "CheckpointState",
+    "Found",
+    "compared",
+    "holds",
+    "missing_peers",
+    "rounds_of",
+    "times",
+]
 
+Found = dict[str, float]
+"""Seconds by name."""
+NUM_TENSORS = 64
+"""Unless another number is asked for: 1 GiB."""
+TENSOR_BYTES = 16 << 20
 _SIDE = 2048
+_NEEDS_CUDA = "nvidia-resiliency-ext"
+"""A peer whose saves and loads synchronise with CUDA even where all tensors lie in main memory."""
 
 
 class CheckpointState:
-    """A model whose values say whether they are the saved ones.
+    """A module of tensors of 16 MiB and its optimizer; whether the values are the saved ones can be checked.
 
     Args:
         num_tensors: Tensors of 16 MiB.
@@ -35,6 +55,11 @@ class CheckpointState:
     def state_dict(self) -> dict[str, Any]:
         """Return what other libraries take: the same values, referred to, not copied."""
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+
+    def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
+        """Take over what another library has loaded."""
+        self.model.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optim"])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters alone, by name."""
@@ -62,3 +87,52 @@ def holds(tensors: dict[str, torch.Tensor]) -> bool:
 
 def _values(number: int) -> torch.Tensor:
     return torch.arange(number, number + _SIDE * _SIDE, dtype=torch.float32).reshape(_SIDE, _SIDE)
+
+
+def rounds_of(measures: Iterable[Callable[[], Found]], num_rounds: int) -> Iterator[Found]:
+    """Yield what all measures found together, round by round."""
+    several = list(measures)
+    for _ in range(num_rounds):
+        found: Found = {}
+        for measure in several:
+            found |= measure()
+        yield found
+
+
+def compared(rounds: Rounds, name: str, ours: str, peer: str, bar: float, called: str) -> Bar:
+    """Return the bar of a ratio.
+
+    Args:
+        rounds: What was measured.
+        name: The bar's.
+        ours: Name of what is ours in the rounds.
+        peer: Name of what it is compared with.
+        bar: What the ratio may reach.
+        called: The peer's name for people.
+    """
+    value, peer_value = rounds.ratio(ours, peer), rounds.median(peer)
+    return Bar(name=name, value=value, unit="x", bar=bar, peer=f"{called} (s)", peer_value=peer_value)
+
+
+def times(rounds: Rounds, called: Mapping[str, str]) -> list[str]:
+    """Return a line on each median that was measured.
+
+    Args:
+        rounds: What was measured.
+        called: Name in the rounds to its name for people.
+    """
+    return [f"{what}: {median * 1e3:.1f} ms" for name, what in called.items() if (median := rounds.median(name))]
+
+
+def missing_peers(*, measured: bool) -> list[str]:
+    """Return a line on each peer that is not measured.
+
+    Args:
+        measured: Whether torch-checkpointing was.
+    """
+    lines = [] if measured else ["torch-checkpointing is not installed (make bench-peers)"]
+    try:
+        version = importlib.metadata.version(_NEEDS_CUDA)
+    except importlib.metadata.PackageNotFoundError:
+        return [*lines, f"{_NEEDS_CUDA} is not installed (make bench-peers)"]
+    return [*lines, f"{_NEEDS_CUDA} {version} is not measured: it waits for CUDA even where all tensors are in memory"]

@@ -1,52 +1,74 @@
-"""``outlast bench inprocess``: from a fault to the restarted function, beside nvidia-resiliency-ext; its quiet cost."""
+"""``outlast bench inprocess``: from a fault to the restarted function, beside nvidia-resiliency-ext; its quiet cost.
+
+The ranks that are struck run a function that is restarted in process and fails on purpose, in either library. The ranks
+that measure the quiet cost train the small model of ``outlast bench numerics`` in blocks of steps, in the wrapper and
+out of it, when nothing of the wrapper's runs; each block has a process group of its own.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import importlib.util
 import json
+import os
+import random
+import signal
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
-from outlast.bench.inprocess_worker import HARD_TIMEOUT_S, SOFT_TIMEOUT_S
-from outlast.bench.measuring import Rounds
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from outlast import InProcessRestartConfig, clock, env
+from outlast.bench.measuring import Mark, MarkWriter, Rounds, Say, measure_in_two_ranks, median, read_marks
+from outlast.bench.numerics import SmallTraining, cost_in_percent
 from outlast.bench.result import Bar, BenchResult
-from outlast.bench.rounds import Say, median
 from outlast.errors import DeadlineExceeded, OutlastError
+from outlast.inprocess import Handle, Wrapper
 from outlast.testing.ranks import RankProcesses
 from outlast.testing.reaping import free_port
 
-__all__ = ["Comeback", "comebacks", "measure"]
+__all__ = ["FaultTiming", "fault_timings", "measure", "measure_steps", "run_rank"]
 
-_WORKER = "outlast.bench.inprocess_worker"
-_QUIET_WORKER = "outlast.bench.inprocess_steps_worker"
 _PEER = "nvidia_resiliency_ext"
-_ACTIVE, _RESERVES = 4, 1
+_ACTIVE, _SPARES = 4, 1
 _GROUP_TIMEOUT_S = 600
+_SOFT_TIMEOUT_S, _HARD_TIMEOUT_S = 2.0, 4.0
 _RUN_TIMEOUT_S = 60.0
 _PEER_TIMEOUT_S = 40.0
 _QUIET_ROUND_S = 120.0
 _NUM_RESTARTS, _SETTLED = 50, 5
 _MOST_FAILURES = 2
+_NUM_STEPS, _FAULT_STEP, _STEP_S = 60, 20, 0.002
+_NUM_TURNS, _BLOCK, _WARM = 12, 50, 5
+"""Blocks of each kind in a round, steps in a block, and steps before them that do not count."""
+_STORE_TIMEOUT = timedelta(seconds=60)
 
 Faults = Sequence[tuple[str, int]]
 """For the function's first call, its second, and so on: how which rank fails."""
 
 _OURS: tuple[Faults, ...] = (
-    (("exception", 1), ("sleep", 2), ("kill", 1)),  # the last one takes the reserve
+    (("exception", 1), ("sleep", 2), ("kill", 1)),  # the last one takes the spare
     (("kill", 0),),
     (("stop", 1),),
     (("gil", 1),),
 )
 _PEERS: tuple[Faults, ...] = ((("exception", 1),), (("kill", 1),), (("kill", 0),), (("sleep", 2),))
-_TIMEOUTS_S = {"sleep": SOFT_TIMEOUT_S, "stop": HARD_TIMEOUT_S, "gil": HARD_TIMEOUT_S}
+_TIMEOUTS_S = {"sleep": _SOFT_TIMEOUT_S, "stop": _HARD_TIMEOUT_S, "gil": _HARD_TIMEOUT_S}
+_FATAL = ("kill", "stop", "gil")
 
 
 @dataclass(frozen=True, slots=True)
-class Comeback:
+class FaultTiming:
     """One fault and what followed; times are seconds since the fault."""
 
     kind: str
@@ -73,181 +95,370 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
     """Let ranks fail in both libraries, in turns; then restart often, and not at all.
 
     Raises:
-        OutlastError: A run of ours did not come back, lost a healthy rank, or ended with other weights.
+        OutlastError: A run of ours did not recover, lost a healthy rank, or ended with other weights.
 
     Blocks: about a minute a round, and two more.
     """
     peer = _Peer(say)
-    ours: list[Comeback] = []
-    peers: list[Comeback] = []
+    ours: list[FaultTiming] = []
+    peers: list[FaultTiming] = []
     weights: set[float] = set()
     for number in range(repeats + 1):
         dropped = " (dropped: the first)" if number == 0 else ""
         for faults in _OURS:
             found = _run_ours(faults, weights)
-            say(f"round {number}/{repeats}: outlast: {_tell(found)}{dropped}")
+            say(f"round {number}/{repeats}: outlast: {_describe(found)}{dropped}")
             ours += found if number else []
         for faults in _PEERS:
-            found = peer.run(faults)
-            if found:
-                say(f"round {number}/{repeats}: {_PEER}: {_tell(found)}{dropped}")
+            if found := peer.run(faults):
+                say(f"round {number}/{repeats}: {_PEER}: {_describe(found)}{dropped}")
             peers += found if number else []
     say(f"{_NUM_RESTARTS} restarts in a row")
     growth = _restart_often()
     say("growth after the fifth restart: " + ", ".join(f"{name} {value:.2f} %" for name, value in growth.items()))
     say(f"steps in turns with the wrapper and without it, {repeats} rounds and one that is dropped")
-    quiet = _step_quietly(repeats, say)
+    quiet = measure_in_two_ranks(
+        measure_steps, free_port(), repeats=repeats, say=say, timeout_s=_QUIET_ROUND_S * (repeats + 1)
+    )
     return BenchResult(
         bench="inprocess",
-        bars=(*_fault_bars(ours, peers), *_quiet_bars(quiet, growth)),
+        bars=(
+            *_fault_bars(ours, peers),
+            Bar(name="quiet_step_overhead_pct", value=quiet.median("wrapped_pct"), unit="%", bar=0.2),
+            Bar(name="rss_growth_50_pct", value=growth["rss_bytes"], unit="%", bar=2.0),
+            Bar(name="fd_growth_50_pct", value=growth["num_fds"], unit="%", bar=2.0),
+            Bar(name="thread_growth_50_pct", value=growth["num_threads"], unit="%", bar=2.0),
+        ),
         notes=(*_notes(ours, peers, quiet), *peer.notes),
     )
 
 
-def comebacks(marks: Sequence[dict[str, Any]], faults: Faults) -> list[Comeback] | None:
+def fault_timings(marks: Sequence[Mark], faults: Faults) -> list[FaultTiming] | None:
     """Return what followed each fault, from what the ranks marked; ``None``: not all has followed yet."""
     found = []
     for iteration, (kind, rank) in enumerate(faults):
-        before = _of(marks, "entered", iteration)
-        fault = _of(marks, "fault", iteration)
+        before, fault = _of(marks, "entered", iteration), _of(marks, "fault", iteration)
         entered, stepped = _of(marks, "entered", iteration + 1), _of(marks, "stepped", iteration + 1)
         if not fault or len(stepped) < _ACTIVE:
             return None
-        at_ns = min(mark["at_ns"] for mark in fault)
+        at_ns = min(mark.at_ns for mark in fault)
         found.append(
-            Comeback(
+            FaultTiming(
                 kind=kind,
                 rank=rank,
-                entered_s=(max(mark["at_ns"] for mark in entered) - at_ns) / 1e9,
-                stepped_s=(max(mark["at_ns"] for mark in stepped) - at_ns) / 1e9,
-                num_lost=len({mark["pid"] for mark in before} - {mark["pid"] for mark in entered}),
+                entered_s=(max(mark.at_ns for mark in entered) - at_ns) / 1e9,
+                stepped_s=(max(mark.at_ns for mark in stepped) - at_ns) / 1e9,
+                num_lost=len({mark.pid for mark in before} - {mark.pid for mark in entered}),
             )
         )
     return found
 
 
-def _of(marks: Sequence[dict[str, Any]], name: str, iteration: int) -> list[dict[str, Any]]:
-    return [mark for mark in marks if mark["mark"] == name and mark["iteration"] == iteration]
+def _of(marks: Sequence[Mark], name: str, iteration: int) -> list[Mark]:
+    return [mark for mark in marks if (mark.name, mark.iteration) == (name, iteration)]
 
 
-def _run_ours(faults: Faults, weights: set[float]) -> list[Comeback]:
+# -- runs with faults ------------------------------------------------------------------------------------------------
+
+
+def _group(library: str, faults: Faults, folder: str) -> RankProcesses:
+    return RankProcesses(
+        "outlast.bench.measuring",
+        *(f"{__name__}:{run_rank.__name__}", library, folder, json.dumps(faults), str(free_port())),
+        world_size=_ACTIVE + _SPARES,
+        directory=Path(folder, "logs"),
+        module=True,
+    )
+
+
+def _run_ours(faults: Faults, weights: set[float]) -> list[FaultTiming]:
     """Run one group of outlast's to its end and check all that must have been kept."""
-    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name, _group("outlast", faults, Path(name)) as ranks:
+    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as folder, _group("outlast", faults, folder) as ranks:
         codes = ranks.wait(_RUN_TIMEOUT_S)
-        marks = _read(Path(name))
-        found = comebacks(marks, faults)
-        doomed = sum(kind in ("kill", "stop", "gil") for kind, _ in faults)
-        if found is None or sorted(codes) != [-SIGKILL] * doomed + [0] * (len(codes) - doomed):
-            raise OutlastError(f"outlast did not come back from {faults}; exit codes {codes}\n{ranks.tails()}")
+        marks = read_marks(Path(folder))
+        found = fault_timings(marks, faults)
+        doomed = sum(kind in _FATAL for kind, _ in faults)
+        if found is None or sorted(codes) != [-signal.SIGKILL] * doomed + [0] * (len(codes) - doomed):
+            raise OutlastError(f"outlast did not recover from {faults}; exit codes {codes}\n{ranks.tails()}")
     for one in found:
-        if one.num_lost != (one.kind in ("kill", "stop", "gil")):
+        if one.num_lost != (one.kind in _FATAL):
             raise OutlastError(f"outlast lost {one.num_lost} ranks in a fault of one ({one.name}); look at its journal")
-    weights.update(mark["weights"] for mark in _of(marks, "done", len(faults)))
+    weights.update(mark.facts["weights"] for mark in _of(marks, "done", len(faults)))
     if len(weights) != 1:
         raise OutlastError(f"outlast's final weights differ between ranks or runs ({faults}): {weights}")
     return found
 
 
 class _Peer:
-    """The peer, as long as it comes back."""
+    """The peer, as long as it recovers."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
         self._failures: dict[Faults, int] = {}
         self._is_there = importlib.util.find_spec(_PEER) is not None
-        self.notes: list[str] = []
-        if not self._is_there:
-            self.notes.append(f"{_PEER} is not installed; make bench-peers installs it")
+        self.notes = [] if self._is_there else [f"{_PEER} is not installed; make bench-peers installs it"]
 
-    def run(self, faults: Faults) -> list[Comeback]:
-        """Run one group of its; empty: it did not come back, or is not there."""
+    def run(self, faults: Faults) -> list[FaultTiming]:
+        """Run one group of its; empty: it did not recover, or is not there."""
         if not self._is_there or self._failures.get(faults, 0) >= _MOST_FAILURES:
             return []
-        with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name, _group("nvrx", faults, Path(name)) as ranks:
-            try:
-                return _await(ranks, Path(name), faults)
+        with tempfile.TemporaryDirectory(prefix="outlast-bench-") as folder, _group("nvrx", faults, folder) as ranks:
+            try:  # not to the end: its processes take seconds more
+                return ranks.wait_until(lambda: fault_timings(read_marks(Path(folder)), faults), _PEER_TIMEOUT_S)
             except DeadlineExceeded as error:
-                told = faults[0][0] if faults[0] != ("kill", 0) else "kill 0"
+                name = faults[0][0] if faults[0] != ("kill", 0) else "kill 0"
                 self._failures[faults] = self._failures.get(faults, 0) + 1
-                self._say(f"{_PEER}: {told}: {str(error).splitlines()[0]}")
+                self._say(f"{_PEER}: {name}: {str(error).splitlines()[0]}")
                 if self._failures[faults] == _MOST_FAILURES:
-                    self.notes.append(f"{_PEER}: {told}: did not come back in {_PEER_TIMEOUT_S:.0f} s, twice; left out")
+                    self.notes.append(f"{_PEER}: {name}: did not recover in {_PEER_TIMEOUT_S:.0f} s, twice; left out")
                 return []
-
-
-def _group(library: str, faults: Faults, folder: Path) -> RankProcesses:
-    plan = {
-        "faults": faults,
-        "active_world_size": _ACTIVE,
-        "group_timeout_s": _GROUP_TIMEOUT_S,
-        "port": free_port(),
-    }
-    arguments = (library, str(folder), json.dumps(plan))
-    return RankProcesses(_WORKER, *arguments, world_size=_ACTIVE + _RESERVES, directory=folder / "logs", module=True)
-
-
-def _await(ranks: RankProcesses, folder: Path, faults: Faults) -> list[Comeback]:
-    """Return what followed as soon as it has; the peer's processes take seconds more to end."""
-    return ranks.wait_until(lambda: comebacks(_read(folder), faults), _PEER_TIMEOUT_S)
-
-
-def _read(folder: Path) -> list[dict[str, Any]]:
-    texts = [path.read_text() for path in sorted(folder.glob("marks-*.jsonl"))]
-    return [json.loads(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _restart_often() -> dict[str, float]:
     """Return by how many percent a rank's resources grew from the fifth restart to the last, the worst rank's."""
     faults = [("exception", number % _ACTIVE) for number in range(_NUM_RESTARTS)]
-    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name, _group("outlast", faults, Path(name)) as ranks:
+    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as folder, _group("outlast", faults, folder) as ranks:
         codes = ranks.wait(2 * _RUN_TIMEOUT_S)
-        marks = _read(Path(name))
-        if any(codes) or comebacks(marks, faults) is None:
-            raise OutlastError(f"outlast did not come back {_NUM_RESTARTS} times; exit codes {codes}\n{ranks.tails()}")
+        marks = read_marks(Path(folder))
+        if any(codes) or fault_timings(marks, faults) is None:
+            raise OutlastError(f"outlast did not recover {_NUM_RESTARTS} times; exit codes {codes}\n{ranks.tails()}")
     growth = {}
     for resource in ("rss_bytes", "num_fds", "num_threads"):
-        after = {mark["initial_rank"]: mark[resource] for mark in _of(marks, "stepped", _NUM_RESTARTS)}
-        before = {mark["initial_rank"]: mark[resource] for mark in _of(marks, "stepped", _SETTLED)}
-        growth[resource] = max(100 * (after[rank] / before[rank] - 1) for rank in after)
+        after = {mark.pid: mark.facts[resource] for mark in _of(marks, "stepped", _NUM_RESTARTS)}
+        before = {mark.pid: mark.facts[resource] for mark in _of(marks, "stepped", _SETTLED)}
+        growth[resource] = max(100 * (after[pid] / before[pid] - 1) for pid in after)
     return growth
 
 
-def _step_quietly(repeats: int, say: Say) -> Rounds:
-    """Return what steps take in the wrapper and out of it, by rounds."""
-    arguments = (str(repeats + 1), str(free_port()))
-    with RankProcesses(_QUIET_WORKER, *arguments, world_size=2, module=True) as ranks:
-        codes = ranks.wait(_QUIET_ROUND_S * (repeats + 1))
-        lines = [line for line in ranks.output(0).splitlines() if line.startswith("{")]
-        if any(codes) or len(lines) != repeats + 1:
-            raise OutlastError(f"{_QUIET_WORKER} ended with exit codes {codes}\n{ranks.tails()}")
-    found = [json.loads(line) for line in lines]
-    for number, one in enumerate(found):
-        say(f"round {number}/{repeats}: {', '.join(f'{name} {value:.4g}' for name, value in one.items())}")
-    return Rounds(found[1:])
+# -- a rank that is struck -------------------------------------------------------------------------------------------
 
 
-def _fault_bars(ours: Sequence[Comeback], peers: Sequence[Comeback]) -> list[Bar]:
-    def of(found: Sequence[Comeback], name: str, figure: Callable[[Comeback], float]) -> float | None:
-        values = [figure(one) for one in found if one.name == name]
+def run_rank(library: str, folder: str, faults: str, port: str) -> None:
+    """Run a rank of a group until the function is done.
+
+    Args:
+        library: ``outlast`` or ``nvrx``.
+        folder: Where it marks what happens.
+        faults: The faults as JSON.
+        port: Of a store that the peer needs.
+    """
+    torch.set_num_threads(1)
+    function = _StruckFunction(MarkWriter(Path(folder)), json.loads(faults))
+    wrapped = _wrap_ours(function) if library == "outlast" else _wrap_nvrx(function, int(port))
+    wrapped()
+
+
+class _StruckFunction:
+    """All-reduces after one another, and a fault where the plan has one."""
+
+    def __init__(self, mark: MarkWriter, faults: Faults) -> None:
+        self._mark, self._faults = mark, faults
+        self._process = psutil.Process()
+
+    def __call__(self, iteration: int, store: Store | None = None) -> None:
+        """Run one call of the function."""
+        place = env.read_worker()
+        rank = place.global_rank
+        self._mark("entered", rank, iteration)
+        kind, victim = self._faults[iteration] if iteration < len(self._faults) else ("none", -1)
+        group: dict[str, Any] = {"timeout": timedelta(seconds=_GROUP_TIMEOUT_S)}
+        if store is not None:
+            group |= {"store": store, "rank": rank, "world_size": place.world_size}
+        dist.init_process_group("gloo", **group)
+        weights = torch.zeros(1 << 12)
+        for step in range(_NUM_STEPS):
+            gradient = torch.full_like(weights, 0.1 * (rank + 1) * (step + 1))
+            if step == _FAULT_STEP and rank == victim:
+                self._mark("fault", rank, iteration, kind=kind)
+                _fail(kind)
+            dist.all_reduce(gradient)
+            weights += gradient / 7
+            if step == 0:
+                self._mark("stepped", rank, iteration, **self._resources())
+            time.sleep(_STEP_S)
+        self._mark("done", rank, iteration, weights=weights.double().sum().item())
+
+    def _resources(self) -> dict[str, int]:
+        return {
+            "rss_bytes": self._process.memory_info().rss,
+            "num_fds": self._process.num_fds(),
+            "num_threads": self._process.num_threads(),
+        }
+
+
+def _fail(kind: str) -> None:
+    """Fail in one way; only an exception ever returns from here."""
+    match kind:
+        case "exception":
+            raise RuntimeError("the benchmark's own fault")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(3600)
+        case "gil":  # no signal ends the wait for a mutex, and PyDLL does not release the interpreter's lock
+            mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
+            lock(mutex)
+            lock(mutex)
+        case _:
+            raise ValueError(f"unknown fault {kind!r}")
+
+
+def _wrap_ours(struck: _StruckFunction) -> Callable[[], object]:
+    """Return the function in outlast's wrapper."""
+    config = InProcessRestartConfig(
+        active_world_size=_ACTIVE, granularity="rank", soft_timeout=_SOFT_TIMEOUT_S, hard_timeout=_HARD_TIMEOUT_S
+    )
+
+    def function(handle: Handle) -> None:
+        struck(handle.iteration)
+
+    function.__annotations__["handle"] = Handle
+    wrapped: Callable[[], object] = Wrapper(config)(function)
+    return wrapped
+
+
+def _wrap_nvrx(struck: _StruckFunction, port: int) -> Callable[[], object]:
+    """Return the function in the wrapper of nvidia-resiliency-ext, its intervals as short as ours need to be."""
+    inprocess = importlib.import_module(f"{_PEER}.inprocess")
+    ranks = importlib.import_module(f"{_PEER}.inprocess.rank_assignment")
+    master_port = int(env.environ()["MASTER_PORT"])
+
+    def function(call: Any = None) -> None:
+        store = TCPStore(
+            "127.0.0.1",
+            master_port,
+            is_master=env.read_worker().global_rank == 0,
+            multi_tenant=True,
+            wait_for_workers=False,
+            timeout=_STORE_TIMEOUT,
+        )
+        struck(call.iteration, PrefixStore(str(call.iteration), store))
+
+    function.__annotations__["call"] = inprocess.CallWrapper
+    tenth, one = timedelta(seconds=0.1), timedelta(seconds=1)
+    wrapped: Callable[[], object] = inprocess.Wrapper(
+        store_kwargs={"host_name": "127.0.0.1", "port": port},
+        rank_assignment=inprocess.Compose(ranks.MaxActiveWorldSize(_ACTIVE), ranks.FillGaps()),
+        monitor_thread_interval=tenth,
+        monitor_process_interval=tenth,
+        heartbeat_interval=tenth,
+        progress_watchdog_interval=tenth,
+        last_call_wait=tenth,
+        heartbeat_timeout=one * _HARD_TIMEOUT_S,
+        soft_timeout=one * _SOFT_TIMEOUT_S,
+        hard_timeout=one * _HARD_TIMEOUT_S,
+        termination_grace_time=tenth,
+    )(function)
+    return wrapped
+
+
+# -- the quiet cost --------------------------------------------------------------------------------------------------
+
+
+def measure_steps(num_rounds: str, port: str) -> Iterator[dict[str, float]]:
+    """Yield the median step of each kind in milliseconds, and what one costs more than the other, in percent.
+
+    Args:
+        num_rounds: Rounds.
+        port: For the store that the groups of blocks without the wrapper are made with.
+
+    Collective: both ranks.
+    """
+    torch.set_num_threads(1)
+    blocks = _Blocks(env.read_worker().global_rank, int(port))
+    kinds = {"plain": blocks.plain, "wrapped": blocks.wrapped}
+    names, order = list(kinds), random.Random(0)  # the same on both ranks
+    for _ in range(int(num_rounds)):
+        found_s: dict[str, list[float]] = {name: [] for name in kinds}
+        for _ in range(_NUM_TURNS):
+            order.shuffle(names)
+            for name in names:
+                found_s[name].append(kinds[name]())
+        yield {
+            "plain_ms": median(found_s["plain"]) * 1e3,
+            "wrapped_ms": median(found_s["wrapped"]) * 1e3,
+            "wrapped_pct": cost_in_percent(found_s["wrapped"], found_s["plain"]),
+            "watching_cpu_pct": 100 * median(blocks.watching_shares),
+        }
+        blocks.watching_shares.clear()
+
+
+class _Blocks:
+    """Blocks of steps, in the wrapper or out of it. Collective: both ranks, here and in each block."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        self._rank = rank
+        self._store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        self._num_groups = 0
+        self._batch_size: int | None = None
+        self.watching_shares: list[float] = []
+        """What the monitor thread and process took of a core, for each block in the wrapper."""
+        config = InProcessRestartConfig(soft_timeout=_SOFT_TIMEOUT_S, hard_timeout=_HARD_TIMEOUT_S)
+        self._wrapped = Wrapper(config)(self._in_wrapper)
+
+    def plain(self) -> float:
+        """Return the seconds of a step without the wrapper."""
+        self._num_groups += 1
+        store = PrefixStore(str(self._num_groups), self._store)
+        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=2, timeout=_STORE_TIMEOUT)
+        return self._block()[0]
+
+    def wrapped(self) -> float:
+        """Return the seconds of a step in the wrapper."""
+        found = self._wrapped()
+        assert found is not None, "no rank is a spare here"
+        seconds, share = found
+        self.watching_shares.append(share)
+        return float(seconds)
+
+    def _in_wrapper(self) -> tuple[float, float]:
+        dist.init_process_group("gloo", timeout=_STORE_TIMEOUT)
+        return self._block()
+
+    def _block(self) -> tuple[float, float]:
+        training = SmallTraining(self._batch_size)
+        self._batch_size = training.batch.shape[0]
+        for _ in range(_WARM):
+            training.step()
+        watching_ns, begin_ns = _watching_ns(), clock.now_ns()
+        for _ in range(_BLOCK):
+            training.step()
+        taken_ns, watched_ns = clock.now_ns() - begin_ns, _watching_ns() - watching_ns
+        del training
+        dist.destroy_process_group()
+        return taken_ns / 1e9 / _BLOCK, watched_ns / taken_ns
+
+
+def _watching_ns() -> int:
+    """Return the processor time of this process's other Python threads and of its children."""
+    others = [thread.native_id for thread in threading.enumerate() if thread is not threading.main_thread()]
+    tasks = [Path(f"/proc/self/task/{number}") for number in others]
+    for child in psutil.Process().children():
+        tasks += Path(f"/proc/{child.pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+
+
+# -- the result ------------------------------------------------------------------------------------------------------
+
+
+def _fault_bars(ours: Sequence[FaultTiming], peers: Sequence[FaultTiming]) -> list[Bar]:
+    def of(found: Sequence[FaultTiming], name: str, figure: str) -> float | None:
+        values = [float(getattr(one, figure)) for one in found if one.name == name]
         return median(values) if values else None
 
-    def bar(name: str, kind: str, limit: float, figure: Callable[[Comeback], float]) -> Bar:
+    def bar(name: str, kind: str, limit: float, figure: str) -> Bar:
         peer_value = of(peers, kind, figure)
-        return Bar(
-            name=name,
-            value=of(ours, kind, figure),
-            unit="s",
-            bar=limit,
-            peer=None if peer_value is None else _PEER,
-            peer_value=peer_value,
-        )
+        peer = None if peer_value is None else _PEER
+        return Bar(name=name, value=of(ours, kind, figure), unit="s", bar=limit, peer=peer, peer_value=peer_value)
 
-    beyond_s = [of(ours, kind, lambda one: one.beyond_s) for kind in _TIMEOUTS_S]
-    peer_s = of(peers, "sleep", lambda one: one.beyond_s)
+    beyond_s = [of(ours, kind, "beyond_s") for kind in _TIMEOUTS_S]
+    peer_s = of(peers, "sleep", "beyond_s")
     return [
-        bar("exception_s", "exception", 0.2, lambda one: one.entered_s),
-        bar("sigkill_s", "kill", 0.4, lambda one: one.stepped_s),
-        bar("sigkill_rank0_s", "kill 0", 0.4, lambda one: one.stepped_s),
+        bar("exception_s", "exception", 0.2, "entered_s"),
+        bar("sigkill_s", "kill", 0.4, "stepped_s"),
+        bar("sigkill_rank0_s", "kill 0", 0.4, "stepped_s"),
         Bar(
             name="hang_beyond_timeout_s",
             value=max(value for value in beyond_s if value is not None),
@@ -259,24 +470,15 @@ def _fault_bars(ours: Sequence[Comeback], peers: Sequence[Comeback]) -> list[Bar
     ]
 
 
-def _quiet_bars(quiet: Rounds, growth: dict[str, float]) -> list[Bar]:
-    return [
-        Bar(name="quiet_step_overhead_pct", value=quiet.median("wrapped_pct"), unit="%", bar=0.2),
-        Bar(name="rss_growth_50_pct", value=growth["rss_bytes"], unit="%", bar=2.0),
-        Bar(name="fd_growth_50_pct", value=growth["num_fds"], unit="%", bar=2.0),
-        Bar(name="thread_growth_50_pct", value=growth["num_threads"], unit="%", bar=2.0),
-    ]
-
-
-def _notes(ours: Sequence[Comeback], peers: Sequence[Comeback], quiet: Rounds) -> list[str]:
+def _notes(ours: Sequence[FaultTiming], peers: Sequence[FaultTiming], quiet: Rounds) -> list[str]:
     notes = [
-        f"{_ACTIVE} ranks on gloo and {_RESERVES} reserve; the group's own timeout is {_GROUP_TIMEOUT_S} s, "
-        f"soft timeout {SOFT_TIMEOUT_S:g} s, hard timeout {HARD_TIMEOUT_S:g} s"
+        f"{_ACTIVE} ranks on gloo and {_SPARES} spare; the group's own timeout is {_GROUP_TIMEOUT_S} s, "
+        f"soft timeout {_SOFT_TIMEOUT_S:g} s, hard timeout {_HARD_TIMEOUT_S:g} s"
     ]
     for library, found in (("outlast", ours), (_PEER, peers)):
         for name in dict.fromkeys(one.name for one in found):
             some = [one for one in found if one.name == name]
-            entered_s, stepped_s = median([one.entered_s for one in some]), median([one.stepped_s for one in some])
+            entered_s, stepped_s = median(one.entered_s for one in some), median(one.stepped_s for one in some)
             worst_s, lost = max(one.stepped_s for one in some), sum(one.num_lost for one in some) / len(some)
             notes.append(
                 f"  {library}: {name}: back in the function after {entered_s:.3f} s, an iteration finished after "
@@ -289,5 +491,5 @@ def _notes(ours: Sequence[Comeback], peers: Sequence[Comeback], quiet: Rounds) -
     return notes
 
 
-def _tell(found: Sequence[Comeback]) -> str:
+def _describe(found: Sequence[FaultTiming]) -> str:
     return ", ".join(f"{one.name} {one.stepped_s:.3f} s" for one in found)

@@ -6,26 +6,45 @@ agent. Another process then loads, in turns.
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import subprocess
 import sys
 import tempfile
 import threading
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from outlast import env
-from outlast.bench.measuring import describe_place, measure_in_process, plain_environment
-from outlast.bench.peer_figures import compared, missing_peers, times
+from outlast.bench.checkpoint_state import (
+    NUM_TENSORS,
+    TENSOR_BYTES,
+    CheckpointState,
+    Found,
+    compared,
+    holds,
+    missing_peers,
+    rounds_of,
+    times,
+)
+from outlast.bench.measuring import Say, describe_place, measure_in_process, plain_environment, timed, worker_command
 from outlast.bench.result import BenchResult
-from outlast.bench.rounds import Say
-from outlast.bench.state_size import NUM_TENSORS, TENSOR_BYTES
+from outlast.bench.save_peers import MetaCheckpointing
+from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.writer_client import WriterProcess
+from outlast.config import CheckpointConfig
 from outlast.errors import OutlastError
 
-__all__ = ["measure"]
+__all__ = ["measure", "measure_loads", "save_and_wait"]
 
-_WORKER = "outlast.bench.load_worker"
 _SAVED = "saved"
 _TIMEOUT_S = 600.0
+_READ_BYTES = 8 << 20
 _SECONDS = {
     "local": "outlast, local tier, into the live state, every byte verified",
     "local_opened": "  opening its manager before",
@@ -61,12 +80,11 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
         with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
             place = describe_place(Path(name))
             say(f"{num_tensors * TENSOR_BYTES / 2**20:.0f} MiB, {place}; all are read from the page cache")
-            arguments = (name, str(num_tensors))
-            agents = {env.WRITER: writer.address}
-            _save_and_kill(arguments, agents)
+            agent = {env.WRITER: writer.address}
+            _save_and_kill(name, num_tensors, agent)
             say("saved by all libraries; the process that did is killed")
             rounds = measure_in_process(
-                _WORKER, arguments, repeats=repeats, say=say, timeout_s=_TIMEOUT_S, variables=agents
+                measure_loads, name, num_tensors, repeats=repeats, say=say, timeout_s=_TIMEOUT_S, variables=agent
             )
     finally:
         writer.close()
@@ -85,10 +103,10 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
     )
 
 
-def _save_and_kill(arguments: tuple[str, ...], variables: dict[str, str]) -> None:
+def _save_and_kill(folder: str, num_tensors: int, variables: dict[str, str]) -> None:
     """Have a process save with all libraries, and kill it once everything is durable."""
     with subprocess.Popen(
-        [sys.executable, "-m", _WORKER, "0", *arguments],
+        worker_command(save_and_wait, folder, num_tensors),
         env=plain_environment() | variables,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -98,9 +116,172 @@ def _save_and_kill(arguments: tuple[str, ...], variables: dict[str, str]) -> Non
         killer.start()
         try:
             assert saver.stdout is not None
-            said = saver.stdout.readline().strip()
+            printed = saver.stdout.readline().strip()
         finally:
             killer.cancel()
             saver.kill()
-    if said != _SAVED:
+    if printed != _SAVED:
         raise OutlastError("the process that saves failed, or was too slow; its output is above")
+
+
+def save_and_wait(folder: str, num_tensors: str) -> None:
+    """Save with all libraries, report it, and wait for the end of standard input or of this process."""
+    from safetensors.torch import save_file
+
+    warnings.simplefilter("ignore")  # the peers' own
+    saved, files = CheckpointState(int(num_tensors)), _Files(Path(folder))
+    manager = CheckpointManager(files.config())
+    manager.save(saved.state, 1).wait()
+    torch.save(saved.state_dict(), files.torch)
+    state_dict_saver.save(saved.state_dict(), checkpoint_id=files.dcp, no_dist=True)
+    save_file(saved.tensors(), files.safetensors)
+    if (meta := MetaCheckpointing.find(saved, files.meta)) is not None:
+        meta.save_only()
+    os.sync()
+    print(_SAVED, flush=True)
+    sys.stdin.read()
+
+
+def measure_loads(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Found]:
+    """Yield seconds by name.
+
+    Every measure begins with tensors that hold other values, in memory that is warm, and ends with a check of all
+    values. Every file is in the page cache.
+    """
+    warnings.simplefilter("ignore")  # the peers' own
+    files = _Files(Path(folder))
+    loads = _Loads(CheckpointState(int(num_tensors)), files)
+    files.warm()
+    yield from rounds_of(loads.measures(), int(num_rounds))
+    loads.close()
+
+
+class _Files:
+    """Where the state is saved, by each library in a place of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ours = folder / "ours"
+        self.torch = folder / "state.pt"
+        self.dcp = folder / "dcp"
+        self.safetensors = folder / "state.safetensors"
+        self.meta = folder / "meta"
+        self._folder = folder
+
+    def config(self) -> CheckpointConfig:
+        """Return the settings of our manager."""
+        return CheckpointConfig(local_directory=str(self.ours))
+
+    def warm(self) -> None:
+        """Read every file once: ours was written past the page cache, the others through it."""
+        buffer = bytearray(_READ_BYTES)
+        for path in self._folder.rglob("*"):
+            if path.is_file():
+                with open(path, "rb", buffering=0) as file:
+                    while file.readinto(buffer):
+                        pass
+
+
+class _Loads:
+    """Loads into a state that lives, each followed by a look at the values.
+
+    Args:
+        saved: The state.
+        files: Where from.
+    """
+
+    def __init__(self, saved: CheckpointState, files: _Files) -> None:
+        self._saved, self._files = saved, files
+        self._meta = MetaCheckpointing.find(saved, files.meta) if files.meta.exists() else None
+
+    def measures(self) -> list[Callable[[], Found]]:
+        """Return all of them, in the order of a round."""
+        return [
+            self.ours_from_disk,
+            self.torch_load,
+            self.dcp_load,
+            self.ours_from_memory,
+            self.safetensors,
+            self.torch_mapped,
+            *([] if self._meta is None else [self.meta]),
+        ]
+
+    def ours_from_disk(self) -> Found:
+        """Every byte is compared with its digest before any tensor is touched, and again where it lies."""
+        return self._ours("local", with_agent=False)
+
+    def ours_from_memory(self) -> Found:
+        """The same, from the memory of the agent's writer; who saved it was killed."""
+        return self._ours("memory", with_agent=True)
+
+    def torch_load(self) -> Found:
+        """Into new tensors, and then into the live ones."""
+        seconds, loaded = self._timed(lambda: torch.load(self._files.torch, weights_only=True))
+        self._check("torch.load", holds(loaded["model"]))
+        applied_s, _ = timed(lambda: self._saved.load_state_dict(loaded))
+        self._check("torch.load", self._saved.is_right())
+        return {"torch_load": seconds, "torch_load_applied": seconds + applied_s}
+
+    def torch_mapped(self) -> Found:
+        """``torch.load`` of a mapped file, and a copy into the live tensors."""
+        seconds, _ = self._timed(
+            lambda: self._saved.load_state_dict(torch.load(self._files.torch, weights_only=True, mmap=True))
+        )
+        self._check("torch.load, mapped", self._saved.is_right())
+        return {"torch_mapped": seconds}
+
+    def dcp_load(self) -> Found:
+        """Into the live tensors."""
+        state = self._saved.state_dict()
+        seconds, _ = self._timed(lambda: state_dict_loader.load(state, checkpoint_id=self._files.dcp, no_dist=True))
+        self._check("dcp.load", self._saved.is_right())
+        return {"dcp_load": seconds}
+
+    def safetensors(self) -> Found:
+        """A mapped file, and a copy into the live tensors."""
+        from safetensors.torch import load_file
+
+        def load() -> None:
+            loaded = load_file(self._files.safetensors)
+            for name, tensor in self._saved.tensors().items():
+                tensor.copy_(loaded[name])
+
+        seconds, _ = self._timed(load)
+        self._check("safetensors", self._saved.is_right())
+        return {"safetensors": seconds}
+
+    def meta(self) -> Found:
+        """``torch_checkpointing``, into the live tensors."""
+        meta, into = self._meta, self._saved.state_dict()
+        assert meta is not None, "only measured where it has saved"
+        seconds, loaded = self._timed(lambda: meta.load(into))
+        self._saved.load_state_dict(loaded)
+        self._check("torch-checkpointing", self._saved.is_right())
+        return {"meta": seconds}
+
+    def _ours(self, tier: str, *, with_agent: bool) -> Found:
+        place = env.read_worker()
+        if not with_agent:
+            place = dataclasses.replace(place, writer=None)
+        self._saved.forget()
+        opened_s, manager = timed(lambda: CheckpointManager(self._files.config(), env=place))
+        try:
+            seconds, restored = timed(lambda: manager.load_latest(self._saved.state))
+        finally:
+            manager.close()
+        if restored is None or restored.tier != tier:
+            raise SystemExit(f"nothing was loaded from {tier}: {restored}")
+        self._check(tier, self._saved.is_right())
+        return {tier: seconds, f"{tier}_opened": opened_s}
+
+    def _timed(self, load: Callable[[], Any]) -> tuple[float, Any]:
+        self._saved.forget()
+        return timed(load)
+
+    def _check(self, who: str, is_right: bool) -> None:
+        if not is_right:
+            raise SystemExit(f"{who}: what was loaded is not what was saved")
+
+    def close(self) -> None:
+        """End what peers have started."""
+        if self._meta is not None:
+            self._meta.close()

@@ -5,36 +5,39 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outlast import clock, env
-from outlast.bench.ray_marks import STRUCK, TOTAL, VICTIM, read_marks, when_all, when_victim
+from outlast.bench.measuring import Mark, Say, median, read_marks, run_rounds
 from outlast.bench.result import Bar, BenchResult
-from outlast.bench.rounds import Say, median, run_rounds
 from outlast.config import CheckpointConfig, FaultToleranceConfig
 from outlast.errors import OutlastError, RolledBack
 
-__all__ = ["Comeback", "measure"]
+if TYPE_CHECKING:
+    from outlast.ray import ActorGroup
+
+__all__ = ["RecoveryTiming", "measure", "when_all", "when_rank"]
 
 _MESH = {"dp": 2, "tp": 2}
 _NUM_RANKS = 4
 _SECTION_TIMEOUT_S = 2.0
-_RESERVES_S = 60.0
-_BATCH = 8
+_SPARES_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Comeback:
+class RecoveryTiming:
     """One failure and what followed."""
 
     stepped_s: float
     """Seconds from the fault until all ranks had finished a step."""
     phases_s: Mapping[str, float] = field(default_factory=dict)
-    """What they were spent on, as whoever came back tells it."""
+    """What they were spent on, as the report of the recovery has it."""
     beyond_s: float = 0.0
     """Seconds from the end of the section's timeout until the hang was found."""
 
@@ -46,7 +49,7 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
     """Kill, stop and delay an actor of a group, and kill a worker of Ray Train, in turns.
 
     Raises:
-        OutlastError: Ray is not installed; or a run did not come back, or lost more than it had to.
+        OutlastError: Ray is not installed; or a run did not recover, or lost more than it had to.
 
     Blocks: about a minute a round.
     """
@@ -54,7 +57,7 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
         import ray.train.torch  # noqa: F401 - Ray without what Ray Train needs is no peer
     except ImportError as error:
         raise OutlastError(f"Ray Train is not installed ({error}): pip install 'ray[train]'") from error
-    measures: dict[str, Callable[[], Comeback]] = {
+    measures: dict[str, Callable[[], RecoveryTiming]] = {
         "outlast, kill": partial(_run_group, "kill"),
         "Ray Train, kill": _run_ray_train,
         "outlast, sleep": partial(_run_group, "sleep"),
@@ -82,7 +85,7 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
         ),
         notes=(
             f"dp2 x tp2 on gloo with one spare, peers in an all-reduce; Ray Train as it is, with {_NUM_RANKS} workers",
-            *(f"  {name}: {_tell(values)}" for name, values in phases.items()),
+            *(f"  {name}: {_describe(values)}" for name, values in phases.items()),
             *(
                 f"  {kind}: found {late_s:.3f} s after the section's timeout of {_SECTION_TIMEOUT_S:g} s"
                 for kind, late_s in beyond_s.items()
@@ -121,11 +124,9 @@ def _cluster() -> Iterator[None]:
             env.update(before)
 
 
-def _run_group(fault: str) -> Comeback:
+def _run_group(fault: str) -> RecoveryTiming:
     """Have one actor of a group fail, and check that the others were kept."""
-    import torch
-
-    from outlast.bench.ray_actor import WIDTH, BenchActor
+    from outlast.bench.ray_workers import STRUCK, TOTAL, VICTIM, BenchActor, batch_of
     from outlast.ray import ActorGroup
 
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
@@ -142,7 +143,7 @@ def _run_group(fault: str) -> Comeback:
             pids, done_ns = group.pids, {}
             while (iteration := (group.iteration or 0) + 1) <= TOTAL:
                 try:
-                    group.run("train_step", torch.full((_BATCH, WIDTH), float(iteration)), iteration=iteration)
+                    group.run("train_step", batch_of(iteration), iteration=iteration)
                 except RolledBack:
                     continue  # the step before was not committed yet: it is done again
                 done_ns[iteration] = clock.now_ns()
@@ -150,10 +151,10 @@ def _run_group(fault: str) -> Comeback:
         marks = read_marks(folder)
     changed = [rank for rank, pid in pids.items() if kept[rank] != pid]
     if changed != [VICTIM] or len(recoveries) != 1:
-        told = "; ".join(report.describe() for report in recoveries)
-        raise OutlastError(f"a fault of rank {VICTIM} ({fault}) cost ranks {changed}: {told}")
+        reports = "; ".join(report.describe() for report in recoveries)
+        raise OutlastError(f"a fault of rank {VICTIM} ({fault}) cost ranks {changed}: {reports}")
     report = recoveries[0]
-    struck_ns = when_victim(marks, "killed" if fault == "kill" else "entered")
+    struck_ns = when_rank(marks, "killed" if fault == "kill" else "entered", VICTIM, STRUCK)
     if struck_ns is None:
         raise OutlastError(f"rank {VICTIM} did not fail in step {STRUCK} ({fault})")
     stepped_s = (min(at_ns for at_ns in done_ns.values() if at_ns > struck_ns) - struck_ns) / 1e9
@@ -161,28 +162,25 @@ def _run_group(fault: str) -> Comeback:
     again_s = (again_ns - struck_ns) / 1e9
     detect_s = again_s - report.total_s  # the report's time begins with the evidence
     phases_s = {**report.phases_s, "detect": detect_s, "recovery": report.total_s, "step": stepped_s - again_s}
-    return Comeback(stepped_s, phases_s, 0.0 if fault == "kill" else detect_s - _SECTION_TIMEOUT_S)
+    return RecoveryTiming(stepped_s, phases_s, 0.0 if fault == "kill" else detect_s - _SECTION_TIMEOUT_S)
 
 
-def _await_spare(group: object) -> None:
+def _await_spare(group: ActorGroup) -> None:
     """Wait until the spare is there, as it is in a run that has been going for a while."""
-    import threading
-
-    pause = threading.Event()
-    until_s = clock.now_s() + _RESERVES_S
-    while not getattr(group, "spares", ()):
+    until_s = clock.now_s() + _SPARES_S
+    while not group.spares:
         if clock.now_s() > until_s:
-            raise OutlastError(f"the spare actor did not start within {_RESERVES_S:g} s")
-        pause.wait(0.05)
+            raise OutlastError(f"the spare actor did not start within {_SPARES_S:g} s")
+        time.sleep(0.05)
 
 
-def _run_ray_train() -> Comeback:
-    from outlast.bench.ray_train_run import run_ray_train
+def _run_ray_train() -> RecoveryTiming:
+    from outlast.bench.ray_workers import STRUCK, VICTIM, run_ray_train
 
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
         run_ray_train(Path(name), num_workers=_NUM_RANKS)
         marks = read_marks(Path(name))
-    killed_ns = when_victim(marks, "killed")
+    killed_ns = when_rank(marks, "killed", VICTIM, STRUCK)
     if killed_ns is None:
         raise OutlastError(f"no worker of Ray Train was killed in step {STRUCK}")
     stages_s = {
@@ -192,14 +190,28 @@ def _run_ray_train() -> Comeback:
     }
     if "stepped" not in stages_s:
         raise OutlastError("Ray Train ended without another step of all workers")
-    return Comeback(stages_s["stepped"], stages_s)
+    return RecoveryTiming(stages_s["stepped"], stages_s)
 
 
-def _phases(some: Sequence[Comeback]) -> dict[str, float]:
+def when_all(marks: Sequence[Mark], name: str, *, since_ns: int, num_ranks: int) -> int | None:
+    """Return when the last rank first came to something after a moment; ``None``: not all did."""
+    first: dict[int, int] = {}
+    for mark in marks:
+        if mark.name == name and mark.at_ns > since_ns:
+            first.setdefault(mark.rank, mark.at_ns)
+    return max(first.values()) if len(first) == num_ranks else None
+
+
+def when_rank(marks: Sequence[Mark], name: str, rank: int, iteration: int) -> int | None:
+    """Return when a rank first came to something in a step; ``None``: never."""
+    return next((one.at_ns for one in marks if (one.name, one.rank, one.iteration) == (name, rank, iteration)), None)
+
+
+def _phases(some: Sequence[RecoveryTiming]) -> dict[str, float]:
     """Return each phase's median."""
     names = dict.fromkeys(name for one in some for name in one.phases_s)
     return {name: round(median([one.phases_s[name] for one in some if name in one.phases_s]), 4) for name in names}
 
 
-def _tell(phases_s: Mapping[str, float]) -> str:
+def _describe(phases_s: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases_s.items())

@@ -1,14 +1,49 @@
-"""``outlast bench rendezvous``: how long many agents take to meet, beside torch's c10d rendezvous."""
+"""``outlast bench rendezvous``: how long many agents take to meet, beside torch's c10d rendezvous.
+
+Hundreds of simulated agents are in a few processes of this machine. Each does what an agent of its launcher does to
+learn its rank, and nothing of its workers: ours drive the same link as ``outlast run``, the peer's the same handler as
+``torchrun``.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
 from functools import partial
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
 
-from outlast.bench.crowd import Crowd
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from outlast import clock, env
+from outlast.bench.measuring import ONE_THREAD, Say, median, run_rounds, worker_command
 from outlast.bench.result import Bar, BenchResult
-from outlast.bench.rounds import Say, median, run_rounds
+from outlast.config.precedence import LayeredSettings
+from outlast.errors import DeadlineExceeded, OutlastError
+from outlast.launch import protocol as m
+from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.membership import JobSettings
+from outlast.launch.torchrun_backend import open_cycle_store
+from outlast.runtime.addresses import Endpoint
+from outlast.runtime.store import TCPStore
+from outlast.testing.reaping import free_port
 
-__all__ = ["measure"]
+__all__ = ["measure", "run_agents"]
+
+_HOST = "127.0.0.1"
+_TIMEOUT_S = 240.0
+_NPROC = 8
+_NUM_PROCESSES = 4
+"""Besides the one of the first agent, which hosts the store."""
 
 
 def measure(*, repeats: int, say: Say) -> BenchResult:
@@ -19,13 +54,13 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
 
     Blocks: about 15 s a round.
     """
-    with Crowd() as crowd:
+    with _Agents() as agents:
         found = run_rounds(
             {
-                "outlast, 64 agents": partial(crowd.meet, "outlast", 64),
-                "c10d, 64 agents": partial(crowd.meet, "c10d", 64),
-                "outlast, 256 agents": partial(crowd.meet, "outlast", 256),
-                "outlast, 512 agents": partial(crowd.meet, "outlast", 512),
+                "outlast, 64 agents": partial(agents.meet, "outlast", 64),
+                "c10d, 64 agents": partial(agents.meet, "c10d", 64),
+                "outlast, 256 agents": partial(agents.meet, "outlast", 256),
+                "outlast, 512 agents": partial(agents.meet, "outlast", 512),
             },
             repeats=repeats,
             say=say,
@@ -46,7 +81,309 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
             ),
         ),
         notes=(
-            f"from the word to join to the last rank: outlast {few_s:.3f} s with 64, {many_s:.3f} s with 256, "
+            f"from the order to join to the last rank: outlast {few_s:.3f} s with 64, {many_s:.3f} s with 256, "
             f"{most_s:.3f} s with 512 agents; c10d {peer_s:.3f} s with 64",
         ),
     )
+
+
+class _Agents:
+    """The processes of the simulated agents; use as a context manager, which ends every one. Thread: one."""
+
+    def __init__(self) -> None:
+        self._processes: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._num_meetings = 0
+
+    def __enter__(self) -> _Agents:
+        variables = env.environ() | ONE_THREAD | {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+        # torch looks up the name of each peer address; where no name server answers, that shall not take long.
+        variables |= {"RES_OPTIONS": "timeout:1 attempts:1"}
+        for _ in range(1 + _NUM_PROCESSES):
+            ours, theirs = multiprocessing.Pipe()
+            command, fd = worker_command(run_agents, theirs.fileno()), theirs.fileno()
+            process = subprocess.Popen(
+                command, env=variables, stdin=subprocess.DEVNULL, pass_fds=[fd], stdout=sys.stderr
+            )
+            theirs.close()
+            self._processes.append((process, ours))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process, connection in self._processes:
+            connection.close()
+            try:
+                process.wait(5.0 if kind is None else 0.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10.0)
+        self._processes.clear()
+
+    def meet(self, kind: str, num_agents: int) -> float:
+        """Return the seconds from the order to join until the last agent had its rank.
+
+        Args:
+            kind: ``outlast`` or ``c10d``.
+            num_agents: How many meet.
+
+        Raises:
+            OutlastError: They did not come to a rank each.
+
+        Blocks: several minutes at most.
+        """
+        self._num_meetings += 1
+        job = {"num_agents": num_agents, "port": free_port(), "run_id": f"bench-{self._num_meetings}"}
+        self._order("gather", slice(1), [(kind, range(1), job)])  # the others need the store that it hosts
+        numbers = [range(1 + first, num_agents, _NUM_PROCESSES) for first in range(_NUM_PROCESSES)]
+        self._order("gather", slice(1, None), [(kind, some, job) for some in numbers])
+        joined_ns = clock.now_ns()
+        ranked: list[tuple[int, int]] = [one for some in self._order("join", slice(None)) for one in some]
+        if sorted(rank for rank, _ in ranked) != list(range(num_agents)):
+            raise OutlastError(f"{num_agents} agents of {kind} met and their ranks are not 0 to {num_agents - 1}")
+        self._order("finish", slice(None))
+        self._order("leave", slice(1, None))
+        self._order("leave", slice(1))  # the store's host goes last
+        return (max(ranked_ns for _, ranked_ns in ranked) - joined_ns) / 1e9
+
+    def _order(self, name: str, which: slice, arguments: list[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Have processes do something, and return their results once all are there."""
+        asked = self._processes[which]
+        for (_, connection), one in zip(asked, arguments or [()] * len(asked), strict=True):
+            connection.send((name, one))
+        results = []
+        for process, connection in asked:
+            try:
+                if not connection.poll(_TIMEOUT_S + 10.0):
+                    raise OutlastError(f"process {process.pid} of simulated agents gave no answer to {name!r}")
+                error, result = connection.recv()
+            except EOFError:
+                raise OutlastError(f"process {process.pid} of simulated agents died; its output is above") from None
+            if error is not None:
+                raise OutlastError(f"simulated agents failed to {name}: {error}")
+            results.append(result)
+        return results
+
+
+def run_agents(fd: str) -> None:
+    """Hold simulated agents and carry out the orders that come through a connection, until it is closed."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    connection, agents = Connection(int(fd)), _ProcessAgents()
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except EOFError:
+            break
+        try:
+            connection.send((None, getattr(agents, name)(*arguments)))
+        except (OutlastError, OSError, RuntimeError) as error:
+            connection.send((f"{type(error).__name__}: {error}", None))
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch's handlers and stores must not be waited for
+
+
+class _ProcessAgents:
+    """The simulated agents of one process, and the orders that it carries out."""
+
+    def __init__(self) -> None:
+        self._agents: list[_SimulatedAgent] = []
+
+    def gather(self, kind: str, numbers: range, job: dict[str, Any]) -> None:
+        """Make agents and connect them."""
+        made = {"outlast": _OutlastAgent, "c10d": _C10dAgent}[kind]
+        for number in numbers:
+            self._agents.append(made(number, **job))
+            # One by one: torch looks up a name for each connection, and one machine asking for hundreds at
+            # once is more than some name servers answer. It is not what is measured.
+            self._agents[-1].wait_until_connected(clock.now_s() + _TIMEOUT_S)
+
+    def join(self) -> list[tuple[int, int]]:
+        """Let the agents meet the others; return each one's rank, and when it had it."""
+        deadline_s = clock.now_s() + _TIMEOUT_S
+        for agent in self._agents:
+            agent.join()
+        for agent in self._agents:
+            agent.wait_until_ranked(deadline_s)
+        return [(agent.rank, agent.ranked_ns) for agent in self._agents]
+
+    def finish(self) -> None:
+        """Report that their work is done."""
+        for agent in self._agents:
+            agent.finish()
+
+    def leave(self) -> None:
+        """End them."""
+        deadline_s = clock.now_s() + _TIMEOUT_S
+        for agent in self._agents:
+            agent.close(deadline_s)
+        self._agents.clear()
+
+
+class _SimulatedAgent(ABC):
+    """One agent that meets the others once.
+
+    The first one made hosts the store, and must be connected before others are made.
+    """
+
+    def __init__(self) -> None:
+        self.rank = -1
+        """Its node rank, once it has one."""
+        self.ranked_ns = 0
+        """When it had its rank, in monotonic nanoseconds."""
+        self._connected, self._ranked = threading.Event(), threading.Event()
+        self._error: str | None = None
+
+    def wait_until_connected(self, deadline_s: float) -> None:
+        """Return once it could join; raise ``DeadlineExceeded`` if it could not. Blocks: until the deadline."""
+        self._wait(self._connected, deadline_s, "was not connected")
+
+    @abstractmethod
+    def join(self) -> None:
+        """Begin to join; returns at once."""
+
+    def wait_until_ranked(self, deadline_s: float) -> None:
+        """Return once it has its rank; raise ``DeadlineExceeded`` if it has none. Blocks: until the deadline."""
+        self._wait(self._ranked, deadline_s, "got no rank")
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Report that its work is done; returns at once."""
+
+    @abstractmethod
+    def close(self, deadline_s: float) -> None:
+        """Leave, and free everything."""
+
+    def _wait(self, event: threading.Event, deadline_s: float, what: str) -> None:
+        if not event.wait(max(0.0, deadline_s - clock.now_s())) or self._error is not None:
+            raise DeadlineExceeded(f"an agent {what}: {self._error or 'no answer in time'}")
+
+    def _take_rank(self, rank: int) -> None:
+        self.ranked_ns = clock.now_ns()
+        self.rank = rank
+        self._ranked.set()
+
+    def _fail(self, error: str) -> None:
+        self._error = error
+        self._connected.set()
+        self._ranked.set()
+
+
+class _OutlastAgent(_SimulatedAgent):
+    """An agent of ``outlast run``, at its defaults."""
+
+    def __init__(self, number: int, *, num_agents: int, port: int, run_id: str) -> None:
+        super().__init__()
+        self._over = threading.Event()
+        self._cycle = 0
+        self._cycle_store: TCPStore | None = None
+        settings = JobSettings(job=run_id, num_slots=num_agents, join_timeout_s=_TIMEOUT_S)
+        node = f"node-{number}"
+
+        def serve(store: TCPStore, _former: JobInProgress | None) -> CoordinatorServer:
+            return CoordinatorServer(
+                store,
+                settings,
+                run_dir=None,
+                run_id=run_id,
+                node=node,
+                layers=LayeredSettings(),
+                on_error=lambda error: self._fail(f"the coordinator ended: {error!r}"),
+            )
+
+        self._link = ControlLink(
+            [Endpoint(_HOST, port)],
+            node=node,
+            deliver=self._on_news,
+            serve=serve,
+            beat_interval_s=1.0,
+            connect_timeout_s=_TIMEOUT_S,
+        )
+        self._link.start()
+
+    def join(self) -> None:
+        """Begin to join; returns at once."""
+        self._link.send(m.JoinRequest(node=self._link.node, epoch=self._link.epoch, addr=_HOST, nproc=_NPROC))
+
+    def finish(self) -> None:
+        """Say that its work is done; returns at once."""
+        facts = m.CycleFacts(cycle=self._cycle)
+        self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=facts))
+
+    def close(self, deadline_s: float) -> None:
+        """Leave once the job is over for all, and free everything."""
+        self._wait(self._over, deadline_s, "did not hear of the job's end")
+        self._link.close()
+        self._cycle_store = None
+
+    def _on_news(self, news: News) -> None:
+        match news:
+            case LinkUp():
+                self._connected.set()
+            case m.Prepare():
+                self._cycle_store = store = open_cycle_store(_HOST)
+                self._link.send(
+                    m.Master(
+                        node=self._link.node,
+                        epoch=self._link.epoch,
+                        cycle=news.cycle,
+                        addr=_HOST,
+                        port=store.port,
+                    )
+                )
+            case m.Start():
+                self._cycle = news.cycle
+                self._take_rank(news.node_rank)
+            case m.Stop():
+                self._over.set()
+            case LinkFailed() | LinkDown():
+                self._fail(news.error)
+            case m.CycleOver():
+                self._fail(f"the cycle ended: {news.reason}")
+            case m.Wait():
+                pass
+
+
+class _C10dAgent(_SimulatedAgent):
+    """An agent of ``torchrun --rdzv-backend=c10d``, at its defaults."""
+
+    def __init__(self, number: int, *, num_agents: int, port: int, run_id: str) -> None:
+        super().__init__()
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=f"{_HOST}:{port}",
+            run_id=run_id,
+            min_nodes=num_agents,
+            max_nodes=num_agents,
+            local_addr=_HOST,
+            is_host=str(number == 0),
+            join_timeout=str(int(_TIMEOUT_S)),
+        )
+        self._joining = threading.Event()
+        self._handler: RendezvousHandler | None = None
+        self._thread = threading.Thread(target=self._run, args=(parameters,), daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Begin to join; returns at once."""
+        self._joining.set()
+
+    def finish(self) -> None:
+        """Do nothing: torch's agents leave one by one."""
+
+    def close(self, deadline_s: float) -> None:
+        """Leave, and free everything."""
+        self._thread.join(max(0.0, deadline_s - clock.now_s()))
+        if self._handler is not None:
+            self._handler.shutdown()
+            self._handler = None
+
+    def _run(self, parameters: RendezvousParameters) -> None:
+        try:
+            backend, store = create_backend(parameters)
+            self._handler = create_handler(store, backend, parameters)
+            self._connected.set()
+            if self._joining.wait(_TIMEOUT_S):
+                self._take_rank(self._handler.next_rendezvous().rank)
+        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+            self._fail(f"{type(error).__name__}: {error}")

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
+from types import TracebackType
 
-from outlast.bench.launched import OUTLAST, TORCHRUN, LaunchedJob, strike
+import psutil
+
+from outlast import clock
+from outlast.bench.measuring import ONE_THREAD, Say, median, plain_environment, run_rounds
 from outlast.bench.result import Bar, BenchResult
-from outlast.bench.rounds import Say, median, run_rounds
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.incidents import Event, EventKind, IncidentKind
 from outlast.runtime.journal import read_journal
 
-__all__ = ["Comeback", "measure", "stages_of"]
+__all__ = ["RestartTiming", "measure", "stages_of"]
 
+_OUTLAST = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "run")
+_TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run"),
+    *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=3", "--monitor-interval=0.1"),
+)
+"""The stock launcher at its best: the interval is its default."""
+_SCRIPT = str(Path(__file__).with_name("restart_worker.py"))
+_POLL_S = 0.002
+_TAIL_LINES = 15
 _WORLD_SIZES = (2, 4)
 _VICTIM = 1
 _START_TIMEOUT_S = 60.0
-_COMEBACK_TIMEOUT_S = 30.0
+_RESTART_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 15.0
 _MOST_FAILURES = 3
 _HANG_TIMEOUT_S = 1
@@ -32,7 +49,7 @@ _STAGES = ("noticed", "all ended", "started", "script begun", "group joined", "a
 
 
 @dataclass(frozen=True, slots=True)
-class Comeback:
+class RestartTiming:
     """One rank's death and what followed; times are seconds since the kill."""
 
     after_s: float
@@ -50,12 +67,12 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
     """Kill and stop ranks under both launchers.
 
     Raises:
-        OutlastError: A run of ours, or three of the peer in a row, did not come back.
+        OutlastError: A run of ours, or three of the peer in a row, did not recover.
 
     Blocks: about 20 s a round.
     """
     failures: list[str] = []
-    measures: dict[str, Callable[[], Comeback]] = {}
+    measures: dict[str, Callable[[], RestartTiming]] = {}
     for size in _WORLD_SIZES:
         measures[f"outlast, {size} ranks"] = partial(_kill_under_outlast, size)
         measures[f"torchrun, {size} ranks"] = partial(_kill_under_torchrun, size, failures, say)
@@ -81,7 +98,7 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
         if wasted:
             notes.append(f"  torchrun restarted {wasted} times more than once was needed")
     if failures:
-        notes.append(f"torchrun did not come back in {len(failures)} runs, which were done again")
+        notes.append(f"torchrun did not recover in {len(failures)} runs, which were done again")
     deaths = [one for name, some in found.items() if name.startswith("outlast") for one in some]
     noticed_s = median([one.stages_s["noticed"] for one in deaths])
     bars += [
@@ -112,47 +129,46 @@ def stages_of(killed_ns: int, marks: Mapping[int, Mapping[str, int]], events: Se
     return {name: (at_ns - killed_ns) / 1e9 for name, at_ns in ends_ns.items() if at_ns is not None}
 
 
-def _kill_under_outlast(size: int) -> Comeback:
+def _kill_under_outlast(size: int) -> RestartTiming:
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
         folder = Path(name)
         options = (f"--run-dir={folder / 'run'}", f"--nproc-per-node={size}")
         try:
-            return _kill_one((*OUTLAST, *options), size, folder, {}, journal=True)
+            return _kill_one((*_OUTLAST, *options), size, folder, {}, journal=True)
         except DeadlineExceeded as error:
-            raise OutlastError(f"outlast run with {size} ranks did not come back: {error}") from error
+            raise OutlastError(f"outlast run with {size} ranks did not recover: {error}") from error
 
 
-def _kill_under_torchrun(size: int, failures: list[str], say: Say) -> Comeback:
+def _kill_under_torchrun(size: int, failures: list[str], say: Say) -> RestartTiming:
     for _ in range(_MOST_FAILURES):
         with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
-            command = (*TORCHRUN, f"--nproc-per-node={size}")
+            command = (*_TORCHRUN, f"--nproc-per-node={size}")
             try:
                 return _kill_one(command, size, Path(name), _PEER_VARIABLES, journal=False)
             except DeadlineExceeded as error:
                 failures.append(str(error))
-                say(f"torchrun with {size} ranks did not come back; once more ({str(error).splitlines()[0]})")
-    raise OutlastError(f"torchrun with {size} ranks did not come back {_MOST_FAILURES} times in a row: {failures[-1]}")
+                say(f"torchrun with {size} ranks did not recover; once more ({str(error).splitlines()[0]})")
+    raise OutlastError(f"torchrun with {size} ranks did not recover {_MOST_FAILURES} times in a row: {failures[-1]}")
 
 
 def _kill_one(
     launcher: Sequence[str], size: int, folder: Path, variables: Mapping[str, str], *, journal: bool
-) -> Comeback:
-    script = Path(__file__).with_name("restart_worker.py")
+) -> RestartTiming:
     ranks = range(size)
-    with LaunchedJob((*launcher, str(script), str(folder)), folder=folder, variables=variables) as job:
-        first = job.wait_for_marks((0,), ranks, timeout_s=_START_TIMEOUT_S)
-        killed_ns = strike(first.marks[_VICTIM]["pid"], SIGKILL)
-        later = job.wait_for_marks((1, 2, 3), ranks, timeout_s=_COMEBACK_TIMEOUT_S)
+    with _LaunchedJob((*launcher, _SCRIPT, str(folder)), folder=folder, variables=variables) as job:
+        _, marks = job.wait_for_marks((0,), ranks, timeout_s=_START_TIMEOUT_S)
+        killed_ns = clock.now_ns()
+        os.kill(marks[_VICTIM]["pid"], SIGKILL)
+        cycle, marks = job.wait_for_marks((1, 2, 3), ranks, timeout_s=_RESTART_TIMEOUT_S)
         job.wait(_END_TIMEOUT_S)
     events = list(read_journal(folder / "run")) if journal else []
-    stages_s = stages_of(killed_ns, later.marks, events)
-    return Comeback(stages_s["all-reduced"], later.cycle, stages_s)
+    stages_s = stages_of(killed_ns, marks, events)
+    return RestartTiming(stages_s["all-reduced"], cycle, stages_s)
 
 
 def _hang(repeats: int, say: Say) -> list[float]:
     """Return seconds from the end of a timeout to the incident, for each cycle of one job but the first."""
     num_cycles = repeats + 1
-    script = Path(__file__).with_name("hang_worker.py")
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
         folder = Path(name)
         options = (
@@ -162,14 +178,14 @@ def _hang(repeats: int, say: Say) -> list[float]:
             f"--ft-rank-section-timeouts=step:{_HANG_TIMEOUT_S}",
             "--ft-num-warmup-iterations=0",
         )
-        command = (*OUTLAST, *options, str(script), str(folder), str(num_cycles))
+        command = (*_OUTLAST, *options, _SCRIPT, str(folder), str(num_cycles))
         entered_ns = []
-        with LaunchedJob(command, folder=folder, variables={}) as job:
+        with _LaunchedJob(command, folder=folder) as job:
             try:
                 for cycle in range(num_cycles):
-                    mark = job.wait_for_marks((cycle,), (_VICTIM,), timeout_s=_START_TIMEOUT_S).marks[_VICTIM]
-                    strike(mark["pid"], SIGSTOP)
-                    entered_ns.append(mark["entered_ns"])
+                    _, marks = job.wait_for_marks((cycle,), (_VICTIM,), timeout_s=_START_TIMEOUT_S)
+                    os.kill(marks[_VICTIM]["pid"], SIGSTOP)
+                    entered_ns.append(marks[_VICTIM]["entered_ns"])
             except DeadlineExceeded as error:
                 raise OutlastError(f"a hang was not followed by a restart: {error}") from error
             job.wait(_END_TIMEOUT_S)
@@ -187,10 +203,88 @@ def _hang(repeats: int, say: Say) -> list[float]:
     return beyond_s[1:]
 
 
-def _breakdown(some: Sequence[Comeback]) -> str:
+def _breakdown(some: Sequence[RestartTiming]) -> str:
     """Return the medians of when each stage was over."""
     parts = []
     for stage in _STAGES:
         if seen := [one.stages_s[stage] for one in some if stage in one.stages_s]:
             parts.append(f"{stage} {median(seen) * 1e3:.1f}")
     return ", ".join(parts) + " ms"
+
+
+class _LaunchedJob:
+    """Run a launcher; use as a context manager, which ends every process of it.
+
+    Args:
+        command: The launcher, its options, the script and its arguments.
+        folder: Its own folder: the output goes to ``output.txt``, and the workers write ``CYCLE-RANK.json``.
+        variables: What to add to the environment.
+    """
+
+    def __init__(self, command: Sequence[str], *, folder: Path, variables: Mapping[str, str] | None = None) -> None:
+        self._folder = folder
+        self._output = folder / "output.txt"
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                env={**plain_environment(), **ONE_THREAD, **(variables or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> _LaunchedJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def wait_for_marks(
+        self, cycles: Sequence[int], ranks: Sequence[int], *, timeout_s: float
+    ) -> tuple[int, dict[int, dict[str, int]]]:
+        """Return the first of some cycles in which ranks all wrote, and what each wrote.
+
+        Blocks: up to ``timeout_s``.
+
+        Raises:
+            DeadlineExceeded: They did not, or the launcher ended first.
+        """
+        deadline_s = clock.now_s() + timeout_s
+        while True:
+            code = self._process.poll()  # asked before the files: what is not there after its end never comes
+            for cycle in cycles:
+                paths = {rank: self._folder / f"{cycle}-{rank}.json" for rank in ranks}
+                if all(path.exists() for path in paths.values()):
+                    return cycle, {rank: json.loads(path.read_bytes()) for rank, path in paths.items()}
+            if code is not None:
+                raise DeadlineExceeded(f"the launcher ended with exit code {code}\n{self._tail()}")
+            if clock.now_s() > deadline_s:
+                raise DeadlineExceeded(f"cycle {cycles[0]} was not there after {timeout_s:.0f} s\n{self._tail()}")
+            time.sleep(_POLL_S)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the launcher's exit code; ``None``: it still runs after ``timeout_s``."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        """End every process; idempotent. Blocks: until they are gone, 10 s at most."""
+        left: list[psutil.Process] = []
+        if self._process.poll() is None:
+            # The launcher first: it must not start others while they are ended one by one.
+            self._process.send_signal(SIGSTOP)
+            left = psutil.Process(self._process.pid).children(recursive=True)
+            self._process.kill()
+            self._process.wait(timeout=10)
+        for process in left:
+            if process.is_running():
+                process.kill()
+        psutil.wait_procs(left, timeout=10)
+
+    def _tail(self) -> str:
+        return "\n".join(self._output.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:])

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from outlast.bench.measuring import measure_in_process
-from outlast.bench.result import Bar, BenchResult
-from outlast.bench.rounds import Say
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from time import perf_counter_ns
 
-__all__ = ["measure"]
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from outlast.bench.measuring import GROUP_TIMEOUT_S, Say, measure_in_two_ranks, median, process_group, timed
+from outlast.bench.result import Bar, BenchResult
+from outlast.config import StragglerDetectionConfig
+from outlast.env import WorkerEnv
+from outlast.policy.stragglers import Streaks, judge
+from outlast.policy.timings import RankTimings, summarise
+from outlast.straggler import StragglerDetector
+
+__all__ = ["measure", "measure_steps"]
 
 _TIMEOUT_S = 120.0
+_NUM_TURNS, _BLOCK = 20, 300
+"""Blocks of each kind in a round, and steps in a block."""
+_SECTIONS = ("forward", "backward", "optimizer")
 
 
 def measure(*, repeats: int, say: Say) -> BenchResult:
@@ -20,14 +34,7 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
     Blocks: about a second a round, two minutes at most.
     """
     say(f"timed steps of 2 ranks, and reports, {repeats} rounds and one that is dropped")
-    found = measure_in_process(
-        "outlast.bench.straggler_worker",
-        [],
-        repeats=repeats,
-        say=say,
-        timeout_s=_TIMEOUT_S,
-        variables={"OMP_NUM_THREADS": "1"},
-    )
+    found = measure_in_two_ranks(measure_steps, repeats=repeats, say=say, timeout_s=_TIMEOUT_S)
     return BenchResult(
         bench="straggler",
         bars=(
@@ -46,3 +53,78 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
             f"what the timings of 512 ranks say is worked out in {found.median('judge_512_ms'):.3g} ms on each",
         ),
     )
+
+
+def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
+    """Yield what each round gave.
+
+    Blocks of steps with three empty sections take turns with blocks that mark them by torch's own means, and with
+    blocks of the bare loop, which is taken off. Then both ranks make a report on the steps that were timed.
+
+    Collective: both ranks.
+    """
+    with process_group():
+        place = WorkerEnv(global_rank=dist.get_rank(), world_size=2, node=f"node-{dist.get_rank()}")
+        config = StragglerDetectionConfig(num_gpu_perf_scores_to_print=0, enable_logging=False, check_machine=False)
+        detector = StragglerDetector(config, place=place, num_warmup_steps=0, timeout_s=GROUP_TIMEOUT_S)
+        first, second, third = (detector.section(name) for name in _SECTIONS)
+
+        def timed_steps() -> None:
+            for number in range(_BLOCK):
+                detector.begin_step(number)
+                with first:
+                    pass
+                with second:
+                    pass
+                with third:
+                    pass
+                detector.end_step()
+                detector.wishes_report()
+
+        def marked_steps() -> None:
+            for _ in range(_BLOCK):
+                for name in _SECTIONS:
+                    with record_function(name):
+                        pass
+
+        def bare_steps() -> None:
+            for _ in range(_BLOCK):
+                pass
+
+        many = _timings_of_many()
+        with closing(detector):
+            for _ in range(int(num_rounds)):
+                step_us, marked_us, bare_us = _us_in_turns(timed_steps, marked_steps, bare_steps)
+                report_s, _ = timed(detector.report)
+                judge_s, _ = timed(lambda: judge(Streaks(), many, config))
+                yield {
+                    "step_us": step_us - bare_us,
+                    "record_function_us": marked_us - bare_us,
+                    "report_ms": report_s * 1e3,
+                    "judge_512_ms": judge_s * 1e3,
+                }
+
+
+def _us_in_turns(*kinds: Callable[[], None]) -> list[float]:
+    """Return the microseconds of a step of each kind, the median over its blocks."""
+    found_us: list[list[float]] = [[] for _ in kinds]
+    for _ in range(_NUM_TURNS):
+        for steps, values in zip(kinds, found_us, strict=True):
+            begin_ns = perf_counter_ns()
+            steps()
+            values.append((perf_counter_ns() - begin_ns) / 1e3 / _BLOCK)
+    return [median(values) for values in found_us]
+
+
+def _timings_of_many() -> list[RankTimings]:
+    """Return what 512 ranks might report."""
+    return [
+        RankTimings(
+            rank=rank,
+            node=f"node-{rank // 8}",
+            num_steps=100,
+            step_s=0.1,
+            sections=tuple(summarise(name, [0.03 + rank * 1e-6] * 5, best_s=0.03) for name in _SECTIONS),
+        )
+        for rank in range(512)
+    ]

@@ -1,12 +1,10 @@
-"""Faults on purpose: planned, the same for the same seed, on record when they struck."""
+"""Fault injection: planned, the same for the same seed, recorded when they struck."""
 
 from __future__ import annotations
 
-from outlast.chaos.armed import ArmedFaults
+from outlast.chaos.armed import ArmedFaults, FiredFault, SimulatedError
 from outlast.chaos.fault import Fault, FaultKind, FaultTarget
-from outlast.chaos.plan import FaultPlan
-from outlast.chaos.process_faults import SimulatedError
-from outlast.chaos.verification import MissingFault, verify_fired
+from outlast.chaos.plan import FaultPlan, MissingFault, verify_fired
 
 __all__ = [
     "ArmedFaults",
@@ -14,6 +12,7 @@ __all__ = [
     "FaultKind",
     "FaultPlan",
     "FaultTarget",
+    "FiredFault",
     "MissingFault",
     "SimulatedError",
     "verify_fired",

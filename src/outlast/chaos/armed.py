@@ -6,40 +6,84 @@ directory before it strikes; without a run directory, only cycle 0 is struck.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import random
+import signal
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outlast import clock
-from outlast.chaos.draw import Occurrence, planned_faults
 from outlast.chaos.fault import Fault, FaultKind, FaultTarget
-from outlast.chaos.plan import FaultPlan
-from outlast.chaos.process_faults import strike_process
+from outlast.chaos.plan import FaultPlan, Occurrence, planned_faults
+from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
-from outlast.incidents import Event, EventKind
+from outlast.incidents import EventKind
+from outlast.runtime.device import device_name
 from outlast.runtime.journal import Journal
 
 if TYPE_CHECKING:
     import torch
 
-    from outlast.chaos.damage import Damage
-    from outlast.chaos.slowing import Slowing
+    from outlast.chaos.model_faults import Damage, Slowing
 
-__all__ = ["ArmedFaults"]
+__all__ = ["ArmedFaults", "FiredFault", "SimulatedError", "arm_configured", "arm_here", "simulated_fault"]
 
 log = logging.getLogger(__name__)
 LossT = TypeVar("LossT")
 _HORIZON = 256
 """Iterations for which a fault with a rate is drawn ahead."""
+_LONGEST_S = 1000.0
+"""One call that sleeps lasts no longer; then the next one begins."""
+_SIGNALS = {FaultKind.KILL: signal.SIGKILL, FaultKind.SIGTERM: signal.SIGTERM}
+_SIMULATED_KINDS = {"rank_hung": FaultKind.STOP, "rank_killed": FaultKind.KILL}
+
+
+class SimulatedError(RuntimeError):
+    """What the fault ``exception`` raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FiredFault:
+    """One strike on this rank, as it is recorded."""
+
+    fault: str
+    """The fault's name, or its kind."""
+    fault_id: str
+    """Identifies it in the plan: its place and a fingerprint."""
+    rank: int
+    device: str
+    iteration: int
+    """Number of optimizer steps done."""
+    details: Mapping[str, Any]
+    """What it struck; of a number its place, and its value before and after."""
 
 
 class ArmedFaults:
-    """Let a plan's faults befall this rank; made by :meth:`FaultPlan.arm`, which explains the arguments.
+    """Strike this rank with the faults of a plan, from the hooks below; in a session they are called for you.
+
+    Args:
+        plan: The faults, the same on all ranks.
+        global_rank: This rank.
+        world_size: Number of ranks.
+        local_rank: This rank's on its node.
+        node: Name of its node.
+        device: Name of the hardware that it computes on: a GPU's ``gpu-<uuid>``, else ``<node>/cpu-<local rank>``.
+        cycle: How often the job's workers were restarted.
+        run_dir: Folder of the markers by which a fault comes once a run; none: it comes in cycle 0 only.
+        record: Called with each strike before it happens.
+        now_ns: The monotonic clock of ``after_s``, which begins to count here.
+
+    Raises:
+        ConfigError: A fault is for a rank that does not exist.
 
     Thread: that of the training loop.
     """
@@ -47,31 +91,36 @@ class ArmedFaults:
     def __init__(
         self,
         plan: FaultPlan,
-        place: WorkerEnv,
         *,
-        run_dir: str | os.PathLike[str] | None,
-        journal: Journal,
-        device: str,
-        time: clock.Clock,
+        global_rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        node: str = "localhost",
+        device: str = "localhost/cpu-0",
+        cycle: int = 0,
+        run_dir: str | os.PathLike[str] | None = None,
+        record: Callable[[FiredFault], object] | None = None,
+        now_ns: Callable[[], int] = clock.now_ns,
     ) -> None:
-        self._place, self._journal, self._device, self._time = place, journal, device, time
+        place = WorkerEnv(global_rank=global_rank, world_size=world_size, local_rank=local_rank, node=node, cycle=cycle)
+        self._place, self._device, self._record, self._now_ns = place, device, record, now_ns
         self._markers = None if run_dir is None else Path(run_dir) / "faults"
         planned = list(planned_faults(plan))
         for here in planned:
             rank = here.fault.rank
-            if rank is not None and rank >= place.world_size and place.cycle == 0:  # later, the world may have shrunk
-                last = place.world_size - 1
+            if rank is not None and rank >= world_size and cycle == 0:  # later, the world may have shrunk
+                last = world_size - 1
                 raise ConfigError(f"faults[{here.index}]: rank={rank} does not exist, ranks end at {last}; name one")
-        remembers = run_dir is not None or place.cycle == 0
-        planned = [here for here in planned if (remembers or here.fault.persistent) and here.can_befall(place, device)]
-        self._planned = [here for here in planned if here.fault.after_s is None]
-        started_ns = time.now_ns()
+        remembers = run_dir is not None or cycle == 0
+        planned = [one for one in planned if (remembers or one.fault.persistent) and one.can_apply_to(place, device)]
+        self._planned = [one for one in planned if one.fault.after_s is None]
+        started_ns = now_ns()
         self._timed = [
-            (started_ns + int(here.fault.after_s * 1e9), here)
-            for here in planned
-            if here.fault.after_s is not None and here.befalls(place, device, 0)
+            (started_ns + int(one.fault.after_s * 1e9), one)
+            for one in planned
+            if one.fault.after_s is not None and one.applies_to(place, device, 0)
         ]
-        self.sections = frozenset(here.fault.section for here in planned if here.fault.section is not None)
+        self.sections = frozenset(one.fault.section for one in planned if one.fault.section is not None)
         """The sections for which :meth:`enter_section` is to be called."""
         self._has_durable = False
         self._next = 0
@@ -79,37 +128,33 @@ class ArmedFaults:
         self._due_now: tuple[Occurrence, ...] = ()
         self._struck_between = -1
         self._spent: set[str] = set()
-        self._events: dict[tuple[str, int], Event] = {}
+        self._fired: dict[tuple[str, int], FiredFault] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._state: Mapping[str, Any] = {}
         self._slowings: list[Slowing] = []
 
     @property
-    def fired(self) -> tuple[Event, ...]:
-        """What struck this rank in this cycle, as it is in the journal."""
-        return tuple(self._events.values())
+    def fired(self) -> tuple[FiredFault, ...]:
+        """What struck this rank in this cycle, as it was recorded."""
+        return tuple(self._fired.values())
 
     def before_step(self, iteration: int, state: Mapping[str, Any], *, has_durable: bool = True) -> None:
-        """Let befall what is due before or in the coming step, other than in its loss and gradients.
+        """Apply what is due before or in the coming step, other than in its loss and gradients.
 
         Args:
             iteration: Number of optimizer steps done.
             state: The script's state, in which weights and modules are found.
-            has_durable: Whether there is something to come back from, or nothing is saved at all.
+            has_durable: Whether something to restore is durable, or nothing is saved at all.
 
         Raises:
             ConfigError: A fault names a tensor, an element or a bit that does not exist.
             SimulatedError, SystemExit: The fault of that kind.
         """
-        self._has_durable, self._state = has_durable, state
-        if self._hooks:
-            self._remove_hooks()
-        if iteration < self._next:
+        if not self._begin_or_end_step(iteration, state, has_durable):
             return
-        self._strike_between_steps(iteration)
         for occurrence in self._due(iteration):
             if occurrence.fault.target == FaultTarget.WEIGHT:
-                self._strike_weight(occurrence, state)
+                self._strike_tensor(occurrence, state)
             elif occurrence.fault.target == FaultTarget.ACTIVATION:
                 self._await_forward(occurrence, state)
 
@@ -128,7 +173,7 @@ class ArmedFaults:
         return loss
 
     def after_backward(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Let befall the gradients what is due in this step; call it before the optimizer's step.
+        """Apply what is due to the gradients of this step; call it before the optimizer's step.
 
         Args:
             iteration: Number of optimizer steps done before this step.
@@ -141,12 +186,10 @@ class ArmedFaults:
             return
         for occurrence in self._due(iteration):
             if occurrence.fault.target == FaultTarget.GRADIENT:
-                from outlast.chaos.tensors import choose_gradient
-
-                self._strike_chosen(occurrence, choose_gradient(state, occurrence))
+                self._strike_tensor(occurrence, state)
 
     def after_step(self, iteration: int, state: Mapping[str, Any], *, has_durable: bool = True) -> None:
-        """Let befall what is due between this step and the next; call it once what is due was saved.
+        """Apply what is due between this step and the next; call it once what is due was saved.
 
         Args:
             iteration: Number of optimizer steps done, this one included.
@@ -156,16 +199,12 @@ class ArmedFaults:
         Raises:
             SimulatedError, SystemExit: The fault of that kind.
         """
-        self._has_durable, self._state = has_durable, state
-        if self._hooks:
-            self._remove_hooks()
-        if iteration < self._next:
+        if not self._begin_or_end_step(iteration, state, has_durable):
             return
-        self._strike_between_steps(iteration)
         self._strike_timed(None, iteration)
 
     def enter_section(self, name: str, iteration: int) -> None:
-        """Let befall what is due in a section; call it as soon as the section is open.
+        """Apply what is due in a section; call it as soon as the section is open.
 
         Args:
             name: The section's name.
@@ -179,13 +218,11 @@ class ArmedFaults:
             self._strike_timed(name, iteration)
 
     def close(self) -> None:
-        """Let nothing befall any more; idempotent."""
+        """Apply nothing from here on. Idempotent."""
         self._remove_hooks()
         while self._slowings:
             self._slowings.pop().remove()
         self._planned, self._timed, self._due_now, self._next = [], [], (), sys.maxsize
-
-    # -- what is due ---------------------------------------------------------------------------------------
 
     def _due(self, iteration: int) -> tuple[Occurrence, ...]:
         if iteration != self._due_at:
@@ -193,7 +230,7 @@ class ArmedFaults:
             self._due_now = tuple(
                 Occurrence(here, iteration)
                 for here in self._planned
-                if here.is_due(iteration) and here.befalls(self._place, self._device, iteration)
+                if here.is_due(iteration) and here.applies_to(self._place, self._device, iteration)
             )
             self._look_ahead()
         return self._due_now
@@ -206,10 +243,16 @@ class ArmedFaults:
         coming = (here.next_due(self._due_at + 1, horizon=_HORIZON) for here in self._planned)
         self._next = min((number for number in coming if number is not None), default=sys.maxsize)
 
-    def _strike_between_steps(self, iteration: int) -> None:
-        if self._struck_between != iteration:  # the step's end comes before the next one's beginning
+    def _begin_or_end_step(self, iteration: int, state: Mapping[str, Any], has_durable: bool) -> bool:
+        """Apply what is due between two steps; return whether anything else may be due."""
+        self._has_durable, self._state = has_durable, state
+        self._remove_hooks()
+        if iteration < self._next:
+            return False
+        if self._struck_between != iteration:  # the step's end comes before the next one's begin
             self._struck_between = iteration
             self._strike_due_processes(None, iteration)
+        return True
 
     def _strike_due_processes(self, section: str | None, iteration: int) -> None:
         for occurrence in self._due(iteration):
@@ -217,7 +260,7 @@ class ArmedFaults:
                 self._strike_process(occurrence)
 
     def _strike_timed(self, section: str | None, iteration: int) -> None:
-        now_ns = self._time.now_ns() if self._timed else 0
+        now_ns = self._now_ns() if self._timed else 0
         for entry in tuple(self._timed):
             not_before_ns, here = entry
             is_early = now_ns < not_before_ns or (here.fault.once_durable and not self._has_durable)
@@ -226,18 +269,14 @@ class ArmedFaults:
                 self._look_ahead()
                 self._strike_process(Occurrence(here, iteration))
 
-    # -- strikes -------------------------------------------------------------------------------------------
-
     def _strike_process(self, occurrence: Occurrence) -> None:
-        if self._claim(occurrence):
-            rank = self._place.global_rank
-            self._write(occurrence, target=f"rank {rank}")
-            if occurrence.fault.kind == FaultKind.SLOW:
-                return self._slow_down(occurrence.fault)
-            strike_process(occurrence.fault, f"rank {rank} after iteration {occurrence.iteration}")
-
-    def _slow_down(self, fault: Fault) -> None:
-        from outlast.chaos.slowing import Slowing
+        if not self._claim(occurrence):
+            return
+        rank, fault = self._place.global_rank, occurrence.fault
+        self._report(occurrence, target=f"rank {rank}")
+        if fault.kind != FaultKind.SLOW:
+            return strike_process(fault, f"rank {rank} after iteration {occurrence.iteration}")
+        from outlast.chaos.model_faults import Slowing
 
         assert fault.factor is not None
         slowing = Slowing(self._state, factor=fault.factor, duration_s=fault.duration_s)
@@ -245,24 +284,20 @@ class ArmedFaults:
             log.warning("%s: there is no module in the state", fault.describe())
         self._slowings.append(slowing)
 
-    def _strike_weight(self, occurrence: Occurrence, state: Mapping[str, Any]) -> None:
-        from outlast.chaos.tensors import choose_weight
+    def _strike_tensor(self, occurrence: Occurrence, state: Mapping[str, Any]) -> None:
+        from outlast.chaos.model_faults import choose_tensor, damage
 
-        self._strike_chosen(occurrence, choose_weight(state, occurrence))
-
-    def _strike_chosen(self, occurrence: Occurrence, chosen: tuple[str, torch.Tensor] | None) -> None:
-        from outlast.chaos.damage import damage
-
+        chosen = choose_tensor(state, occurrence)
         if chosen is None:
             log.warning("%s: there is nothing that it could change", occurrence.fault.describe())
         elif self._claim(occurrence):
             name, tensor = chosen
-            self._write_damage(occurrence, name, damage(tensor, occurrence))
+            self._report_damage(occurrence, name, damage(tensor, occurrence))
 
     def _strike_loss(self, occurrence: Occurrence, loss: LossT) -> LossT:
         import torch
 
-        from outlast.chaos.damage import can_damage, damage
+        from outlast.chaos.model_faults import can_damage, damage
 
         copy = loss.clone() if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
         if not can_damage(occurrence.fault.kind, copy):
@@ -270,11 +305,11 @@ class ArmedFaults:
             return loss
         if not self._claim(occurrence):
             return loss
-        self._write_damage(occurrence, None, damage(copy, occurrence))
+        self._report_damage(occurrence, None, damage(copy, occurrence))
         return copy if isinstance(loss, torch.Tensor) else copy.item()  # type: ignore[return-value]
 
     def _await_forward(self, occurrence: Occurrence, state: Mapping[str, Any]) -> None:
-        from outlast.chaos.tensors import choose_module
+        from outlast.chaos.model_faults import choose_module
 
         chosen = choose_module(state, occurrence)
         if chosen is None:
@@ -284,14 +319,13 @@ class ArmedFaults:
         self._hooks.append(module.register_forward_hook(partial(self._on_forward, occurrence, name)))
 
     def _on_forward(self, occurrence: Occurrence, name: str, module: object, arguments: object, output: Any) -> Any:
-        from outlast.chaos.damage import can_damage, damage
-        from outlast.chaos.tensors import replace_first
+        from outlast.chaos.model_faults import can_damage, damage, replace_first
 
         def change(tensor: torch.Tensor) -> torch.Tensor | None:
             if not can_damage(occurrence.fault.kind, tensor) or not self._claim(occurrence):
                 return None
             copy = tensor.clone()
-            self._write_damage(occurrence, name, damage(copy, occurrence))
+            self._report_damage(occurrence, name, damage(copy, occurrence))
             return copy
 
         changed, done = replace_first(output, change)
@@ -300,8 +334,6 @@ class ArmedFaults:
     def _remove_hooks(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-
-    # -- once a run, and on record -------------------------------------------------------------------------
 
     def _claim(self, occurrence: Occurrence) -> bool:
         """Return whether the fault may strike now; one that comes once a run leaves its marker here."""
@@ -325,32 +357,138 @@ class ArmedFaults:
             return False
         return True
 
-    def _write_damage(self, occurrence: Occurrence, tensor: str | None, done: Damage) -> None:
+    def _report_damage(self, occurrence: Occurrence, tensor: str | None, done: Damage) -> None:
         details: dict[str, Any] = {"target": occurrence.fault.target}
         if tensor is not None:
             details["tensor"] = tensor
         details["element"] = done.element
         if done.bit is not None:
             details["bit"] = done.bit
-        self._write(occurrence, **details, before=_number(done.before), after=_number(done.after))
+        self._report(occurrence, **details, before=_number(done.before), after=_number(done.after))
 
-    def _write(self, occurrence: Occurrence, **details: Any) -> None:
-        """Put a strike on record; a persistent fault's once a cycle for each iteration."""
+    def _report(self, occurrence: Occurrence, **details: Any) -> None:
+        """Log and record a strike; a persistent fault's once a cycle for each iteration."""
         key = (occurrence.planned.fault_id, occurrence.iteration)
-        if key in self._events:
+        if key in self._fired:
             return
         rank, label = self._place.global_rank, occurrence.fault.label
-        said = ", ".join(f"{name} {value}" for name, value in details.items())
-        log.warning("simulating %s on rank %d after iteration %d: %s", label, rank, occurrence.iteration, said)
-        self._events[key] = self._journal.write(
-            EventKind.FAULT_SIMULATED,
-            rank=rank,
-            iteration=occurrence.iteration,
+        text = ", ".join(f"{name} {value}" for name, value in details.items())
+        log.warning("simulating %s on rank %d after iteration %d: %s", label, rank, occurrence.iteration, text)
+        self._fired[key] = fired = FiredFault(
             fault=label,
-            **details,
-            device=self._device,
             fault_id=occurrence.planned.fault_id,
+            rank=rank,
+            device=self._device,
+            iteration=occurrence.iteration,
+            details=details,
         )
+        if self._record is not None:
+            self._record(fired)
+
+
+def strike_process(fault: Fault, where: str) -> None:
+    """Apply a fault to this process.
+
+    Args:
+        fault: One whose kind is not numeric.
+        where: Rank and iteration, for an exception's message.
+
+    Raises:
+        SimulatedError: The fault is ``exception``.
+        SystemExit: The fault is ``exit``.
+
+    Blocks: for the fault's duration, which may be forever.
+    """
+    kind = FaultKind(fault.kind)
+    if kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[kind])
+    elif kind == FaultKind.STOP:
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # all threads stop, this one at once
+    elif kind == FaultKind.EXCEPTION:
+        raise SimulatedError(f"simulated failure, {where}")
+    elif kind == FaultKind.EXIT:
+        raise SystemExit(fault.exit_code)
+    else:
+        end_s = float("inf") if fault.duration_s is None else clock.now_s() + fault.duration_s
+        while (left_s := min(end_s - clock.now_s(), _LONGEST_S)) > 0:
+            if kind == FaultKind.SLEEP:
+                time.sleep(left_s)
+            else:
+                ctypes.PyDLL(None).usleep(max(1, int(left_s * 1e6)))  # called through PyDLL it keeps the GIL
+
+
+def arm_configured(
+    config: Config, fault_tolerance: FaultToleranceConfig, place: WorkerEnv, journal: Journal
+) -> ArmedFaults | None:
+    """Return the faults that a session's settings ask for, armed; ``None`` when they ask for none.
+
+    Args:
+        config: The session's settings.
+        fault_tolerance: The timeouts and the like that are in use.
+        place: This worker's place.
+        journal: Where each fault is written.
+
+    Raises:
+        ConfigError: The plan cannot be read or is wrong, or a fault is for a rank that does not exist.
+    """
+    plan = FaultPlan() if config.fault_plan is None else FaultPlan.load(config.fault_plan)
+    if fault_tolerance.simulate_fault:
+        plan = replace(plan, faults=(*plan.faults, simulated_fault(fault_tolerance, place)))
+    if not plan.faults:
+        return None
+    return arm_here(plan, place, journal, device=device_name(place.device or place.node, place.local_rank))
+
+
+def arm_here(
+    plan: FaultPlan, place: WorkerEnv, journal: Journal, *, device: str, now_ns: Callable[[], int] = clock.now_ns
+) -> ArmedFaults:
+    """Arm a plan on a worker; strikes are written to the journal, and markers to the worker's run directory."""
+
+    def record(fired: FiredFault) -> None:
+        journal.write(
+            EventKind.FAULT_SIMULATED,
+            rank=fired.rank,
+            iteration=fired.iteration,
+            fault=fired.fault,
+            **fired.details,
+            device=fired.device,
+            fault_id=fired.fault_id,
+        )
+
+    return ArmedFaults(
+        plan,
+        global_rank=place.global_rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        node=place.node,
+        device=device,
+        cycle=place.cycle,
+        run_dir=place.run_dir,
+        record=record,
+        now_ns=now_ns,
+    )
+
+
+def simulated_fault(config: FaultToleranceConfig, place: WorkerEnv) -> Fault:
+    """Return the fault of ``simulate_fault``: a rank that hangs or is killed, once a run.
+
+    What the settings leave open is drawn from the run's name, so that all ranks draw the same.
+
+    Args:
+        config: The settings; ``simulate_fault`` is on.
+        place: A worker's place.
+
+    Raises:
+        ConfigError: The rank that the fault is for does not exist.
+    """
+    draw = random.Random(f"simulated fault of {place.run_id}")
+    drawn_type, drawn_rank = draw.choice(sorted(_SIMULATED_KINDS)), draw.randrange(place.world_size)
+    name = drawn_type if config.simulated_fault_type == "random" else config.simulated_fault_type
+    rank = drawn_rank if config.simulated_fault_rank is None else config.simulated_fault_rank
+    if rank >= place.world_size:
+        raise ConfigError(f"simulated_fault_rank={rank} does not exist, ranks end at {place.world_size - 1}; name one")
+    delay_s = config.simulated_fault_base_delay
+    return Fault(name=name, kind=_SIMULATED_KINDS[name], rank=rank, after_s=delay_s, once_durable=True)
 
 
 def _number(value: float) -> float | str:

@@ -1,29 +1,32 @@
-"""A plan of faults, seeded: read from a file or made in Python, checked, and armed on every rank.
+"""A plan of faults, seeded: read from a file or made in Python, checked, drawn from, and compared with what struck.
 
 A plan needs no coordination. Whatever it leaves open is drawn from the seed, the fault's place in the plan and the
-iteration, so that all ranks draw the same, in each cycle anew.
+iteration, so that all ranks draw the same, in each cycle. Each draw has a key of its own (fault, purpose, iteration)
+and depends on nothing else, so that it does not matter which ranks draw, how often, or from which iteration a restarted
+run resumes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from outlast import clock
 from outlast.chaos.fault import Fault
 from outlast.config.base import from_mapping, nearest, parse_text, require
 from outlast.config.files import load_values
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
-from outlast.runtime.journal import Journal
+from outlast.incidents import EventKind
+from outlast.runtime.journal import read_journal
 
-if TYPE_CHECKING:
-    from outlast.chaos.armed import ArmedFaults
+__all__ = ["FaultPlan", "MissingFault", "Occurrence", "PlannedFault", "planned_faults", "verify_fired"]
 
-__all__ = ["FaultPlan"]
+_SCALE = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,30 +97,137 @@ class FaultPlan:
             lines += ["", "[[faults]]", *(f"{name} = {_toml(value)}" for name, value in fault.to_mapping().items())]
         return "\n".join(lines) + "\n"
 
-    def arm(
-        self,
-        place: WorkerEnv,
-        *,
-        run_dir: str | os.PathLike[str] | None,
-        journal: Journal,
-        device: str,
-        time: clock.Clock | None = None,
-    ) -> ArmedFaults:
-        """Return the faults as one rank sees them, ready to strike.
+
+@dataclass(frozen=True, slots=True)
+class PlannedFault:
+    """A fault together with what distinguishes its draws from those of others."""
+
+    seed: int
+    index: int
+    """Its place in the plan, from 0."""
+    fault: Fault
+    fault_id: str
+    """Names it in the journal and in its marker: place and fingerprint; an edited fault is another."""
+
+    def draw(self, count: int, purpose: str, iteration: int = 0) -> int:
+        """Return a number from 0 to below ``count``."""
+        return self._number(purpose, iteration) * count // _SCALE
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether the step at this iteration is struck, on any rank; not for one with ``after_s``."""
+        if self.fault.rate is None:
+            return iteration == self.fault.iteration
+        return self._number("due", iteration) < self.fault.rate * _SCALE
+
+    def applies_to(self, place: WorkerEnv, device: str, iteration: int) -> bool:
+        """Return whether this rank is struck when the step at this iteration is."""
+        fault = self.fault
+        if fault.rank is not None:
+            return place.global_rank == fault.rank
+        if fault.node is not None:
+            return place.node == fault.node
+        if fault.device is not None:
+            return device == fault.device
+        return place.global_rank == self.draw(place.world_size, "rank", iteration)
+
+    def can_apply_to(self, place: WorkerEnv, device: str) -> bool:
+        """Return whether this rank is struck at any iteration."""
+        is_drawn = self.fault.rank is None and self.fault.node is None and self.fault.device is None
+        return (is_drawn and self.fault.rate is not None) or self.applies_to(place, device, self.fault.iteration or 0)
+
+    def next_due(self, iteration: int, *, horizon: int) -> int | None:
+        """Return the first iteration from this one on at which it is due.
 
         Args:
-            place: This worker's place.
-            run_dir: Folder of the markers by which a fault comes once a run; none: it comes in cycle 0 only.
-            journal: Where each fault is written.
-            device: Name of the hardware that this rank computes on (``runtime.device.device_name``).
-            time: The clock of ``after_s``, which runs from here on; ``None`` = the machine's own.
+            iteration: Where to begin.
+            horizon: How many iterations to look at where each has to be drawn.
 
-        Raises:
-            ConfigError: A fault is for a rank that does not exist.
+        Returns:
+            The iteration; ``iteration + horizon`` if nothing is due before; ``None`` when it is never due again.
         """
-        from outlast.chaos.armed import ArmedFaults
+        if self.fault.rate is None:
+            due = self.fault.iteration
+            return due if due is not None and due >= iteration else None
+        ahead = range(iteration, iteration + horizon)
+        return next((number for number in ahead if self.is_due(number)), ahead.stop)
 
-        return ArmedFaults(self, place, run_dir=run_dir, journal=journal, device=device, time=time or clock.MONOTONIC)
+    def _number(self, purpose: str, iteration: int) -> int:
+        key = f"{self.seed}/{self.index}/{purpose}/{iteration}".encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """One time that a fault is due on this rank."""
+
+    planned: PlannedFault
+    iteration: int
+
+    @property
+    def fault(self) -> Fault:
+        """The fault."""
+        return self.planned.fault
+
+    def draw(self, count: int, purpose: str) -> int:
+        """Return a number from 0 to below ``count``, drawn for this iteration."""
+        return self.planned.draw(count, purpose, self.iteration)
+
+
+def planned_faults(plan: FaultPlan) -> Iterator[PlannedFault]:
+    """Yield a plan's faults with their names."""
+    for index, fault in enumerate(plan.faults):
+        content = json.dumps([plan.seed, fault.to_mapping()], sort_keys=True).encode()
+        fingerprint = hashlib.blake2b(content, digest_size=4).hexdigest()
+        yield PlannedFault(plan.seed, index, fault, f"{index}-{fingerprint}")
+
+
+@dataclass(frozen=True, slots=True)
+class MissingFault:
+    """A planned fault that did not strike, or not each time that it was due."""
+
+    index: int
+    """Its place in the plan, from 0."""
+    fault: Fault
+    iterations: tuple[int, ...]
+    """Where it was due; empty when that is not known: with ``after_s``, or with a rate that drew no iteration."""
+    reached: int
+    """The highest iteration that the journal knows of."""
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        where = f" (due at {', '.join(map(str, self.iterations))})" if self.fault.rate and self.iterations else ""
+        return f"faults[{self.index}] did not strike: {self.fault.describe()}{where}; the run reached {self.reached}"
+
+
+def verify_fired(plan: FaultPlan, run_dir: str | os.PathLike[str]) -> list[MissingFault]:
+    """Return the faults of a plan that did not strike in a run, in the plan's order; none: all did.
+
+    A fault with a rate is missing when it did not strike at one of the iterations drawn for it, of those that the
+    run is known to have reached, or when it drew none at all.
+
+    Args:
+        plan: The plan that the run was given.
+        run_dir: The run directory; its journal is read.
+    """
+    struck: defaultdict[str, set[int]] = defaultdict(set)
+    reached = 0
+    for event in read_journal(run_dir):
+        reached = max(reached, event.iteration or 0)
+        if event.kind == EventKind.FAULT_SIMULATED and event.iteration is not None:
+            struck[str(event.data.get("fault_id"))].add(event.iteration)
+    missing = []
+    for planned in planned_faults(plan):
+        due = _due(planned, reached)
+        left = tuple(iteration for iteration in due if iteration not in struck[planned.fault_id])
+        if left or not struck[planned.fault_id]:
+            missing.append(MissingFault(planned.index, planned.fault, left, reached))
+    return missing
+
+
+def _due(planned: PlannedFault, reached: int) -> tuple[int, ...]:
+    if planned.fault.rate is not None:
+        return tuple(iteration for iteration in range(reached) if planned.is_due(iteration))
+    return () if planned.fault.iteration is None else (planned.fault.iteration,)
 
 
 def _toml(value: object) -> str:

@@ -41,7 +41,6 @@ class WriterProcess:
     """One writer at a time, replaced when it dies.
 
     Args:
-        arguments: More arguments for the first process, for fault injection.
         address: Name of the socket, of one whose owner is gone; empty = the kernel draws one.
         owner: Whose writer this is, for its log; empty = this node's.
         node: Name of this node, for its log; empty = the one that the machine knows itself by.
@@ -53,7 +52,6 @@ class WriterProcess:
 
     def __init__(
         self,
-        arguments: tuple[str, ...] = (),
         *,
         address: str = "",
         owner: str = "",
@@ -70,7 +68,7 @@ class WriterProcess:
         try:
             self._bind(address)
             self._socket.listen(BACKLOG)
-            self._process = self._start(arguments)
+            self._process = self._start()
         except OSError:
             self._socket.close()
             raise
@@ -120,10 +118,10 @@ class WriterProcess:
                     raise
             time.sleep(0.05)
 
-    def _start(self, arguments: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         fd = self._socket.fileno()
         command = [sys.executable, "-P", "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid())]
-        command += [*self._names, *arguments]
+        command += self._names
         return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
 
     def _watch(self) -> None:
@@ -160,7 +158,6 @@ class WriterClient:
 
     Args:
         address: The agent's; ``None``: start one for this process, when first asked.
-        arguments: More arguments for a process of its own, for fault injection.
         owner: Whose a process of its own is, for the log; empty = the node's.
         node: Name of this node, for that log; empty = the one that the machine knows itself by.
         patience_s: Seconds to wait for another writer at the address, where the owner of the first one may be replaced.
@@ -171,13 +168,12 @@ class WriterClient:
     def __init__(
         self,
         address: str | None,
-        arguments: tuple[str, ...] = (),
         *,
         owner: str = "",
         node: str = "",
         patience_s: float = 0.0,
     ) -> None:
-        self._address, self._arguments, self._patience_s = address, arguments, patience_s
+        self._address, self._patience_s = address, patience_s
         self._owner, self._node = owner, node
         self._own: WriterProcess | None = None
         self._idle: list[socket.socket] = []
@@ -204,7 +200,7 @@ class WriterClient:
         with self._lock:
             if self._address is None and self._own is None and not self._closed:
                 try:
-                    self._own = WriterProcess(self._arguments, owner=self._owner, node=self._node)
+                    self._own = WriterProcess(owner=self._owner, node=self._node)
                 except OSError as error:
                     raise CheckpointError(f"no writer process can be started: {error}") from error
 

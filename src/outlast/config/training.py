@@ -49,11 +49,11 @@ class InProcessRestartConfig(Partial):
     ``Wrapper`` with these settings calls its function as it is. Where it is not given, a ``Wrapper`` protects."""
 
     active_world_size: int | None = None
-    """Ranks that run the function; the others are warm reserves. none = all."""
+    """Ranks that run the function; the others are warm spares. none = all."""
 
     granularity: str = "node"
-    """What a reserve replaces: ``node`` = a node whose own reserves do not suffice is given up, and all its ranks go
-    to another one; ``rank`` = any reserve takes the place of any rank."""
+    """What a spare replaces: ``node`` = a node whose own spares do not suffice is given up, and all its ranks go
+    to another one; ``rank`` = any spare takes the place of any rank."""
 
     max_iterations: int | None = None
     """Restarts in process after which the job is given up to the launcher; none = no limit, 0 = none at all."""

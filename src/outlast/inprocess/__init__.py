@@ -1,6 +1,6 @@
 """Restart in process: a function that is called again on all ranks, in the same processes, when one of them fails.
 
-See :class:`Wrapper`. It runs the function on the active ranks; the others are warm reserves.
+See :class:`Wrapper`. It runs the function on the active ranks; the others are warm spares.
 """
 
 from __future__ import annotations

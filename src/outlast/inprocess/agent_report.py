@@ -54,21 +54,21 @@ class StatusReporter:
             _say_what_the_launcher_allows(place.launcher)
 
     def begin(self, go: m.Go) -> None:
-        """Tell that an iteration begins, which this rank takes part in or waits through as a reserve."""
+        """Tell that a call begins, which this rank takes part in or waits through as a spare."""
         rank = go.ranks.get(self._place.global_rank)
         if self._mark is not None:
             tell = self._mark.wait if rank is None else self._mark.activate
-            tell(go.iteration, _for_agent(go.faults))
-        if go.iteration > 0 and rank == 0:
+            tell(go.restart_count, _for_agent(go.faults))
+        if go.restart_count > 0 and rank == 0:
             self._write_restarted(go)
         self._ranks, self._left_s = go.ranks, None
 
-    def restart(self, iteration: int, faults: Iterable[m.RankFault] = ()) -> None:
-        """Tell that the running iteration is left, for the one named."""
+    def restart(self, restart_count: int, faults: Iterable[m.RankFault] = ()) -> None:
+        """Tell that the running call is left, for the one named."""
         if self._left_s is None:
             self._left_s = clock.now_s()
         if self._mark is not None:
-            self._mark.restart(iteration, _for_agent(faults))
+            self._mark.restart(restart_count, _for_agent(faults))
 
     def complete(self) -> None:
         """Tell that the function returned here."""
@@ -122,7 +122,7 @@ class StatusReporter:
             EventKind.RESTARTED_IN_PROCESS,
             cycle=place.cycle,
             rank=0,
-            restart_iteration=go.iteration,
+            restart_iteration=go.restart_count,
             faults=[{"rank": one.initial_rank, "kind": one.kind, "summary": one.summary} for one in go.faults],
             active_world_size=go.active_world_size,
             replaced={rank: after[rank] for rank in sorted(before.keys() & after) if before[rank] != after[rank]},

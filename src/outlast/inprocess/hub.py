@@ -393,7 +393,7 @@ class Hub:
         standings = {rank: peer.join.standing for rank, peer in self._peers.items() if rank in self._known}
         nodes = {rank: place.node for rank, place in self._known.items()}
         self._state = take_over(standings, nodes, self._world_size, clock.now_s())
-        log.info("this process hosts the hub now: %s of iteration %d", self._state.phase, self._state.iteration)
+        log.info("this process hosts the hub now: %s of call %d", self._state.phase, self._state.restart_count)
         for rank in standings:
             self._advance(self._came(rank, self._peers[rank].join))
         self._lose(self._lost_early)
@@ -415,8 +415,8 @@ class Hub:
         self._state, actions = advance(before, event, self._limits)
         if self._state.phase == RestartPhase.RUNNING and self._state.members.keys() != self._known.keys():
             self._know_members()
-        if self._state.iteration != before.iteration or self._state.phase != before.phase:
-            log.info("%s of iteration %d", self._state.phase, self._state.iteration)
+        if self._state.restart_count != before.restart_count or self._state.phase != before.phase:
+            log.info("%s of call %d", self._state.phase, self._state.restart_count)
             if self._state.phase == RestartPhase.RUNNING:
                 self._out_of_reach.clear()
         for action in actions:

@@ -82,9 +82,9 @@ class HubClient:
         return self._door.address
 
     @property
-    def iteration(self) -> int:
-        """The iteration that the rank was told to enter last; 0 before."""
-        return max(0, self._record.standing.iteration)
+    def restart_count(self) -> int:
+        """The call that the rank was told to enter last; 0 before."""
+        return max(0, self._record.standing.restart_count)
 
     @property
     def is_over(self) -> bool:
@@ -268,7 +268,7 @@ class HubClient:
         text = f"no hub can be reached ({reason})"
         log.warning("rank %d: %s", self._task.initial_rank, text)
         counts = self._record.standing.fault_counts
-        self._order(m.Abort(reason=text, iteration=self.iteration, fault_counts=counts))
+        self._order(m.Abort(reason=text, restart_count=self.restart_count, fault_counts=counts))
 
     # -- the link ----------------------------------------------------------------------------------------------
 

@@ -211,7 +211,7 @@ class KeptTrainingState:
         """
         self.release()
         if self.rank is None:
-            return None, "", ""  # this process was a reserve
+            return None, "", ""  # this process was a spare
         if self._reason or self._iteration is None:
             return None, self._reason or "no step had begun", ""
         parts = parts_of(state)

@@ -110,12 +110,12 @@ class MonitorThread:
         else:
             os.close(self._wake)
 
-    def begin_iteration(self) -> None:
+    def begin_call(self) -> None:
         """Let any progress of the main thread count again. Thread: the main thread."""
         self._pings_only = False
 
     def count_pings_only(self) -> None:
-        """Let only pings count as progress until the next iteration. Thread: any."""
+        """Let only pings count as progress until the next call. Thread: any."""
         self._pings_only = True
 
     # -- the thread --------------------------------------------------------------------------------------------
@@ -154,13 +154,13 @@ class MonitorThread:
             return
         for message in received:
             if isinstance(message, m.Restart):
-                self._leave_before(message.iteration)
+                self._leave_before(message.restart_count)
             elif isinstance(message, m.Abort | m.Expel):
                 self._leave_before(_ALL_CALLS)
             self.inbox.put(message)
 
-    def _leave_before(self, iteration: int) -> None:
-        self._interruption.order(iteration - 1)
+    def _leave_before(self, restart_count: int) -> None:
+        self._interruption.order(restart_count - 1)
         if self._interruption.is_wanted:
             self._page.set_phase(RankPhase.LEAVING)
         self._must_abort, self._poke_s = True, _FIRST_POKE_S

@@ -170,7 +170,7 @@ class MonitorProcess:
             self._uplink.report(self._soft_timeout(found))
         elif found is not None and self._stuck is None:
             log.warning("rank %d is ended: %s", self._task.initial_rank, found.summary)
-            self._stuck = self._fault(found.iteration, found.kind, found.summary)
+            self._stuck = self._fault(found.restart_count, found.kind, found.summary)
             self._signal(signal.SIGKILL)
         if next_ns is not None:
             due.append(next_ns / 1e9)
@@ -217,7 +217,7 @@ class MonitorProcess:
             self._hear(data)  # what it said before it ended
         if not self._uplink.is_over and not self._has_left:
             log.info("rank %d (pid %d) is gone", self._task.initial_rank, self._task.pid)
-        fault = self._fault(self._uplink.iteration, m.RankFaultKind.DIED, "its process is gone")
+        fault = self._fault(self._uplink.restart_count, m.RankFaultKind.DIED, "its process is gone")
         self._lose_rank(m.Gone(fault=self._stuck or fault))
 
     def _lose_rank(self, final_report: m.Gone | m.Left) -> None:
@@ -261,9 +261,9 @@ class MonitorProcess:
         """Give the rank an order."""
         now_ns = clock.now_ns()
         match order:
-            case m.Go(iteration=iteration, ranks=ranks):
+            case m.Go(restart_count=restart_count, ranks=ranks):
                 if ranks.get(self._task.initial_rank) is not None:
-                    self._watch.note_go(iteration, now_ns)
+                    self._watch.note_go(restart_count, now_ns)
             case m.Restart(faults=faults):
                 self._self_report = self._own_up(faults)
                 self._watch.note_leave(now_ns)
@@ -308,7 +308,7 @@ class MonitorProcess:
         return None if fault is None or fault.is_victims else fault
 
     def _soft_timeout(self, found: SoftTimeout) -> m.RankFault:
-        fault = self._fault(found.iteration, m.RankFaultKind.SOFT_TIMEOUT, found.summary)
+        fault = self._fault(found.restart_count, m.RankFaultKind.SOFT_TIMEOUT, found.summary)
         place = read_stack_position(self._task.pid)
         if place is None:
             return fault
@@ -316,8 +316,10 @@ class MonitorProcess:
         summary = f"{found.summary}, {what} {place.line}"
         return msgspec.structs.replace(fault, summary=summary, evidence=place.evidence)
 
-    def _fault(self, iteration: int, kind: m.RankFaultKind, summary: str) -> m.RankFault:
-        return m.RankFault(initial_rank=self._task.initial_rank, iteration=iteration, kind=kind, summary=summary)
+    def _fault(self, restart_count: int, kind: m.RankFaultKind, summary: str) -> m.RankFault:
+        return m.RankFault(
+            initial_rank=self._task.initial_rank, restart_count=restart_count, kind=kind, summary=summary
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -50,11 +50,11 @@ class State:
     initial_rank: int
     """The rank that this process was started as; it stays the same."""
     initial_world_size: int
-    """How many processes were started, reserves included."""
+    """How many processes were started, spares included."""
     rank: int | None
-    """Its rank in the function; ``None``: it is a reserve."""
+    """Its rank in the function; ``None``: it is a spare."""
     world_size: int
-    """How many processes are left, reserves included."""
+    """How many processes are left, spares included."""
     active_world_size: int
     """How many ranks run the function."""
     iteration: int
@@ -70,7 +70,7 @@ class State:
         return self.rank
 
     @property
-    def is_reserve(self) -> bool:
+    def is_spare(self) -> bool:
         """Whether this process waits to take another one's place."""
         return self.rank is None
 
@@ -134,7 +134,7 @@ class RetryController:
     max_iterations: int | None = None
     """Restarts that may be made; ``None`` = no limit, 0 = none."""
     min_world_size: int = 1
-    """Fewest processes to go on with, reserves included."""
+    """Fewest processes to go on with, spares included."""
     min_active_world_size: int = 1
     """Fewest ranks to run the function with."""
 
@@ -215,7 +215,7 @@ class FaultCounter:
 
 @dataclass(frozen=True, slots=True)
 class ShiftRanks:
-    """Move survivors up into the gaps, in order; reserves follow behind them. Shrinks once reserves are spent."""
+    """Move survivors up into the gaps, in order; spares follow behind them. Shrinks once spares are spent."""
 
     def __call__(self, assignment: Assignment) -> Assignment:
         """Return the assignment without gaps."""
@@ -224,17 +224,17 @@ class ShiftRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillGaps:
-    """Let reserves take dead ranks' places; survivors keep their ranks.
+    """Let spares take dead ranks' places; survivors keep their ranks.
 
     Raises:
         ConfigError: The granularity is unknown.
     """
 
     granularity: str = "rank"
-    """``rank``: any reserve takes any rank's place. ``node``: first reserves of the same node do; where they do not
-    suffice, all ranks of the node go together to one with as many reserves, and its survivors become reserves."""
+    """``rank``: any spare takes any rank's place. ``node``: first spares of the same node do; where they do not
+    suffice, all ranks of the node go together to one with as many spares, and its survivors become spares."""
     may_shrink: bool = False
-    """What follows once reserves are spent: the last ranks move into the gaps (with ``node`` all move up, in order);
+    """What follows once spares are spent: the last ranks move into the gaps (with ``node`` all move up, in order);
     off: ``RestartAbort``."""
 
     def __post_init__(self) -> None:
@@ -245,7 +245,7 @@ class FillGaps:
         """Return the assignment without gaps.
 
         Raises:
-            RestartAbort: Reserves do not suffice, and it must not shrink.
+            RestartAbort: Spares do not suffice, and it must not shrink.
         """
         whole = 1 if self.granularity == "node" else None
         return fill_gaps(assignment, place=lambda member: (member.node,), whole=whole, may_shrink=self.may_shrink)
@@ -253,7 +253,7 @@ class FillGaps:
 
 @dataclass(frozen=True, slots=True)
 class MaxActiveWorldSize:
-    """Make ranks reserves beyond a number.
+    """Make ranks spares beyond a number.
 
     Args:
         limit: Most ranks that run the function, at least 1.
@@ -275,7 +275,7 @@ class MaxActiveWorldSize:
 
 @dataclass(frozen=True, slots=True)
 class ActiveWorldSizeDivisibleBy:
-    """Make the last ranks reserves, so that a number divides how many run the function.
+    """Make the last ranks spares, so that a number divides how many run the function.
 
     Args:
         divisor: The number, at least 1.
@@ -302,21 +302,21 @@ class Level:
     Args:
         key: What tells a rank's part of the machine at this level: the name of an environment variable, or a function
             without arguments, asked once on every rank; ``"node"`` = the node's name.
-        reserve: Ranks that each part holds back, beyond those that the levels within it hold back.
-        whole: Replace parts of this level as a whole: one whose own reserves do not suffice is given up, and its ranks
+        spare: Ranks that each part holds back, beyond those that the levels within it hold back.
+        whole: Replace parts of this level as a whole: one whose own spares do not suffice is given up, and its ranks
             go together to another part.
 
     Raises:
-        ConfigError: The reserve is negative, or the name empty.
+        ConfigError: The spare is negative, or the name empty.
     """
 
     key: str | Callable[[], str]
-    reserve: int = 0
+    spare: int = 0
     whole: bool = False
 
     def __post_init__(self) -> None:
-        if self.reserve < 0:
-            raise ConfigError(f"Level(reserve={self.reserve}) must not be negative")
+        if self.spare < 0:
+            raise ConfigError(f"Level(spare={self.spare}) must not be negative")
         if self.key == "":
             raise ConfigError("Level(key='') must name an environment variable, or be a function")
 
@@ -334,13 +334,13 @@ class Level:
 
 
 class Tree:
-    """Hold reserves back at every level of the machine, and fill each gap from the nearest.
+    """Hold spares back at every level of the machine, and fill each gap from the nearest.
 
-    At the start each part of each level holds its last ranks back. Later a gap is filled by a reserve of the same
+    At the start each part of each level holds its last ranks back. Later a gap is filled by a spare of the same
     innermost part, else of the next wider one, and so on; survivors keep their ranks, but for those of a ``whole``
     part that is given up::
 
-        Tree(Level("RACK", reserve=8), Level("node", reserve=1, whole=True))
+        Tree(Level("RACK", spare=8), Level("node", spare=1, whole=True))
 
     Args:
         levels: From the widest to the narrowest; at least one.
@@ -363,11 +363,11 @@ class Tree:
         """Return the assignment without gaps.
 
         Raises:
-            RestartAbort: Reserves do not suffice, and it must not shrink.
+            RestartAbort: Spares do not suffice, and it must not shrink.
         """
         if not assignment.previous:
-            reserves = [level.reserve for level in self._levels]
-            return hold_back(assignment, place=self._place, reserves=reserves)
+            spares = [level.spare for level in self._levels]
+            return hold_back(assignment, place=self._place, spares=spares)
         whole = next((number + 1 for number, level in enumerate(self._levels) if level.whole), None)
         return fill_gaps(assignment, place=self._place, whole=whole, may_shrink=self._may_shrink)
 

@@ -34,7 +34,7 @@ class RankPhase(IntEnum):
     """Where a rank's main thread is."""
 
     WAITING = 0
-    """In the wrapper, waiting for orders (a reserve, or one that is ready)."""
+    """In the wrapper, waiting for orders (a spare, or one that is ready)."""
     STARTING = 1
     """Told to go; the function is not entered yet."""
     IN_FN = 2
@@ -90,12 +90,12 @@ class Page:
         """Say that the main thread made progress."""
         self._words[_PROGRESS] = now_ns()
 
-    def set_phase(self, phase: RankPhase, iteration: int | None = None) -> None:
+    def set_phase(self, phase: RankPhase, restart_count: int | None = None) -> None:
         """Say where the main thread is; this counts as progress, except for ``LEAVING``."""
         if phase != RankPhase.LEAVING:
             self._words[_PROGRESS] = now_ns()
-        if iteration is not None:
-            self._words[_ITERATION] = iteration
+        if restart_count is not None:
+            self._words[_ITERATION] = restart_count
         self._words[_PHASE] = phase
 
     def pause(self) -> None:
@@ -137,8 +137,8 @@ class Page:
         return RankPhase(self._words[_PHASE])
 
     @property
-    def iteration(self) -> int:
-        """The iteration that it is in, or was in last."""
+    def restart_count(self) -> int:
+        """The call that it is in, or was in last."""
         return self._words[_ITERATION]
 
     @property
@@ -209,7 +209,7 @@ class Words(Protocol):
     @property
     def phase(self) -> RankPhase: ...
     @property
-    def iteration(self) -> int: ...
+    def restart_count(self) -> int: ...
     @property
     def is_paused(self) -> bool: ...
 
@@ -218,7 +218,7 @@ class Words(Protocol):
 class SoftTimeout:
     """The main thread makes no progress, though the interpreter is free."""
 
-    iteration: int
+    restart_count: int
     summary: str
 
 
@@ -226,7 +226,7 @@ class SoftTimeout:
 class Stuck:
     """The rank has to be ended."""
 
-    iteration: int
+    restart_count: int
     kind: RankFaultKind
     summary: str
 
@@ -253,9 +253,9 @@ class RankWatch:
         """The rank is about to leave the wrapper, or has left: its monitor thread need not run any more."""
         self._is_over = True
 
-    def note_go(self, iteration: int, now_ns: int) -> None:
-        """The rank was told to enter an iteration."""
-        self._went = (iteration, now_ns)
+    def note_go(self, restart_count: int, now_ns: int) -> None:
+        """The rank was told to enter a call."""
+        self._went = (restart_count, now_ns)
         self._told_to_leave_ns = None
 
     def note_leave(self, now_ns: int) -> None:
@@ -268,18 +268,18 @@ class RankWatch:
         """Return how long a rank in the function has made no progress, if that is half a soft timeout, and untold."""
         page = self._page
         since_ns = now_ns - page.progress_ns
-        is_judged = page.phase == RankPhase.IN_FN and not page.is_paused and self._said_soft < page.iteration
+        is_judged = page.phase == RankPhase.IN_FN and not page.is_paused and self._said_soft < page.restart_count
         if not is_judged or self._told_to_leave_ns is not None or since_ns < self._soft_ns // 2:
             return None
-        self._said_soft = page.iteration
-        return SoftTimeout(page.iteration, f"no progress for {since_ns / 1e9:.1f} s while others waited")
+        self._said_soft = page.restart_count
+        return SoftTimeout(page.restart_count, f"no progress for {since_ns / 1e9:.1f} s while others waited")
 
     def look(self, now_ns: int) -> tuple[SoftTimeout | Stuck | None, int | None]:
         """Return what is found, and when to look again; ``None``: when anything else happens."""
-        page, iteration = self._page, self._page.iteration
+        page, restart_count = self._page, self._page.restart_count
         phase = page.phase
         if self._went is not None:
-            if page.iteration >= self._went[0] and phase not in (RankPhase.WAITING, RankPhase.STARTING):
+            if page.restart_count >= self._went[0] and phase not in (RankPhase.WAITING, RankPhase.STARTING):
                 self._went = None
             elif now_ns >= (due := self._went[1] + self._start_ns):
                 text = f"the function was not entered within {self._task.limits.barrier_timeout_s:g} s"
@@ -288,7 +288,7 @@ class RankWatch:
                 found, silent_ns = self._look_at_beat(self._went[0], now_ns, "before the function was entered")
                 return found, due if silent_ns is None else min(due, silent_ns)
         if phase in _IDLE:
-            return self._look_at_beat(iteration, now_ns, "outside the function")
+            return self._look_at_beat(restart_count, now_ns, "outside the function")
         if phase not in _IN_FN:
             return None, None
         if page.is_paused:
@@ -297,21 +297,21 @@ class RankWatch:
         base_ns = progress_ns if self._told_to_leave_ns is None else min(progress_ns, self._told_to_leave_ns)
         hard_ns = base_ns + self._hard_ns
         if now_ns >= hard_ns:
-            return Stuck(iteration, RankFaultKind.HARD_TIMEOUT, self._describe(now_ns, hard=True)), None
-        if self._told_to_leave_ns is not None or self._said_soft >= iteration:
+            return Stuck(restart_count, RankFaultKind.HARD_TIMEOUT, self._describe(now_ns, hard=True)), None
+        if self._told_to_leave_ns is not None or self._said_soft >= restart_count:
             return None, hard_ns
         soft_ns = progress_ns + self._soft_ns
         if now_ns < soft_ns:
             return None, soft_ns
         fresh_until_ns = page.beat_ns + self._fresh_ns
         if now_ns <= fresh_until_ns:
-            self._said_soft = iteration
-            return SoftTimeout(iteration, self._describe(now_ns, hard=False)), hard_ns
+            self._said_soft = restart_count
+            return SoftTimeout(restart_count, self._describe(now_ns, hard=False)), hard_ns
         # The monitor thread does not run either: it may come back (a long call that holds the interpreter's lock).
         return None, min(hard_ns, now_ns + self._fresh_ns // 4)
 
-    def _look_at_beat(self, iteration: int, now_ns: int, where: str) -> tuple[Stuck | None, int | None]:
-        """Judge a rank whose main thread may wait as long as it likes, such as a reserve: its monitor thread beats."""
+    def _look_at_beat(self, restart_count: int, now_ns: int, where: str) -> tuple[Stuck | None, int | None]:
+        """Judge a rank whose main thread may wait as long as it likes, such as a spare: its monitor thread beats."""
         if self._is_over:
             return None, None
         silent_ns = self._page.beat_ns + self._hard_ns
@@ -320,7 +320,7 @@ class RankWatch:
         since_s = (now_ns - self._page.beat_ns) / 1e9
         text = f"no thread of it has run for {since_s:.1f} s {where}; it was stopped, or held the interpreter's lock"
         return Stuck(
-            iteration, RankFaultKind.HARD_TIMEOUT, f"{text} (hard_timeout={self._task.hard_timeout_s:g})"
+            restart_count, RankFaultKind.HARD_TIMEOUT, f"{text} (hard_timeout={self._task.hard_timeout_s:g})"
         ), None
 
     def _describe(self, now_ns: int, *, hard: bool) -> str:

@@ -219,8 +219,6 @@ class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     wants: str = ""
     """Life of the monitor process that it believes to talk to; empty: any."""
     standing: MemberStanding = MemberStanding()
-    labels: dict[str, str] = {}
-    """What the rank says of its place beyond its node."""
 
 
 class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -305,7 +303,7 @@ class MemberRecord:
     def reports(self) -> tuple[Report, ...]:
         """Return what the rank reported that may still matter; a hub may hear it twice."""
         standing = self.standing
-        completed = () if standing.completed < 0 else (Completed(iteration=standing.completed),)
+        completed = () if standing.completed < 0 else (Completed(restart_count=standing.completed),)
         ready = () if standing.ready is None else (standing.ready,)
         return (*standing.faults, *completed, *ready)
 
@@ -315,14 +313,14 @@ class MemberRecord:
             case Go():
                 self.standing = msgspec.structs.replace(
                     self.standing,
-                    iteration=order.iteration,
+                    restart_count=order.restart_count,
                     ranks=order.ranks,
                     fault_counts=order.fault_counts,
                     ready=None,
                     faults=(),
                 )
             case Restart():
-                self.standing = msgspec.structs.replace(self.standing, restart=order.iteration)
+                self.standing = msgspec.structs.replace(self.standing, restart=order.restart_count)
 
     def note_report(self, report: Report) -> None:
         """Note what the rank reported."""
@@ -330,7 +328,7 @@ class MemberRecord:
             case RankReady():
                 self.standing = msgspec.structs.replace(self.standing, ready=report)
             case Completed():
-                self.standing = msgspec.structs.replace(self.standing, completed=report.iteration)
+                self.standing = msgspec.structs.replace(self.standing, completed=report.restart_count)
             case RankFault() if len(self.standing.faults) < 8:
                 self.standing = msgspec.structs.replace(self.standing, faults=(*self.standing.faults, report))
             case Left():

@@ -55,14 +55,14 @@ class RestartContext:
 
     def __init__(self, place: env.WorkerEnv) -> None:
         self.place = place
-        self.iteration = 0
+        self.restart_count = 0
         """The one that this rank was told to enter last."""
         self._go: m.Go | None = None
         self._faults: tuple[m.RankFault, ...] = ()
 
     def note_go(self, go: m.Go) -> None:
         """Note an order to go; its counts have all faults before it."""
-        self._go, self.iteration, self._faults = go, go.iteration, ()
+        self._go, self.restart_count, self._faults = go, go.restart_count, ()
 
     def note_faults(self, faults: Iterable[m.RankFault]) -> None:
         """Note faults since the last order to go."""
@@ -79,7 +79,7 @@ class RestartContext:
             rank=ranks.get(place.global_rank),
             world_size=len(ranks) or place.world_size,
             active_world_size=go.active_world_size if go is not None else place.world_size,
-            iteration=self.iteration,
+            iteration=self.restart_count,
             node=place.node,
             fault_counts=count_causes(go.fault_counts if go is not None else {}, self._faults),
         )
@@ -172,10 +172,10 @@ class Ending:
         self._terminate()
         return RestartAbort(
             order.reason,
-            counts={"restarts": order.iteration, "faults": sum(order.fault_counts.values())},
+            counts={"restarts": order.restart_count, "faults": sum(order.fault_counts.values())},
             rank=self._facts.place.global_rank,
             node=self._facts.place.node,
-            iteration=self._facts.iteration,
+            iteration=self._facts.restart_count,
         )
 
     def _terminate(self) -> None:
@@ -197,7 +197,7 @@ class _CallResult:
 
 
 class WrappedRank:
-    """Go through iterations as ordered, until all have completed.
+    """Go through calls as ordered, until all have completed.
 
     Args:
         config: The settings.
@@ -293,10 +293,10 @@ class WrappedRank:
                     self._go_into(order, function, args, kwargs, handle_name)
                 case m.Restart():
                     self._facts.note_faults(order.faults)
-                    self._said.restart(order.iteration, order.faults)
-                    if order.iteration > self._ready_for:
+                    self._said.restart(order.restart_count, order.faults)
+                    if order.restart_count > self._ready_for:
                         self._leave(None)
-                        self._get_ready(order.iteration)
+                        self._get_ready(order.restart_count)
                 case m.Assign():
                     self._link.send(self._assign(order))
                 case m.Finish():
@@ -317,9 +317,9 @@ class WrappedRank:
         except queue.Empty:
             raise OutlastError(f"the monitor process does not answer for {timeout_s:g} s; look at its log") from None
 
-    def _get_ready(self, iteration: int) -> None:
-        """Say that this rank can enter an iteration, if it may."""
-        if iteration > 0:
+    def _get_ready(self, restart_count: int) -> None:
+        """Say that this rank can enter a call, if it may."""
+        if restart_count > 0:
             try:
                 self._plugins.health_check(self._facts.describe())
             except RestartAbort as error:
@@ -330,9 +330,9 @@ class WrappedRank:
         if self._store is not None:
             self._store.close()
         self._store = IterationStore(self._host)
-        self._ready_for = iteration
+        self._ready_for = restart_count
         self._page.set_phase(RankPhase.WAITING)
-        self._link.send(m.RankReady(iteration=iteration, store_address=self._store.address))
+        self._link.send(m.RankReady(restart_count=restart_count, store_address=self._store.address))
 
     def _assign(self, order: m.Assign) -> m.Assigned:
         members = [
@@ -349,7 +349,7 @@ class WrappedRank:
             ranks = assign(
                 self._plugins.rank_assignment,
                 members,
-                iteration=order.iteration,
+                iteration=order.restart_count,
                 active_world_size=self._config.active_world_size,
             )
         except Exception as error:  # noqa: BLE001 - a plug-in's error stops all ranks, with its text
@@ -357,7 +357,7 @@ class WrappedRank:
             return m.Assigned(ordinal=order.ordinal, error=str(error) or type(error).__name__)
         return m.Assigned(ordinal=order.ordinal, ranks=ranks)
 
-    # -- an iteration ------------------------------------------------------------------------------------------
+    # -- a call ------------------------------------------------------------------------------------------
 
     def _go_into(
         self,
@@ -374,7 +374,7 @@ class WrappedRank:
             self._ending.part("the rank assignment leaves it out", tell=True)
         rank = go.ranks[self._place.global_rank]
         if rank is None:
-            return  # a reserve: it waits for the next order
+            return  # a spare: it waits for the next order
         handle = self._handle = Handle(
             self._facts.describe(),
             interruption=self._interruption,
@@ -386,8 +386,8 @@ class WrappedRank:
         if handle_name is not None:
             kwargs = {**kwargs, handle_name: handle}
         self._page.reset_depths()
-        self._page.set_phase(RankPhase.STARTING, go.iteration)
-        self._thread.begin_iteration()
+        self._page.set_phase(RankPhase.STARTING, go.restart_count)
+        self._thread.begin_call()
         set_current(handle)
         outcome = self._enter(go, rank, function, args, kwargs)
         self._interruption.leave()
@@ -401,7 +401,7 @@ class WrappedRank:
 
         This frame is the boundary of what is interrupted: it is not, whatever it calls is.
         """
-        if not self._interruption.enter(go.iteration):
+        if not self._interruption.enter(go.restart_count):
             return RestartRequested()
         try:
             self._prepare(go, rank)
@@ -433,14 +433,14 @@ class WrappedRank:
     def _settle(self, outcome: _CallResult | BaseException) -> None:
         """Report how the call ended, and leave it if it failed."""
         if not isinstance(outcome, _CallResult):
-            self._said.restart(self._facts.iteration + 1)
+            self._said.restart(self._facts.restart_count + 1)
         if isinstance(outcome, _CallResult):
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
             if outcome.leaving is not None:
                 drop(outcome.leaving)
             self._said.complete()
-            self._link.send(m.Completed(iteration=self._facts.iteration))
+            self._link.send(m.Completed(restart_count=self._facts.restart_count))
             return
         if isinstance(outcome, KeyboardInterrupt):
             self._leave(None)
@@ -456,7 +456,7 @@ class WrappedRank:
     def _tell_fault(self, error: BaseException) -> None:
         fault = m.RankFault(
             initial_rank=self._place.global_rank,
-            iteration=self._facts.iteration,
+            restart_count=self._facts.restart_count,
             kind=m.RankFaultKind.EXCEPTION,
             summary=describe(error),
             is_consequence=is_consequence(error),
@@ -464,10 +464,10 @@ class WrappedRank:
         self._facts.note_faults((fault,))
         self._link.send(fault)
         if not fault.is_consequence:
-            log.warning("the function failed on this rank in call %d", self._facts.iteration, exc_info=error)
+            log.warning("the function failed on this rank in call %d", self._facts.restart_count, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Let go of the iteration that was entered last. Idempotent."""
+        """Let go of the call that was entered last. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is None:
             return

@@ -1,4 +1,4 @@
-"""Going on from memory after a restart in process: survivors in place, reserves with what a survivor gives them.
+"""Going on from memory after a restart in process: survivors in place, spares with what a survivor gives them.
 
 See :mod:`outlast.policy.in_place` for what is decided, and :mod:`outlast.inprocess.kept_state` for what is kept.
 """

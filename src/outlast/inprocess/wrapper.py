@@ -36,10 +36,10 @@ class Wrapper:
             ...
 
     The function runs on every active rank. When it raises on one, when a rank dies or hangs, it is left on all of them
-    and called again with the same arguments, on the ranks that live; reserves take the places of those that do not.
+    and called again with the same arguments, on the ranks that live; spares take the places of those that do not.
     For each call RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and process groups are made in the function;
     they are gone when it is called again, and when the call returns. That is once the function has returned on all
-    active ranks: with its value there, with ``None`` on reserves. ``SystemExit`` ends the function like a return, and
+    active ranks: with its value there, with ``None`` on spares. ``SystemExit`` ends the function like a return, and
     is raised again at the end.
 
     Args:

@@ -262,9 +262,9 @@ class Coordinator:
 
     def _on_restarted(self, restarted: m.Restarted, now_s: float) -> None:
         """Charge a restart inside the processes, of which every node tells; stop the job if it was one too many."""
-        if (restarted.call, restarted.iteration) <= self._mended:
+        if (restarted.call, restarted.restart_count) <= self._mended:
             return
-        self._mended = restarted.call, restarted.iteration
+        self._mended = restarted.call, restarted.restart_count
         incident = restarted.incident
         incident = msgspec.structs.replace(incident, node=incident.node or self.nodes.name_of_rank(incident.rank))
         end = CycleEnd(

@@ -301,9 +301,9 @@ class Adoption:
         return now_s - self.since_s > wait_s
 
 
-SAY_S = 10.0
+REMIND_S = 10.0
 """Seconds between two lines on who is waited for."""
-FIRST_SAY_S = 3.0
+FIRST_REMINDER_S = 3.0
 """Seconds until the first of them."""
 
 
@@ -386,8 +386,8 @@ class Forming:
         if self._since_s is None:
             return
         if self._said_s is None:
-            self._said_s = self._since_s - SAY_S + FIRST_SAY_S  # nodes that start together come within this
-        if now_s - self._said_s < SAY_S:
+            self._said_s = self._since_s - REMIND_S + FIRST_REMINDER_S  # nodes that start together come within this
+        if now_s - self._said_s < REMIND_S:
             return
         self._said_s = now_s
         have = sorted(node.name for node in self.nodes if node.ready)

@@ -140,10 +140,10 @@ class Restarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaul
     cycle: int
     call: int
     """Which of the workers' calls of a wrapped function it was, from 0."""
-    iteration: int
-    """The restart iteration that began."""
+    restart_count: int
+    """Which restart of that call began."""
     incident: Incident
-    """What was mended."""
+    """What the workers restarted after."""
     durable_iteration: int | None = None
     progress_known: bool = False
 

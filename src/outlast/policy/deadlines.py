@@ -226,7 +226,7 @@ class _Deadline:
         return self.since_ns + round(self.timeout_s * 1e9)
 
 
-_WAITS = (InProcessState.RESERVE, InProcessState.COMPLETED, InProcessState.LEFT)
+_WAITS = (InProcessState.SPARE, InProcessState.COMPLETED, InProcessState.LEFT)
 
 
 def _of(rank: Facts, timeouts: Timeouts) -> Iterator[_Deadline]:

@@ -59,7 +59,7 @@ class InProcessState(IntEnum):
     """It left its peers for good, and they go on without it."""
     GAVE_UP = 5
     """The restart inside the processes is abandoned: whoever started them must start them again."""
-    RESERVE = 6
+    SPARE = 6
     """It waits to take the place of another."""
     COMPLETED = 7
     """It is done with the function, others are not."""
@@ -70,15 +70,13 @@ _SURVIVABLE = frozenset(
         InProcessState.ACTIVE,
         InProcessState.RESTARTING,
         InProcessState.LEFT,
-        InProcessState.RESERVE,
+        InProcessState.SPARE,
         InProcessState.COMPLETED,
     }
 )
 _GOING_ON = _SURVIVABLE - {InProcessState.LEFT} | {InProcessState.RETURNED}
-HAS_BEGUN = frozenset(
-    {InProcessState.ACTIVE, InProcessState.RESERVE, InProcessState.COMPLETED, InProcessState.RETURNED}
-)
-"""States of a worker that knows why the restart iteration before was left."""
+HAS_BEGUN = frozenset({InProcessState.ACTIVE, InProcessState.SPARE, InProcessState.COMPLETED, InProcessState.RETURNED})
+"""States of a worker that knows why the restart call before was left."""
 _DISPENSABLE = _SURVIVABLE - {InProcessState.ACTIVE, InProcessState.RESTARTING}
 
 
@@ -117,7 +115,7 @@ def needs_restart(worker: WorkerStanding) -> bool:
 
 
 def newest_begun(workers: Iterable[WorkerStanding]) -> tuple[int, int]:
-    """Return the newest call and restart iteration that a worker has begun, whatever it does in it."""
+    """Return the newest call and restart call that a worker has begun, whatever it does in it."""
     begun = [(one.in_process_call, one.in_process_iteration) for one in workers if one.in_process in HAS_BEGUN]
     return max(begun, default=(0, 0))
 
@@ -127,7 +125,7 @@ def has_resumed(worker: WorkerStanding, reached: tuple[int, int]) -> bool:
 
     Args:
         worker: How it stood at its end.
-        reached: The newest call and restart iteration that others have begun.
+        reached: The newest call and restart call that others have begun.
     """
     return reached >= (
         worker.in_process_call,
@@ -141,7 +139,7 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_iterations: int | None = None
     """Restarts in process; ``None``: no bound."""
     barrier_timeout_s: float = 120.0
-    """Seconds that a member has to be ready for the next iteration."""
+    """Seconds that a member has to be ready for the next call."""
     completion_timeout_s: float = 120.0
     """Seconds from the first completed rank to the last."""
     last_call_wait_s: float = 1.0
@@ -163,22 +161,20 @@ class RankFaultKind(StrEnum):
     """Its main thread made no progress, though the interpreter was free."""
     HARD_TIMEOUT = "hard_timeout"
     """It was stopped, or held the interpreter's lock, or could not be interrupted; its monitor process ended it."""
-    UNHEALTHY = "unhealthy"
-    """Its health check failed."""
     LINK_LOST = "link_lost"
     """Its monitor process cannot be reached."""
     COMPLETION_TIMEOUT = "completion_timeout"
     """Others had completed long since."""
     BARRIER_TIMEOUT = "barrier_timeout"
-    """It was not ready for the next iteration in time."""
+    """It was not ready for the next call in time."""
 
 
 class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Something went wrong on a rank."""
 
     initial_rank: int
-    iteration: int
-    """The iteration in which it happened."""
+    restart_count: int
+    """The call in which it happened."""
     kind: RankFaultKind
     summary: str = ""
     is_consequence: bool = False
@@ -192,17 +188,17 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaul
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The rank is out of the function, its groups are gone, its checks passed: it can enter ``iteration``."""
+    """The rank is out of the function, its groups are gone, its checks passed: it can enter ``call``."""
 
-    iteration: int
+    restart_count: int
     store_address: str
-    """``host port`` of the socket that it has bound and would host that iteration's store on."""
+    """``host port`` of the socket that it has bound and would host that call's store on."""
 
 
 class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The function returned."""
 
-    iteration: int
+    restart_count: int
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -219,7 +215,7 @@ class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     ordinal: int
     """Of the question."""
     ranks: dict[int, int | None] = {}
-    """Active rank by initial rank; ``None``: a reserve; not in it: leaves for good."""
+    """Active rank by initial rank; ``None``: a spare; not in it: leaves for good."""
     error: str = ""
     """Why no ranks can be assigned; all stop with it."""
 
@@ -233,7 +229,7 @@ class MemberFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     initial_rank: int
     node: str
     active_rank: int | None
-    """In the iteration before; ``None``: it was a reserve, or there was none."""
+    """In the call before; ``None``: it was a spare, or there was none."""
     is_alive: bool = True
     """Whether it can be given a rank; one that had a rank and is gone leaves a gap."""
     labels: dict[str, str] = {}
@@ -241,9 +237,9 @@ class MemberFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Leave the function (a reserve: stop waiting), and say :class:`RankReady` for the next iteration."""
+    """Leave the function (a spare: stop waiting), and say :class:`RankReady` for the next call."""
 
-    iteration: int
+    restart_count: int
     """The next one; what runs with a lower number is to be left."""
     faults: tuple[RankFault, ...] = ()
 
@@ -253,39 +249,39 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     ordinal: int
     """To be repeated in the answer."""
-    iteration: int
+    restart_count: int
     members: tuple[MemberFacts, ...]
-    """By initial rank; also those that had an active rank in the iteration before and are gone."""
+    """By initial rank; also those that had an active rank in the call before and are gone."""
 
 
 class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Enter the function."""
 
-    iteration: int
+    restart_count: int
     ranks: dict[int, int | None]
-    """Active rank by initial rank of all members; ``None``: a reserve; who is not in it leaves for good."""
+    """Active rank by initial rank of all members; ``None``: a spare; who is not in it leaves for good."""
     active_world_size: int
     store_address: str
     """``host port`` where the rank with active rank 0 listens."""
     faults: tuple[RankFault, ...] = ()
-    """Why the iteration before ended; causes first, no more than 16."""
+    """Why the call before ended; causes first, no more than 16."""
     fault_counts: dict[int, int] = {}
-    """Number of faults by initial rank, all iterations together."""
+    """Number of faults by initial rank, all calls together."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All active ranks have completed; the wrapper returns."""
 
-    iteration: int
+    restart_count: int
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """In-process restart cannot help any more; the wrapper raises."""
 
     reason: str
-    iteration: int
+    restart_count: int
     fault_counts: dict[int, int] = {}
-    """Number of faults by initial rank, all iterations together."""
+    """Number of faults by initial rank, all calls together."""
 
 
 class Expel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -297,18 +293,18 @@ class Expel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class MemberStanding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a member stands, for a hub that was not there when it got there."""
 
-    iteration: int = -1
+    restart_count: int = -1
     """The last one that it was told to enter; -1: none yet."""
     ranks: dict[int, int | None] = {}
     """Of that :class:`Go`."""
     fault_counts: dict[int, int] = {}
     """Of that :class:`Go`."""
     restart: int = -1
-    """The iteration of the last :class:`Restart`; -1: none yet."""
+    """The call of the last :class:`Restart`; -1: none yet."""
     ready: RankReady | None = None
     """What it said last."""
     completed: int = -1
-    """The iteration that it completed last."""
+    """The call that it completed last."""
     faults: tuple[RankFault, ...] = ()
     """Its own, since that :class:`Go`."""
 

@@ -40,7 +40,6 @@ from outlast.policy.inprocess_protocol import (
 )
 
 __all__ = [
-    "Draft",
     "Event",
     "HubMember",
     "Isolated",
@@ -56,17 +55,19 @@ __all__ = [
     "advance",
     "begin",
     "count_causes",
-    "describe_member",
     "judge",
     "next_deadline_s",
     "take_over",
 ]
 
+_MAX_FAULTS = 16
+"""Faults that are sent to every member; a thousand ranks may all report that they lost a connection."""
+
 
 def add_fault(known: tuple[RankFault, ...], fault: RankFault) -> tuple[RankFault, ...]:
     """Return the faults with one more, unless it is known: a rank may say the same to two hubs."""
-    name = (fault.initial_rank, fault.iteration, fault.kind)
-    if any((other.initial_rank, other.iteration, other.kind) == name for other in known):
+    name = (fault.initial_rank, fault.restart_count, fault.kind)
+    if any((other.initial_rank, other.restart_count, other.kind) == name for other in known):
         return known
     return (*known, fault)
 
@@ -84,12 +85,12 @@ def judge(faults: tuple[RankFault, ...]) -> tuple[RankFault, ...]:
 
 
 def count_causes(before: Mapping[int, int], faults: tuple[RankFault, ...]) -> dict[int, int]:
-    """Return the number of causes by initial rank, with those of an iteration added to those before.
+    """Return the number of causes by initial rank, with those of a call added to those before.
 
-    A rank is at fault once in an iteration, in however many ways that showed.
+    A rank is at fault once in a call, in however many ways that showed.
     """
     counts = {**before}
-    for rank, _ in {(fault.initial_rank, fault.iteration) for fault in judge(faults) if not fault.is_consequence}:
+    for rank, _ in {(fault.initial_rank, fault.restart_count) for fault in judge(faults) if not fault.is_consequence}:
         counts[rank] = counts.get(rank, 0) + 1
     return counts
 
@@ -110,12 +111,22 @@ class HubMember(msgspec.Struct, frozen=True, kw_only=True):
     is_here: bool = False
     """It has come; before, it is only expected."""
     active_rank: int | None = None
-    """In the iteration that runs or ran last."""
+    """In the call that runs or ran last."""
     store_address: str | None = None
-    """It is ready for the iteration that forms, and would host its store there; ``None``: it is not."""
+    """It is ready for the call that forms, and would host its store there; ``None``: it is not."""
     completed: bool = False
     labels: Mapping[str, str] = {}
-    """What it says of its place beyond its node."""
+    """What it reports of its place beyond its node."""
+
+    def facts(self, rank: int, *, is_alive: bool = True) -> MemberFacts:
+        """Return it as those who assign ranks see it."""
+        return MemberFacts(
+            initial_rank=rank,
+            node=self.node,
+            active_rank=self.active_rank,
+            is_alive=is_alive,
+            labels=dict(self.labels),
+        )
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +141,7 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     """What is known."""
 
     phase: RestartPhase
-    iteration: int
+    restart_count: int
     """The one that forms, runs, or ran last."""
     members: Mapping[int, HubMember]
     """Living ones by initial rank."""
@@ -139,7 +150,7 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     gone: tuple[MemberFacts, ...] = ()
     """Those that have gone since the last order to go and had an active rank; they leave gaps."""
     go: Go | None = None
-    """The order to enter the iteration that runs, where this hub gave it."""
+    """The order to enter the call that runs, where this hub gave it."""
     faults: tuple[RankFault, ...] = ()
     """Since the last order to go."""
     fault_counts: Mapping[int, int] = {}
@@ -208,7 +219,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 def begin(world_size: int, at_s: float) -> RestartState:
     """Return the state before anyone has come."""
     members = {rank: HubMember(node="") for rank in range(world_size)}
-    return RestartState(phase=RestartPhase.FORMING, iteration=0, members=members, began_s=at_s)
+    return RestartState(phase=RestartPhase.FORMING, restart_count=0, members=members, began_s=at_s)
 
 
 def take_over(
@@ -218,28 +229,28 @@ def take_over(
 
     Args:
         standings: Of the members that came, by initial rank.
-        nodes: Node of every member that lived when the old hub spoke last; empty: no iteration was formed yet.
+        nodes: Node of every member that lived when the old hub spoke last; empty: no call was formed yet.
         world_size: Initial one.
         at_s: The time.
 
     No member is here yet in this state: follow with :class:`MemberJoined` for each that came, :class:`MemberLost` for
     each that did not.
     """
-    newest = max(standings.values(), key=lambda standing: standing.iteration)
+    newest = max(standings.values(), key=lambda standing: standing.restart_count)
     restart = max(standing.restart for standing in standings.values())
-    if newest.iteration < 0 or not nodes:
+    if newest.restart_count < 0 or not nodes:
         return msgspec.structs.replace(begin(world_size, at_s), num_questions=int(at_s * 1e6))
     members = {
         rank: HubMember(node=node, active_rank=newest.ranks.get(rank))
         for rank, node in nodes.items()
-        # Who was left out of the last iteration leaves, whatever the old hub managed to say of it.
+        # Who was left out of the last call leaves, whatever the old hub managed to say of it.
         if rank in newest.ranks
     }
-    all_went = all(standing.iteration == newest.iteration for standing in standings.values())
-    forming = restart > newest.iteration or not all_went
+    all_went = all(standing.restart_count == newest.restart_count for standing in standings.values())
+    forming = restart > newest.restart_count or not all_went
     return RestartState(
         phase=RestartPhase.FORMING if forming else RestartPhase.RUNNING,
-        iteration=newest.iteration + 1 if forming else newest.iteration,
+        restart_count=newest.restart_count + 1 if forming else newest.restart_count,
         members=members,
         began_s=at_s,
         num_questions=int(at_s * 1e6),
@@ -249,73 +260,6 @@ def take_over(
             if active is not None and rank not in nodes
         ),
         fault_counts=newest.fault_counts,
-    )
-
-
-_MAX_FAULTS = 16
-"""Faults that are told to everybody; a thousand ranks may all say that they lost a connection."""
-
-
-class Draft:
-    """The state and the orders of one event.
-
-    Args:
-        state: Before the event.
-        limits: Of restarts.
-        at_s: When it happened.
-    """
-
-    def __init__(self, state: RestartState, limits: RestartLimits, at_s: float) -> None:
-        self.state, self.limits, self.at_s = state, limits, at_s
-        self.actions: list[Send] = []
-
-    @property
-    def told_faults(self) -> tuple[RankFault, ...]:
-        """The faults since the last order to go as everybody is told them, causes first."""
-        return judge(self.state.faults)[:_MAX_FAULTS]
-
-    @property
-    def fault_counts(self) -> dict[int, int]:
-        """Causes by initial rank, those since the last order to go among them."""
-        return count_causes(self.state.fault_counts, self.state.faults)
-
-    def note(self, fault: RankFault) -> None:
-        """Add a fault."""
-        self.replace(faults=add_fault(self.state.faults, fault))
-
-    def remove(self, rank: int) -> None:
-        """Take a member out; ranks that were being assigned are out of date then."""
-        members = {**self.state.members}
-        member = members.pop(rank)
-        gap = () if member.active_rank is None else (describe_member(rank, member, is_alive=False),)
-        self.replace(members=members, gone=(*self.state.gone, *gap), question=None)
-
-    def set_member(self, rank: int, member: HubMember) -> None:
-        """Put a member in the place of what was known of it."""
-        self.replace(members={**self.state.members, rank: member})
-
-    def replace(self, **changes: object) -> None:
-        """Change what is known."""
-        self.state = msgspec.structs.replace(self.state, **changes)
-
-    def send(self, rank: int, order: Order) -> None:
-        """Give one member an order."""
-        self.actions.append(Send(to=(rank,), order=order))
-
-    def send_all(self, order: Order) -> None:
-        """Give everybody who has come an order."""
-        to = tuple(sorted(rank for rank, member in self.state.members.items() if member.is_here))
-        self.actions.append(Send(to=to, order=order))
-
-
-def describe_member(rank: int, member: HubMember, *, is_alive: bool = True) -> MemberFacts:
-    """Return a member for those who assign ranks."""
-    return MemberFacts(
-        initial_rank=rank,
-        node=member.node,
-        active_rank=member.active_rank,
-        is_alive=is_alive,
-        labels=dict(member.labels),
     )
 
 
@@ -334,64 +278,67 @@ def next_deadline_s(state: RestartState, limits: RestartLimits) -> float | None:
 
 def advance(state: RestartState, event: Event, limits: RestartLimits) -> tuple[RestartState, tuple[Send, ...]]:
     """Return what is known after an event, and the orders to give, in this order."""
-    turn = _Turn(state, limits, event.at_s)
+    step = _RestartTransition(state, limits, event.at_s)
     match event:
         case MemberJoined():
-            turn.come(event)
+            step.join(event)
         case MemberReported():
-            turn.hear(event.initial_rank, event.report)
+            step.report(event.initial_rank, event.report)
         case MemberLost():
-            turn.lose(event.initial_rank, event.kind, event.summary)
+            step.lose(event.initial_rank, event.kind, event.summary)
         case TimePassed():
-            turn.look()
+            step.check_time()
         case Isolated():
-            turn.give_up(event.reason)
-    return turn.state, tuple(turn.actions)
+            step.abort(event.reason)
+    return step.state, tuple(step.actions)
 
 
-class _Turn(Draft):
-    """One call of :func:`advance`."""
+class _RestartTransition:
+    """One call of :func:`advance`: what is known so far, and the orders that follow from it so far."""
+
+    def __init__(self, state: RestartState, limits: RestartLimits, at_s: float) -> None:
+        self.state, self.limits, self.at_s = state, limits, at_s
+        self.actions: list[Send] = []
 
     # -- what happened -----------------------------------------------------------------------------------------
 
-    def come(self, event: MemberJoined) -> None:
+    def join(self, event: MemberJoined) -> None:
         rank, standing, state = event.initial_rank, event.standing, self.state
         if state.end is not None:
             return self.send(rank, state.end)
-        member = state.members.get(rank)
-        if member is None:
+        if rank not in state.members:
             return self.send(rank, Expel(reason="the others resumed without this rank"))
-        self.set_member(rank, msgspec.structs.replace(member, node=event.node, labels=event.labels, is_here=True))
+        self.set_member(rank, node=event.node, labels=event.labels, is_here=True)
         if self._catch_up(standing):
             state = self.state  # the order to restart went to this member, too
         elif state.phase == RestartPhase.FORMING:
-            if standing.restart < state.iteration and state.iteration > 0:
-                self.send(rank, Restart(iteration=state.iteration, faults=self.told_faults))
+            if standing.restart < state.restart_count and state.restart_count > 0:
+                self.send(rank, Restart(restart_count=state.restart_count, faults=self.sent_faults))
             elif state.question is not None and state.question.to == rank:
                 self._ask_again()
-        elif standing.iteration < state.iteration and state.go is not None:
+        elif standing.restart_count < state.restart_count and state.go is not None:
             self.send(rank, state.go)
         for fault in standing.faults:
-            self.hear(rank, fault)
+            self.report(rank, fault)
         if standing.completed >= 0:
-            self.hear(rank, Completed(iteration=standing.completed))
+            self.report(rank, Completed(restart_count=standing.completed))
         if standing.ready is not None:
-            self.hear(rank, standing.ready)
+            self.report(rank, standing.ready)
 
-    def hear(self, rank: int, report: Report) -> None:
+    def report(self, rank: int, report: Report) -> None:
         if self.state.end is not None or rank not in self.state.members:
             return
         match report:
             case RankFault():
-                self._hear_fault(rank, report)
+                self._on_fault(rank, report)
             case RankReady():
-                self._hear_ready(rank, report)
+                self._on_ready(rank, report)
             case Completed():
-                self._hear_completed(rank, report.iteration)
+                self._on_completed(rank, report.restart_count)
             case Assigned():
-                self._hear_assigned(rank, report)
+                self._on_assigned(rank, report)
             case Left():
-                self._hear_left(rank, report)
+                self._on_left(rank, report)
 
     def lose(self, rank: int, kind: RankFaultKind, summary: str) -> None:
         state = self.state
@@ -400,14 +347,14 @@ class _Turn(Draft):
         self.remove(rank)
         if state.phase == RestartPhase.RUNNING and (member.active_rank is None or member.completed):
             return self._finish_if_complete()
-        at = state.iteration if state.phase == RestartPhase.RUNNING else max(0, state.iteration - 1)
-        self.note(RankFault(initial_rank=rank, iteration=at, kind=kind, summary=summary))
+        at = state.restart_count if state.phase == RestartPhase.RUNNING else max(0, state.restart_count - 1)
+        self.note_new(rank, kind, summary, at)
         if state.phase == RestartPhase.RUNNING:
             self._restart()
         else:
             self._form()
 
-    def look(self) -> None:
+    def check_time(self) -> None:
         due = next_deadline_s(self.state, self.limits)
         if due is None or self.at_s < due:
             return
@@ -415,14 +362,8 @@ class _Turn(Draft):
         if state.phase == RestartPhase.RUNNING:
             for rank, member in state.members.items():
                 if member.active_rank is not None and not member.completed:
-                    self.note(
-                        RankFault(
-                            initial_rank=rank,
-                            iteration=state.iteration,
-                            kind=RankFaultKind.COMPLETION_TIMEOUT,
-                            summary=f"not completed {self.limits.completion_timeout_s:g} s after the first",
-                        )
-                    )
+                    summary = f"not completed {self.limits.completion_timeout_s:g} s after the first"
+                    self.note_new(rank, RankFaultKind.COMPLETION_TIMEOUT, summary, state.restart_count)
             self._restart()
         elif state.question is not None:
             self._expel(state.question.to, "it did not assign the ranks in time")
@@ -435,52 +376,50 @@ class _Turn(Draft):
                     self._expel(rank, "it was not ready in time" if member.is_here else "it did not come in time")
             self._form()
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         if self.state.end is None:
             self._abort(reason)
 
     # -- reports -----------------------------------------------------------------------------------------------
 
-    def _hear_fault(self, rank: int, fault: RankFault) -> None:
+    def _on_fault(self, rank: int, fault: RankFault) -> None:
         state = self.state
         fault = msgspec.structs.replace(fault, initial_rank=rank)
         if state.phase == RestartPhase.FORMING:
-            if fault.iteration >= state.iteration - 1:
+            if fault.restart_count >= state.restart_count - 1:
                 self.note(fault)
                 if not fault.is_consequence and state.last_call_s is not None and state.question is None:
                     self._form()
-        elif fault.iteration == state.iteration:
+        elif fault.restart_count == state.restart_count:
             self.note(fault)
             if state.members[rank].active_rank is not None:
                 self._restart()
 
-    def _hear_ready(self, rank: int, ready: RankReady) -> None:
+    def _on_ready(self, rank: int, ready: RankReady) -> None:
         state = self.state
-        if state.phase == RestartPhase.RUNNING and ready.iteration == state.iteration + 1:
+        if state.phase == RestartPhase.RUNNING and ready.restart_count == state.restart_count + 1:
             # It left the function, and why did not reach this hub.
             summary = "it left the function"
-            self.note(
-                RankFault(initial_rank=rank, iteration=state.iteration, kind=RankFaultKind.EXCEPTION, summary=summary)
-            )
+            self.note_new(rank, RankFaultKind.EXCEPTION, summary, state.restart_count)
             self._restart()
             state = self.state
-        if state.phase != RestartPhase.FORMING or ready.iteration != state.iteration:
+        if state.phase != RestartPhase.FORMING or ready.restart_count != state.restart_count:
             return
-        self.set_member(rank, msgspec.structs.replace(state.members[rank], store_address=ready.store_address))
+        self.set_member(rank, store_address=ready.store_address)
         if state.question is None:
             self._form()
 
-    def _hear_completed(self, rank: int, iteration: int) -> None:
+    def _on_completed(self, rank: int, restart_count: int) -> None:
         state = self.state
         member = state.members[rank]
-        if state.phase != RestartPhase.RUNNING or iteration != state.iteration or member.active_rank is None:
+        if state.phase != RestartPhase.RUNNING or restart_count != state.restart_count or member.active_rank is None:
             return
-        self.set_member(rank, msgspec.structs.replace(member, completed=True))
+        self.set_member(rank, completed=True)
         if state.first_completed_s is None:
             self.replace(first_completed_s=self.at_s)
         self._finish_if_complete()
 
-    def _hear_assigned(self, rank: int, answer: Assigned) -> None:
+    def _on_assigned(self, rank: int, answer: Assigned) -> None:
         state = self.state
         question = state.question
         if question is None or (question.ordinal, question.to) != (answer.ordinal, rank):
@@ -492,7 +431,7 @@ class _Turn(Draft):
             return self._abort(f"rank_assignment gave {answer.ranks}: active ranks have to be 0, 1, ... of members")
         self._go(answer.ranks)
 
-    def _hear_left(self, rank: int, left: Left) -> None:
+    def _on_left(self, rank: int, left: Left) -> None:
         if left.fatal:
             self.remove(rank)
             return self._abort(left.reason)
@@ -508,16 +447,18 @@ class _Turn(Draft):
     def _catch_up(self, standing: MemberStanding) -> bool:
         """Restart beyond what a member has seen, where that is more than this hub knows of; return whether it was."""
         state = self.state
-        wanted = max(standing.restart, 0 if standing.iteration < 0 else standing.iteration + 1)
-        if wanted <= state.iteration + (state.phase == RestartPhase.RUNNING and standing.restart <= state.iteration):
+        wanted = max(standing.restart, 0 if standing.restart_count < 0 else standing.restart_count + 1)
+        if wanted <= state.restart_count + (
+            state.phase == RestartPhase.RUNNING and standing.restart <= state.restart_count
+        ):
             return False
-        if standing.iteration >= state.iteration:
+        if standing.restart_count >= state.restart_count:
             members = {
                 rank: msgspec.structs.replace(member, active_rank=standing.ranks.get(rank))
                 for rank, member in state.members.items()
             }
             self.replace(members=members, fault_counts=standing.fault_counts)
-        self.replace(iteration=wanted - 1, question=None, last_call_s=None)
+        self.replace(restart_count=wanted - 1, question=None, last_call_s=None)
         self._restart()
         return True
 
@@ -528,11 +469,11 @@ class _Turn(Draft):
         state = self.state
         if not state.members:
             return self._abort("no rank is left")
-        if self.limits.max_iterations is not None and state.iteration >= self.limits.max_iterations:
+        if self.limits.max_iterations is not None and state.restart_count >= self.limits.max_iterations:
             return self._abort(f"all restarts are spent (max_iterations={self.limits.max_iterations})")
         self.replace(
             phase=RestartPhase.FORMING,
-            iteration=state.iteration + 1,
+            restart_count=state.restart_count + 1,
             members={
                 rank: msgspec.structs.replace(member, completed=False, store_address=None)
                 for rank, member in state.members.items()
@@ -541,7 +482,7 @@ class _Turn(Draft):
             first_completed_s=None,
             go=None,
         )
-        self.send_all(Restart(iteration=self.state.iteration, faults=self.told_faults))
+        self.send_all(Restart(restart_count=self.state.restart_count, faults=self.sent_faults))
 
     def _form(self) -> None:
         """Ask for the ranks if everybody is ready."""
@@ -569,12 +510,12 @@ class _Turn(Draft):
     def _ask_again(self) -> None:
         state = self.state
         assert state.question is not None
-        members = [describe_member(rank, member) for rank, member in state.members.items()] + list(state.gone)
+        members = [member.facts(rank) for rank, member in state.members.items()] + list(state.gone)
         self.send(
             state.question.to,
             Assign(
                 ordinal=state.question.ordinal,
-                iteration=state.iteration,
+                restart_count=state.restart_count,
                 members=tuple(sorted(members, key=lambda member: member.initial_rank)),
             ),
         )
@@ -584,11 +525,11 @@ class _Turn(Draft):
         host = next(rank for rank, active in ranks.items() if active == 0)
         counts = self.fault_counts
         go = Go(
-            iteration=state.iteration,
+            restart_count=state.restart_count,
             ranks=dict(ranks),
             active_world_size=sum(active is not None for active in ranks.values()),
             store_address=state.members[host].store_address or "",
-            faults=self.told_faults,
+            faults=self.sent_faults,
             fault_counts=counts,
         )
         self.send_all(go)
@@ -611,19 +552,59 @@ class _Turn(Draft):
     def _finish_if_complete(self) -> None:
         state = self.state
         if all(member.completed or member.active_rank is None for member in state.members.values()):
-            order = Finish(iteration=state.iteration)
+            order = Finish(restart_count=state.restart_count)
             self.send_all(order)
             self.replace(phase=RestartPhase.FINISHED, end=order)
 
     def _abort(self, reason: str) -> None:
-        order = Abort(reason=reason, iteration=self.state.iteration, fault_counts=self.fault_counts)
+        order = Abort(reason=reason, restart_count=self.state.restart_count, fault_counts=self.fault_counts)
         self.send_all(order)
         self.replace(phase=RestartPhase.ABORTED, end=order, question=None)
 
     def _expel(self, rank: int, reason: str) -> None:
         is_here = self.state.members[rank].is_here
         self.remove(rank)
-        at = max(0, self.state.iteration - 1)
-        self.note(RankFault(initial_rank=rank, iteration=at, kind=RankFaultKind.BARRIER_TIMEOUT, summary=reason))
+        at = max(0, self.state.restart_count - 1)
+        self.note_new(rank, RankFaultKind.BARRIER_TIMEOUT, reason, at)
         if is_here:
             self.send(rank, Expel(reason=reason))
+
+    # -- the draft ---------------------------------------------------------------------------------------------
+
+    @property
+    def sent_faults(self) -> tuple[RankFault, ...]:
+        """The faults since the last order to go as every member gets them, causes first."""
+        return judge(self.state.faults)[:_MAX_FAULTS]
+
+    @property
+    def fault_counts(self) -> dict[int, int]:
+        """Causes by initial rank, those since the last order to go among them."""
+        return count_causes(self.state.fault_counts, self.state.faults)
+
+    def note_new(self, rank: int, kind: RankFaultKind, summary: str, restart_count: int) -> None:
+        self.note(RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, summary=summary))
+
+    def note(self, fault: RankFault) -> None:
+        self.replace(faults=add_fault(self.state.faults, fault))
+
+    def remove(self, rank: int) -> None:
+        """Take a member out; ranks that were being assigned are out of date then."""
+        members = {**self.state.members}
+        member = members.pop(rank)
+        gap = () if member.active_rank is None else (member.facts(rank, is_alive=False),)
+        self.replace(members=members, gone=(*self.state.gone, *gap), question=None)
+
+    def set_member(self, rank: int, **changes: object) -> None:
+        member = msgspec.structs.replace(self.state.members[rank], **changes)
+        self.replace(members={**self.state.members, rank: member})
+
+    def replace(self, **changes: object) -> None:
+        self.state = msgspec.structs.replace(self.state, **changes)
+
+    def send(self, rank: int, order: Order) -> None:
+        self.actions.append(Send(to=(rank,), order=order))
+
+    def send_all(self, order: Order) -> None:
+        """Give every member that is here an order."""
+        to = tuple(sorted(rank for rank, member in self.state.members.items() if member.is_here))
+        self.actions.append(Send(to=to, order=order))

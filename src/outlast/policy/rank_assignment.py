@@ -1,4 +1,4 @@
-"""Who is which rank: which members run the function at a restart, and which wait as reserves.
+"""Who is which rank: which members run the function at a restart, and which wait as spares.
 
 An assignment begins as what is left of the last one, with a gap at the rank of every member that died. Rules turn it
 into one whose ranks are 0, 1, 2, ... without a gap; each takes an assignment and returns another one.
@@ -32,7 +32,7 @@ class Member:
     """The rank that it was started as; it is this member for ever."""
     node: str
     rank: int | None = None
-    """Its rank until now; ``None``: it was a reserve, or there was no restart yet."""
+    """Its rank until now; ``None``: it was a spare, or there was no restart yet."""
     alive: bool = True
     """Whether it can be given a rank. One that died since the last restart leaves a gap at its rank."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Assignment:
     target: int | None = None
     """Ranks that are to be active, by the settings; ``None`` = all."""
     ranks: Mapping[int, int] = field(default_factory=dict)
-    """Initial rank to rank of those that are to be active; the other living members are reserves."""
+    """Initial rank to rank of those that are to be active; the other living members are spares."""
 
     @property
     def living(self) -> tuple[Member, ...]:
@@ -58,7 +58,7 @@ class Assignment:
         return tuple(member for member in self.members if member.alive)
 
     @property
-    def reserves(self) -> tuple[Member, ...]:
+    def spares(self) -> tuple[Member, ...]:
         """The living members without a rank, by initial rank."""
         return tuple(member for member in self.living if member.initial_rank not in self.ranks)
 
@@ -97,7 +97,7 @@ Place = Callable[[Member], Sequence[str]]
 def assign(
     rule: Rule, members: Iterable[Member], *, iteration: int, active_world_size: int | None
 ) -> dict[int, int | None]:
-    """Return every living member's rank, ``None`` for reserves, by its initial rank.
+    """Return every living member's rank, ``None`` for spares, by its initial rank.
 
     Args:
         rule: What decides.
@@ -139,20 +139,20 @@ def _check(ended: object, begin: Assignment) -> None:
 
 
 def shift_up(given: Assignment) -> Assignment:
-    """Return it with survivors moved up into the gaps before them, in order, and reserves behind them.
+    """Return it with survivors moved up into the gaps before them, in order, and spares behind them.
 
     Up to the target there are as many ranks as members live.
     """
-    return given.with_order([*given.in_order(), *given.reserves], given.target)
+    return given.with_order([*given.in_order(), *given.spares], given.target)
 
 
 def keep_first(given: Assignment, limit: int) -> Assignment:
-    """Return it with ranks from ``limit`` on made reserves."""
+    """Return it with ranks from ``limit`` on made spares."""
     return replace(given, ranks={initial: rank for initial, rank in given.ranks.items() if rank < limit})
 
 
 def keep_multiple(given: Assignment, divisor: int) -> Assignment:
-    """Return it with the last ranks made reserves, so that ``divisor`` divides the number of the others."""
+    """Return it with the last ranks made spares, so that ``divisor`` divides the number of the others."""
     return keep_first(given, given.active_world_size // divisor * divisor)
 
 
@@ -163,20 +163,20 @@ def fill_gaps(
     whole: int | None = None,
     may_shrink: bool = False,
 ) -> Assignment:
-    """Return it with every gap filled by the nearest reserve; survivors keep their ranks.
+    """Return it with every gap filled by the nearest spare; survivors keep their ranks.
 
     Args:
         given: An assignment, with gaps or without.
-        place: Where members sit; a reserve that shares more of it with the dead member is nearer. Among equally near
+        place: Where members sit; a spare that shares more of it with the dead member is nearer. Among equally near
             ones the lowest initial rank is taken.
-        whole: How much of ``place``, counted in parts, makes a unit. What is left of a unit whose own reserves cannot
-            fill its gaps is made reserves, and all its ranks go together to the nearest unit with room. ``None`` = any
+        whole: How much of ``place``, counted in parts, makes a unit. What is left of a unit whose own spares cannot
+            fill its gaps is made spares, and all its ranks go together to the nearest unit with room. ``None`` = any
             rank is replaced alone.
-        may_shrink: Once the reserves are spent, let the last ranks move into the gaps that are left (with units:
+        may_shrink: Once the spares are spent, let the last ranks move into the gaps that are left (with units:
             let all move up) rather than give up.
 
     Raises:
-        RestartAbort: The reserves do not suffice, and it must not shrink.
+        RestartAbort: The spares do not suffice, and it must not shrink.
     """
     filling = _Filling(given, place)
     if whole is None:
@@ -187,7 +187,7 @@ def fill_gaps(
     if not gaps:
         return replace(given, ranks=filling.ranks)
     if not may_shrink:
-        spent = f"of {given.wanted} ranks {len(gaps)} cannot be filled from {len(filling.free)} reserves"
+        spent = f"of {given.wanted} ranks {len(gaps)} cannot be filled from {len(filling.free)} spares"
         unit = "" if whole is None else " that sit together"
         raise RestartAbort(
             f"{spent}{unit}; restart the job, or pass a rank_assignment that may shrink", iteration=given.iteration
@@ -218,7 +218,7 @@ class _Filling:
         return [rank for rank in range(self._wanted) if rank not in taken]
 
     def fill_each(self) -> None:
-        """Fill gaps one by one, those that a near reserve can fill before those that only a far one can."""
+        """Fill gaps one by one, those that a near spare can fill before those that only a far one can."""
         for distance in range(self._depth + 1):
             for gap in self.gaps():
                 origin = self._origin(gap)
@@ -288,28 +288,28 @@ class _Filling:
         return min(fits)[1][:size] if fits else None
 
 
-def hold_back(given: Assignment, *, place: Place, reserves: Sequence[int]) -> Assignment:
-    """Return a first assignment in which every part of the machine keeps reserves of its own.
+def hold_back(given: Assignment, *, place: Place, spares: Sequence[int]) -> Assignment:
+    """Return a first assignment in which every part of the machine keeps spares of its own.
 
     Args:
         given: Who there is; nobody has been a rank yet.
-        place: Where members sit, with as many parts as ``reserves``.
-        reserves: For each part of a place, from the widest to the narrowest, the members of it that are held back,
+        place: Where members sit, with as many parts as ``spares``.
+        spares: For each part of a place, from the widest to the narrowest, the members of it that are held back,
             beyond those that the parts within hold back; always the last ones.
 
     Raises:
         RestartAbort: Fewer ranks are left than the target.
     """
     chosen = list(given.living)
-    for depth in range(len(reserves), 0, -1):
+    for depth in range(len(spares), 0, -1):
         groups: dict[tuple[str, ...], list[Member]] = {}
         for member in chosen:
             groups.setdefault(tuple(place(member))[:depth], []).append(member)
-        chosen = [member for group in groups.values() for member in group[: max(0, len(group) - reserves[depth - 1])]]
+        chosen = [member for group in groups.values() for member in group[: max(0, len(group) - spares[depth - 1])]]
         chosen.sort(key=lambda member: member.initial_rank)
     if given.target is not None and len(chosen) < given.target:
         raise RestartAbort(
-            f"reserves of the topology leave {len(chosen)} of {len(given.living)} ranks, but active_world_size="
+            f"spares of the topology leave {len(chosen)} of {len(given.living)} ranks, but active_world_size="
             f"{given.target}; hold fewer back, or ask for fewer active ranks",
             iteration=given.iteration,
         )

@@ -146,7 +146,7 @@ class StateTracker:
         if self._config is None:
             return
         self._manager = CheckpointManager(self._config, env=place, journal=journal)
-        self._manager.let_fail_when(lambda: self._interruption.is_left(place.cycle))
+        self._manager.treat_failures_as_abandoned(lambda: self._interruption.is_left(place.cycle))
         self._rhythm = Rhythm(
             self._config,
             decides=place.global_rank == 0,

@@ -92,15 +92,15 @@ class InProcessMark:
         """
         self._words[layout.IN_PROCESS_PATIENCE] = round(patience_s * 1e9)
         self._words[layout.IN_PROCESS_CALL] = call
-        self._write(InProcessState.RESERVE, 0, ())
+        self._write(InProcessState.SPARE, 0, ())
 
     def activate(self, iteration: int, faults: Sequence[InProcessFault] = ()) -> None:
         """Say that the function begins, with the faults that ended the restart iteration before."""
         self._write(InProcessState.ACTIVE, iteration, faults)
 
     def wait(self, iteration: int, faults: Sequence[InProcessFault] = ()) -> None:
-        """Say that this process waits as a reserve in a restart iteration."""
-        self._write(InProcessState.RESERVE, iteration, faults)
+        """Say that this process waits as a spare in a restart iteration."""
+        self._write(InProcessState.SPARE, iteration, faults)
 
     def restart(self, iteration: int, faults: Sequence[InProcessFault] = ()) -> None:
         """Say that a fault is known and all leave the function, to begin restart iteration ``iteration``."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from outlast import __version__
-from outlast.chaos.simulated import arm_configured
+from outlast.chaos.armed import arm_configured
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind

@@ -57,7 +57,7 @@ class Saves:
         self._saved_iteration: int | None = None
         self._manager = CheckpointManager(config, env=place, journal=journal)
         if (call := current_handle()) is not None:
-            self._manager.let_fail_when(lambda: call.is_left)
+            self._manager.treat_failures_as_abandoned(lambda: call.is_left)
         self._rhythm = Rhythm(
             config,
             decides=place.global_rank == 0,

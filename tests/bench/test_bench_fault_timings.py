@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from outlast.bench.inprocess import comebacks
+from outlast.bench.inprocess import fault_timings
+from outlast.bench.measuring import Mark
 
 
-def marks(*, last_step_ns: int = 2_400_000_000) -> list[dict[str, Any]]:
+def marks(*, last_step_ns: int = 2_400_000_000) -> list[Mark]:
     """Return those of four ranks of which rank 1 sleeps; a fifth process takes its place."""
 
-    def mark(name: str, iteration: int, initial_rank: int, at_ns: int) -> dict[str, Any]:
-        return {
-            "mark": name,
-            "iteration": iteration,
-            "initial_rank": initial_rank,
-            "at_ns": at_ns,
-            "pid": 100 + initial_rank,
-        }
+    def mark(name: str, iteration: int, initial_rank: int, at_ns: int) -> Mark:
+        return Mark(name=name, rank=initial_rank, iteration=iteration, at_ns=at_ns, pid=100 + initial_rank)
 
     first = [mark("entered", 0, rank, 0) for rank in range(4)]
     second = [mark("entered", 1, rank, 2_200_000_000 + rank) for rank in (0, 2, 3, 4)]
@@ -29,7 +22,7 @@ def marks(*, last_step_ns: int = 2_400_000_000) -> list[dict[str, Any]]:
 
 def test_a_fault_is_over_with_the_last_rank() -> None:
     """Times run from the fault to the last active rank; a process that is replaced counts as lost."""
-    (found,) = comebacks(marks(), [("sleep", 1)]) or []
+    (found,) = fault_timings(marks(), [("sleep", 1)]) or []
     assert (found.entered_s, found.stepped_s) == pytest.approx((2.1, 2.3))
     assert found.beyond_s == pytest.approx(0.3)
     assert found.num_lost == 1
@@ -38,5 +31,5 @@ def test_a_fault_is_over_with_the_last_rank() -> None:
 
 def test_what_has_not_followed_yet_is_no_result() -> None:
     """As long as one rank has not finished an iteration, or a later fault has not happened, there is no figure."""
-    assert comebacks(marks()[:-1], [("sleep", 1)]) is None
-    assert comebacks(marks(), [("sleep", 1), ("kill", 0)]) is None
+    assert fault_timings(marks()[:-1], [("sleep", 1)]) is None
+    assert fault_timings(marks(), [("sleep", 1), ("kill", 0)]) is None
