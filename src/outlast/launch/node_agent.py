@@ -66,7 +66,7 @@ from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
 from outlast.policy.protection import Protection, describe_nodes
 from outlast.runtime.store import TCPStore
-from outlast.runtime.zygote import Cleared, Exited, FailedToStart, ZygoteReady, Started
+from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
 __all__ = ["AgentState", "NodeAgent"]
 

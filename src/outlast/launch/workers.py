@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 from outlast.errors import OutlastError
 from outlast.incidents import Incident
-from outlast.runtime.zygote import Clear, Cleared, Exited, FailedToStart, ZygoteReady, SendSignal, Spawn, Started, Zygote
+from outlast.runtime.zygote import (
+    Clear,
+    Cleared,
+    Exited,
+    FailedToStart,
+    SendSignal,
+    Spawn,
+    Started,
+    Zygote,
+    ZygoteReady,
+)
 
 __all__ = ["NodeWorkers", "WorkerProcess"]
 

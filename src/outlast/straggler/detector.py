@@ -9,51 +9,31 @@ nothing is sent between two reports.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter_ns
 from typing import Any
+
 import msgspec
 import torch.distributed as dist
+
 from outlast import clock
 from outlast.config.training import StragglerDetectionConfig
 from outlast.decoding import from_msgpack
-from outlast.env import WorkerEnv
-from outlast.env import read_worker
-from outlast.errors import OutlastError
-from outlast.errors import PeerLost
-from outlast.policy.machines import MachineVerdict
-from outlast.policy.machines import SlownessCause
-from outlast.policy.machines import choose_others
+from outlast.env import WorkerEnv, read_worker
+from outlast.errors import OutlastError, PeerLost
+from outlast.policy.machines import MachineVerdict, SlownessCause, choose_others
 from outlast.policy.slowness import MIN_SAMPLES
-from outlast.policy.stragglers import Findings
-from outlast.policy.stragglers import Streaks
-from outlast.policy.stragglers import judge
-from outlast.policy.timings import RankTimings
-from outlast.policy.timings import lower_median
-from outlast.runtime.device import device_word
-from outlast.runtime.device import timing_event
-from outlast.runtime.device import training_device
+from outlast.policy.stragglers import Findings, Streaks, judge
+from outlast.policy.timings import RankTimings, Timing, lower_median
+from outlast.runtime.device import device_word, timing_event, training_device
 from outlast.runtime.journal import Journal
-from outlast.runtime.process_groups import Group
-from outlast.runtime.process_groups import gather_bytes
-from outlast.straggler.device_times import DeviceTimes
+from outlast.runtime.process_groups import Group, gather_bytes
+from outlast.straggler.device_times import MAX_SAMPLES, NUM_KERNEL_STEPS, DeviceTimes, KernelTimes
 from outlast.straggler.machine_check import gather_machine_verdict
-from outlast.straggler.recorder import STEP
-from outlast.straggler.report import Report
-from collections.abc import Iterable
-from outlast.policy.timings import Timing
-from outlast.straggler.device_times import MAX_SAMPLES
-from outlast.straggler.device_times import NUM_KERNEL_STEPS
-from outlast.straggler.device_times import KernelTimes
-from outlast.straggler.recorder import SectionRecorder
-from outlast.straggler.recorder import StepSection
-from outlast.straggler.recorder import Wrappings
-from outlast.straggler.report import Metrics
-from outlast.straggler.report import publish
-
-
+from outlast.straggler.recorder import STEP, SectionRecorder, StepSection, Wrappings
+from outlast.straggler.report import Metrics, Report, publish
 
 __all__ = ["StragglerDetector"]
 
