@@ -45,7 +45,7 @@ _KEY_BYTES = 32
 _MAX_BYTES = 1 << 16
 
 
-class _Numbers(msgspec.Struct, frozen=True, array_like=True):
+class _RoundNumbers(msgspec.Struct, frozen=True, array_like=True):
     """What a rank knows in a round."""
 
     ordinal: int
@@ -65,7 +65,10 @@ class Dissemination:
 
     def __init__(self, to: Sequence[socket.socket], of: Sequence[socket.socket], *, timeout_s: float) -> None:
         self._to, self._of = (
-            [MessageChannel[_Numbers](one, _Numbers, timeout_s=timeout_s, max_bytes=_MAX_BYTES) for one in side]
+            [
+                MessageChannel[_RoundNumbers](one, _RoundNumbers, timeout_s=timeout_s, max_bytes=_MAX_BYTES)
+                for one in side
+            ]
             for side in (to, of)
         )
         self._timeout_s = timeout_s
@@ -139,7 +142,7 @@ class Dissemination:
         self._first_error = None
         if self._to:
             try:
-                self._to[0].send(_Numbers(self._ordinal, self._pending))
+                self._to[0].send(_RoundNumbers(self._ordinal, self._pending))
             except OSError as error:
                 self._first_error = error
 
@@ -160,7 +163,7 @@ class Dissemination:
                 raise self._first_error
             for number, connection in enumerate(self._of):
                 if number:
-                    self._to[number].send(_Numbers(self._ordinal, values))
+                    self._to[number].send(_RoundNumbers(self._ordinal, values))
                 received = connection.receive()
                 if received is None:
                     raise ConnectionResetError("the connection ended")
@@ -215,7 +218,7 @@ def authenticate_peers(
     Raises:
         OSError: A peer that this rank connected to does not prove the key, or not all came in time.
     """
-    opened = [BufferedChannel[_Numbers](one, _Numbers, handshake=_handshake(key, rank)) for one in to]
+    opened = [BufferedChannel[_RoundNumbers](one, _RoundNumbers, handshake=_handshake(key, rank)) for one in to]
     came: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector, ExitStack() as strangers:
         listener.setblocking(False)
@@ -226,7 +229,7 @@ def authenticate_peers(
             for selected, _ in selector.select(_left_s(end_s)):
                 channel = selected.fileobj  # type: ignore[assignment]
                 if selected.fileobj is listener:
-                    channel = BufferedChannel(listener.accept()[0], _Numbers, handshake=_handshake(key, None))
+                    channel = BufferedChannel(listener.accept()[0], _RoundNumbers, handshake=_handshake(key, None))
                     selector.register(channel, selectors.EVENT_READ)
                     strangers.callback(channel.close)
                     continue
