@@ -45,7 +45,7 @@ from outlast.policy.inprocess_protocol import (
 from outlast.runtime.wire import BufferedChannel
 
 if TYPE_CHECKING:
-    from outlast.config.in_process_restart import InProcessRestartConfig
+    from outlast.config.training import InProcessRestartConfig
     from outlast.env import WorkerEnv
 
 __all__ = [
