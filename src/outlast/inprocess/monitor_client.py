@@ -23,7 +23,7 @@ from outlast.errors import OutlastError
 from outlast.inprocess import protocol as m
 from outlast.inprocess.progress import MainThreadProgress, Page, RankPhase
 from outlast.inprocess.protocol import MemberRecord, MonitorTask
-from outlast.monitor.rank_guard import Duty
+from outlast.monitor.rank_guard import GuardDuty
 from outlast.runtime import connections
 from outlast.runtime.interruption import SignalInterruption
 
@@ -192,7 +192,9 @@ class MonitorLink:
         self._final_report: m.Left | None = None
         self._is_over = False
         self._num_starts = 1
-        self._duty = Duty("outlast.inprocess.monitor_duty", task, fds=[page.fd], rank=task.initial_rank, node=task.node)
+        self._duty = GuardDuty(
+            "outlast.inprocess.monitor_duty", task, fds=[page.fd], rank=task.initial_rank, node=task.node
+        )
 
     @property
     def pid(self) -> int:

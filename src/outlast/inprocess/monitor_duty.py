@@ -325,7 +325,7 @@ class _MonitorDuty:
 
 
 def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> None:
-    """Run in the guard; see :class:`outlast.monitor.rank_guard.Duty`.
+    """Run in the guard; see :class:`outlast.monitor.rank_guard.GuardDuty`.
 
     Args:
         task: A :class:`~outlast.inprocess.protocol.MonitorTask`, as JSON.

@@ -38,7 +38,7 @@ from outlast.runtime.board import Board
 from outlast.runtime.child import ChildProcess, channel_to_parent
 from outlast.runtime.wire import MessageChannel, socket_pair
 
-__all__ = ["Duty", "HangWatch", "HangWatchTask", "main", "run_duty"]
+__all__ = ["GuardDuty", "HangWatch", "HangWatchTask", "main", "run_duty"]
 
 log = logging.getLogger("outlast.monitor.rank_guard")
 
@@ -118,7 +118,7 @@ _outliving: list[_Guard] = []
 """Guards that a duty keeps after the rank released it, such as one that hosts a hub; they end by themselves."""
 
 
-class Duty:
+class GuardDuty:
     """One duty of this rank's guard. Starts the guard unless it runs.
 
     Args:
@@ -389,7 +389,7 @@ class HangWatch:
 
 
 def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> None:
-    """Watch a worker's board; see :class:`Duty`.
+    """Watch a worker's board; see :class:`GuardDuty`.
 
     Args:
         task: A :class:`HangWatchTask`, as JSON.

@@ -21,7 +21,7 @@ from outlast.errors import OutlastError
 from outlast.monitor import stacks
 from outlast.monitor.examination import Responder
 from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
-from outlast.monitor.rank_guard import Duty, HangWatchTask
+from outlast.monitor.rank_guard import GuardDuty, HangWatchTask
 from outlast.policy.deadlines import STANDARD, STEP, Timeouts
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.in_process_mark import address as agent_address
@@ -118,7 +118,7 @@ class RankMonitor:
         self._sections: dict[str, SectionTimer] = {}
         self._said: set[str] = set()
         self._level = logging.INFO if self.env.is_first else logging.DEBUG
-        self._watch: Duty | None = None
+        self._watch: GuardDuty | None = None
         self._closed = False
         self._last_state: RankState
         stacks.register()
@@ -312,7 +312,7 @@ class RankMonitor:
         if self._run_dir is not None:
             folder = str(self._run_dir / "stacks" / f"cycle-{self.env.cycle}")
         try:
-            self._watch = Duty(
+            self._watch = GuardDuty(
                 "outlast.monitor.rank_guard",
                 HangWatchTask(
                     pid=self.pid,
