@@ -299,13 +299,13 @@ class ExcludedNodes:
 
     Args:
         nodes: The nodes that joined.
-        ladder: Bars nodes from slots.
+        ladder_client: Bars nodes from slots.
         record: Called with every event for the journal.
 
     Thread: the coordinator's.
     """
 
-    def __init__(self, nodes: Nodes, ladder: LadderClient, record: Record) -> None:
+    def __init__(self, nodes: Nodes, ladder_client: LadderClient, record: Record) -> None:
         self._nodes, self._ladder, self._record = nodes, ladder_client, record
         self._outside: dict[str, m.Unhealthy] = {}
         """Nodes that did not join."""
