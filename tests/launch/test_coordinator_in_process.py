@@ -50,8 +50,6 @@ class Job:
     def restarted(
         self, node: str, restart_count: int, *, call: int = 0, cycle: int = 0, fault: Incident = FAULT
     ) -> None:
-        self, node: str, restart_count: int, *, call: int = 0, cycle: int = 0, fault: Incident = FAULT
-    ) -> None:
         self.say(m.Restarted(node=node, epoch="1", cycle=cycle, call=call, restart_count=restart_count, incident=fault))
 
     def finished(self, node: str, lost: Incident | None = None) -> None:
