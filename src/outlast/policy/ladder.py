@@ -118,10 +118,12 @@ def drop_replay(state: LadderState) -> LadderState:
 def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
     """Remember what the cycle had loaded, and what it settled by what it committed."""
     loads = state.loads if end.load is None else (*state.loads, end.load)[-MAX_HISTORY:]
-    distrusted = state.distrusted if end.is_invalid_result else settle(state.distrusted, end.durable_iteration)
+    distrusted = state.distrusted
+    if distrusted and not end.is_invalid_result:
+        distrusted = settle(distrusted, end.durable_iteration)
     durable = end.durable_iteration
     blamed = () if _is_beyond(durable, state.best_durable) else state.blamed
-    cases = open_cases(state.cases, durable)
+    cases = open_cases(state.cases, durable) if state.cases else ()
     state = msgspec.structs.replace(
         state,
         loads=loads,
