@@ -524,7 +524,7 @@ class Loader:
 
     def _other_place(self, url: str) -> Places:
         """Return the places with another run's global tier, and nothing else, to load from."""
-        directory = GlobalDirectory(url)
+        directory = GlobalDirectory.open(url)
         run = ""
         if self._peers.rank == 0:
             try:

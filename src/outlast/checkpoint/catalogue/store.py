@@ -52,7 +52,7 @@ def look_into_store(url: str) -> DirectoryListing:
     sizes = files.sizes()
     if not sizes and is_remote(url):
         raise ConfigError(f"there is nothing at {url}; name a directory that holds generations")
-    directory = GlobalDirectory(url)
+    directory = GlobalDirectory.open(url)
     owner = owner_of(directory)
     run = None if owner is None else owner.run
     folders: dict[tuple[bool, int], dict[str, int]] = {}
