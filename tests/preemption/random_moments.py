@@ -26,8 +26,7 @@ import torch
 import outlast
 from outlast import clock
 from outlast.checkpoint import CheckpointManager as _loaded_before_forks  # noqa: F401
-from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.catalogue.verification import verify
+from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.incidents import EventKind
 from outlast.runtime.journal import read_journal
 from outlast.session import session as _too  # noqa: F401

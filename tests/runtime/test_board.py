@@ -187,15 +187,6 @@ def test_sections_of_other_threads_do_no_harm(board, page, caplog):
     assert len(caplog.records) == 1
 
 
-def test_stop_request_reaches_worker_even_before_it_attached(board):
-    """A notice that comes before the worker is ready is not lost."""
-    board.request_stop(0)
-    page = board.rank(0)
-    page.attach(pid=1, global_rank=0, cycle=0)
-    assert page.stop_requested()
-    assert not board.rank(1).stop_requested()
-
-
 def test_assigned_page_names_its_process_until_worker_attaches(board):
     """The agent's note of a pid shows before the attachment and never overwrites the worker's own."""
     board.assign(0, pid=77, global_rank=4, cycle=1)

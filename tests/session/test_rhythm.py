@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.config import CheckpointConfig
-from outlast.policy.interval import GLOBAL_SHARE, failures_per_s, iterations_between
+from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.session.rhythm import MIN_TIMED_STEPS, Due, Rhythm
 
 

@@ -11,8 +11,7 @@ import pytest
 from ranks import Ranks
 
 from outlast import clock
-from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.catalogue.verification import verify
+from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.incidents import Event, EventKind
 from outlast.runtime.journal import read_journal
 

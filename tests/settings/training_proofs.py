@@ -37,7 +37,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 from outlast.inprocess import Wrapper
 from outlast.numerics.validation import ErrorInjector, StepValidation
-from outlast.policy.rerun import RunState
+from outlast.policy.rerun import StepRun
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.journal import read_journal
 from outlast.session import departure
@@ -485,8 +485,8 @@ def struck(config: RerunStateMachineConfig) -> list[bool]:
     injector, found = ErrorInjector(config, "job-0-0"), []
     for call in range(20):
         injector.begin_step()
-        found.append(injector.strikes(RunState.FIRST_RUN, call, 0))
-        found.append(injector.strikes(RunState.SECOND_RUN, call, 0))
+        found.append(injector.strikes(StepRun.FIRST_RUN, call, 0))
+        found.append(injector.strikes(StepRun.SECOND_RUN, call, 0))
     return found
 
 

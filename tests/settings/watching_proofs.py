@@ -17,10 +17,10 @@ from outlast.health import check_gpu, check_node
 from outlast.health.result import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import Timers
+from outlast.launch.agent_events import NodeRefused, Timers
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
-from outlast.launch.node_health import CheckedUp, Fitness, Occasion
+from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
 from outlast.launch.options import parse_options
 from outlast.monitor import RankMonitor, side_process
 from outlast.monitor.learned import FILE_NAME, LearnedTimeouts, Observation
@@ -136,11 +136,11 @@ def beats_as_often_as_told(scene: Scene) -> None:
         raise ConnectionError
 
     scene.patch.chdir(scene.folder)
-    scene.patch.setattr(coordinator_client, "Link", connect)
+    scene.patch.setattr(coordinator_client, "ControlLink", connect)
     (scene.folder / "train.py").touch()
     for argv in ([], ["--ft-node-heartbeat-timeout=1"]):
         try:
-            run._make_agent(parse_options([*argv, "train.py"]), Mock(), "job", *[Mock()] * 5, ("script", ()), {})  # type: ignore[arg-type]
+            run._make_client(parse_options([*argv, "train.py"]), Mock(), "job", Mock(), nproc=1)
         except ConnectionError:
             pass
     assert intervals == [1.0, 0.2]
@@ -220,25 +220,28 @@ def asked_of_gpu(config: HealthConfig) -> Any:
 def life_of_a_node(config: HealthConfig) -> Any:
     """Return what an agent does with its node: before it joins, after two faults, and when it is found unfit."""
     checkups, timers = SimpleNamespace(config=config, begin=Mock(), close=Mock()), Timers()
-    fitness = Fitness(
+    health = NodeHealth(
         checkups,  # type: ignore[arg-type]
-        member=Mock(node="n"),
+        client=Mock(node="n"),
         journal=Mock(**{"incident.return_value": Incident(kind=IncidentKind.NODE_UNHEALTHY)}),
         timers=timers,
         is_alone=False,
-        join=Mock(),
-        start=Mock(),
-        leave=(leave := Mock()),
+        mailbox=(mailbox := Mock()),
     )
-    was_admitted = fitness.is_admitted
+    was_admitted = health.is_admitted
     for _ in range(2):
-        fitness.suspect()
-        fitness.note_cleared()
+        health.suspect()
+        health.note_cleared()
     failed = CheckResult(name="disk", target="/", status=Status.FAILED, reason="full", took_s=0.0)
     if not was_admitted:
-        fitness.meet(is_host=False)
-        fitness.take(CheckedUp(Occasion.JOINING, (failed,)))
-    return was_admitted, checkups.begin.mock_calls, sorted(timers._deadlines), bool(leave.mock_calls)
+        health.note_connected(is_host=False)
+        health.take(CheckedUp(Occasion.JOINING, (failed,)))
+    return (
+        was_admitted,
+        checkups.begin.mock_calls,
+        sorted(timers._deadlines),
+        any(isinstance(call.args[0], NodeRefused) for call in mailbox.put.mock_calls),
+    )
 
 
 def looks_before_it_joins(scene: Scene) -> None:

@@ -19,7 +19,7 @@ from outlast.checkpoint.near_lane import NearLane
 from outlast.checkpoint.outcomes import Outcomes, Reporter
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Claims, agree_places, plan_replication, warn_of_copies
-from outlast.checkpoint.recovery import Loaded, Loader, Restored
+from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
 from outlast.checkpoint.save import Committed, Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
@@ -101,7 +101,9 @@ class CheckpointManager:
             raise
         if place.is_first:
             warn_of_copies(config, places)
-        self._loader = Loader(config, places, self._peers, self._writer, self._arenas, topology=places.topology)
+        self._recovery = CheckpointRecovery(
+            config, places, self._peers, self._writer, self._arenas, topology=places.topology
+        )
         self._guard = CopyGuard()
         self._ordinal = 0
         self._may_save = not places.generations and places.global_error is None
@@ -221,7 +223,7 @@ class CheckpointManager:
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
         begin_ns = clock.now_ns()
-        loaded, is_ours = self._loader.newest(state, decode_distrusted(self._place.untrusted), has)
+        loaded, is_ours = self._recovery.newest(state, decode_distrusted(self._place.untrusted), has)
         if loaded is not None:
             loaded.restore(state)
             self._note_loaded(loaded, begin_ns, is_ours=is_ours)
@@ -243,7 +245,7 @@ class CheckpointManager:
         Collective: all ranks, before the first save.
         Blocks: until all ranks have looked at what there is.
         """
-        known, not_finite = self._loader.known(iteration, decode_distrusted(self._place.untrusted))
+        known, not_finite = self._recovery.known(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
         self._take_for_committed(known, not_finite, iteration)
         self._may_save = True
@@ -267,7 +269,7 @@ class CheckpointManager:
         Blocks: until all ranks have read and verified their parts.
         """
         started_ns = clock.now_ns()
-        loaded = self._loader.suspect(state, iteration, decode_distrusted(self._place.untrusted))
+        loaded = self._recovery.suspect(state, iteration, decode_distrusted(self._place.untrusted))
         if loaded is None:
             return None
         loaded.restore(state)
@@ -417,7 +419,7 @@ class CheckpointManager:
         """Take note of why no save can succeed. Thread: any."""
         self._outcomes.refusal = error
 
-    def _note_loaded(self, loaded: Loaded, started_ns: int, *, is_ours: bool) -> None:
+    def _note_loaded(self, loaded: ProvenGeneration, started_ns: int, *, is_ours: bool) -> None:
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
         if is_ours:

@@ -74,7 +74,7 @@ def count_lost(events: Sequence[Event], *, is_given_up: bool) -> int:
         events: Of one job, by wall time.
         is_given_up: The job is over, and did not finish the run.
     """
-    tracks: dict[int, _Track] = {}
+    tracks: dict[int, _RankHistory] = {}
     durable = 0
     for event in sorted(events, key=lambda event: event.cycle or 0):  # nodes' clocks differ, cycles do not overlap
         durable = max(durable, _durable(event))
@@ -84,7 +84,7 @@ def count_lost(events: Sequence[Event], *, is_given_up: bool) -> int:
                     tracks[int(rank)].do(iteration)
         elif event.rank is not None:
             if event.kind == EventKind.SESSION_STARTED:
-                tracks.setdefault(event.rank, _Track()).begin()
+                tracks.setdefault(event.rank, _RankHistory()).begin()
             elif event.rank in tracks and event.iteration is not None:
                 if event.kind == EventKind.RESTORED:
                     tracks[event.rank].go_on_from(event.iteration)
@@ -98,7 +98,7 @@ _DONE = (EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.SESSION_ENDED)
 
 
 @dataclass(slots=True)
-class _Track:
+class _RankHistory:
     """What one rank has done, and how much of it in vain."""
 
     done: int = 0

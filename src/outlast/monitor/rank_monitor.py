@@ -248,10 +248,6 @@ class RankMonitor:
         """Say with which exit code this process is about to end, before its peers can notice that it does."""
         self._page.set_leaving(exit_code)
 
-    def stop_requested(self) -> bool:
-        """Return whether the agent asked this rank to stop."""
-        return self._page.stop_requested()
-
     @property
     def board_state(self) -> RankState:
         """What the watchdog sees of this rank."""

@@ -8,16 +8,23 @@ from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.numerics.comparison import Agreement, Replica
+    from outlast.numerics.determinism import Differences
     from outlast.numerics.nonfinite import FiniteCheck, NonFiniteAction, NonFiniteDetector
     from outlast.numerics.replay import ReplayableIterator
     from outlast.numerics.replica_digest import ReplicaDigest
     from outlast.numerics.rerun_machine import RerunStateMachine, StepDecision
+    from outlast.policy.rerun import Action, Diagnosis, Finding, Replay
 
 _HOMES = {
+    "Action": "outlast.policy.rerun",
     "Agreement": "outlast.numerics.comparison",
+    "Diagnosis": "outlast.policy.rerun",
+    "Differences": "outlast.numerics.determinism",
+    "Finding": "outlast.policy.rerun",
     "FiniteCheck": "outlast.numerics.nonfinite",
     "NonFiniteAction": "outlast.numerics.nonfinite",
     "NonFiniteDetector": "outlast.numerics.nonfinite",
+    "Replay": "outlast.policy.rerun",
     "Replica": "outlast.numerics.comparison",
     "ReplicaDigest": "outlast.numerics.replica_digest",
     "ReplayableIterator": "outlast.numerics.replay",
@@ -26,10 +33,15 @@ _HOMES = {
 }
 
 __all__ = [
+    "Action",
     "Agreement",
+    "Diagnosis",
+    "Differences",
+    "Finding",
     "FiniteCheck",
     "NonFiniteAction",
     "NonFiniteDetector",
+    "Replay",
     "ReplayableIterator",
     "Replica",
     "ReplicaDigest",

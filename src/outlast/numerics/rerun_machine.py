@@ -41,7 +41,7 @@ from outlast.policy.rerun import (
     Finding,
     Replay,
     RunOutcome,
-    RunState,
+    StepRun,
     advance,
     decode_diagnosis,
     encode_diagnosis,
@@ -137,7 +137,7 @@ class RerunStateMachine:
         self._wrapped: list[tuple[Any, ReplayableIterator[Any]]] = []
         self._iterators: tuple[ReplayableIterator[Any], ...] = ()
         self._iteration = -1
-        self._state = RunState.FIRST_RUN
+        self._state = StepRun.FIRST_RUN
         self._is_open, self._num_runs = False, 0
 
     @property

@@ -254,10 +254,6 @@ class Board:
         """Note that a rank whose worker ended is missed by nobody: nothing is enforced on it any more."""
         self._page(local_rank)[layout.FINISHED] = 1
 
-    def request_stop(self, local_rank: int) -> None:
-        """Set the reply word that the worker's ``stop_requested()`` reads."""
-        self._page(local_rank)[layout.STOP] = 1
-
     def _page(self, local_rank: int) -> memoryview:
         if not 0 <= local_rank < self.num_ranks:
             raise OutlastError(f"heartbeat board {self.path} has {self.num_ranks} ranks, none of number {local_rank}")

@@ -33,7 +33,6 @@ class Departure:
         config: What to listen to; ``None`` for the defaults.
         place: This worker's place.
         journal: Where notices are written.
-        stop_requested: Whether the agent asked this rank to stop.
         iteration: Tells the number of optimizer steps done.
         kept: Tells the newest iteration that there is a generation of; ``None`` = there is none. Thread: any.
         write_end: Writes the end of the session with its exit code.
@@ -49,7 +48,6 @@ class Departure:
         *,
         place: WorkerEnv,
         journal: Journal,
-        stop_requested: Callable[[], bool],
         iteration: Callable[[], int],
         kept: Callable[[], int | None],
         write_end: Callable[[int], None],
@@ -57,9 +55,8 @@ class Departure:
     ) -> None:
         self._config = config = config or PreemptionConfig()
         self._journal, self._rank = journal, place.global_rank
-        self._stop_requested, self._iteration, self._kept = stop_requested, iteration, kept
+        self._iteration, self._kept = iteration, kept
         self._write_end = write_end
-        self._agent_was_heard = False
         # An agent sends its signal to all its workers: one of the node says so.
         self._notice_level = logging.WARNING if place.board is None or place.local_rank == 0 else logging.INFO
         signals = _signals(config)
@@ -78,9 +75,6 @@ class Departure:
 
     def asked(self) -> int:
         """Return the number of the signal that told this rank to leave (SIGTERM for other notices), or 0."""
-        if not self._agent_was_heard and self._stop_requested():
-            self._agent_was_heard = True
-            self._listener.tell("the launcher says so", source="agent")
         interval = self._config.exit_interval
         is_due = interval is not None and (self._iteration() + 1) % interval == 0
         return self._number() if self._listener.is_requested or is_due else 0

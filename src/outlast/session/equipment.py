@@ -151,7 +151,6 @@ class Equipment:
             config.preemption,
             place=place,
             journal=self.journal,
-            stop_requested=self.monitor.stop_requested,
             iteration=lambda: self.iteration,
             kept=lambda: None if self.saves is None else self.saves.durable_iteration,
             write_end=self.write_end,

@@ -11,7 +11,7 @@ import logging
 from enum import IntEnum
 
 from outlast.config import CheckpointConfig
-from outlast.policy.interval import GLOBAL_SHARE, failures_per_s, iterations_between
+from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.wording import count
 
 __all__ = ["NEAR_TIERS", "Due", "Rhythm"]

@@ -7,10 +7,12 @@ in the generation's folder, and the manifest, put last, is the commit. Nothing h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 
 from outlast.checkpoint.claim import RUN, decode_hint, encode_hint, owner_of
 from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, decode_global_manifest, encode_global_manifest
@@ -208,8 +210,14 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
             os.close(fd)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        root = self.path / folder
-        return {os.path.relpath(path, root): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}
+        root, found = self.path / folder, dict[str, int]()
+        for above, folders, names in os.walk(root, onerror=_raise_unless_gone):
+            folders.sort()
+            for name in sorted(names):
+                path = Path(above, name)
+                with contextlib.suppress(FileNotFoundError):  # a run is at work there
+                    found[path.relative_to(root).as_posix()] = path.stat().st_size
+        return found
 
     def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
         return self.temporary(iteration, attempt).name
@@ -378,6 +386,11 @@ class StoreRecords:
 
     def forget(self) -> None:
         pass  # a folder is nothing but the names of its objects
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _check_files(manifest: GlobalManifest, sizes: dict[str, int]) -> None:

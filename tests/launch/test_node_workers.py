@@ -1,4 +1,4 @@
-"""The workers of a node: news of them that come late, and those that the others go on without."""
+"""The workers of a node: events of them that come late, and those that the others continue without."""
 
 from __future__ import annotations
 
@@ -11,54 +11,39 @@ from unittest.mock import Mock
 import pytest
 
 from outlast.incidents import Incident, IncidentKind
-from outlast.launch.crew import Crew
 from outlast.launch.cycle import Cycle
-from outlast.launch.worker_process import WorkerProcess
+from outlast.launch.workers import WorkerProcess
 from outlast.policy.causes import find_culprit
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Started
 
 
-def crew_with(*, over: bool, num_workers: int = 1) -> tuple[Crew, Any]:
-    cycle: Any = SimpleNamespace(
-        over=over,
-        number=3,
-        board=Mock(),
-        workers={key: WorkerProcess(local_rank=key, global_rank=key) for key in range(num_workers)},
-    )
-    crew = Crew(
-        Mock(),
-        options=Mock(),
-        command=("exec", ()),
-        base_env={},
-        logs_specs=Mock(),
-        workers=Mock(),
-        writer=None,
-        node="a",
-    )
-    crew.cycle = cycle
-    return crew, cycle
+def cycle_with(*, over: bool, num_workers: int = 1) -> Any:
+    parts: Any = dict.fromkeys(("logs", "spawns", "in_process", "postmortem"))
+    parts["workers"] = {key: WorkerProcess(local_rank=key, global_rank=key) for key in range(num_workers)}
+    start, options = SimpleNamespace(cycle=3), SimpleNamespace(layers=None)
+    return Cycle(**parts, start=start, options=options, board=Mock(), job="j", node="n", over=over)  # type: ignore[arg-type]
 
 
-def test_a_worker_that_started_while_its_cycle_ended_is_passed_over() -> None:
-    """The board of a cycle that is over is gone; the late news must not touch it, let alone end the agent."""
-    crew, cycle = crew_with(over=True)
-    assert crew.note_started(Started(key=0, pid=4711)) is None
+def test_a_worker_that_started_while_its_cycle_ended_is_ignored() -> None:
+    """The board of a cycle that is over is gone; the late event must not touch it, let alone end the agent."""
+    cycle = cycle_with(over=True)
+    assert not cycle.note_started(Started(key=0, pid=4711))
     cycle.board.assign.assert_not_called()
 
 
 @pytest.mark.parametrize("key", [1, 7])
 def test_the_cycle_runs_once_all_of_its_workers_do(key: int) -> None:
-    """The last worker's start makes the cycle run; news of workers of no cycle of this node do not."""
-    crew, cycle = crew_with(over=False, num_workers=2)
-    assert crew.note_started(Started(key=0, pid=1)) is None
-    assert crew.note_started(Started(key=key, pid=2)) is (cycle if key == 1 else None)
+    """The last worker's start makes the cycle run; events of workers of no cycle of this node do not."""
+    cycle = cycle_with(over=False, num_workers=2)
+    assert not cycle.note_started(Started(key=0, pid=1))
+    assert cycle.note_started(Started(key=key, pid=2)) is (key == 1)
 
 
 @pytest.mark.process
 def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
-    """A worker that the others went on without has no part in a later hang: it did not finish before them, and a
+    """A worker that the others continued without has no part in a later hang: it did not finish before them, and a
     spare may have its rank."""
     processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
     board, postmortem = Board.create_anonymous(num_ranks=3), Postmortem(3)
@@ -66,7 +51,7 @@ def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
         workers = {key: WorkerProcess(local_rank=key, global_rank=key, pid=processes[key].pid) for key in range(3)}
         for worker in workers.values():
             board.assign(worker.local_rank, pid=worker.pid, global_rank=worker.global_rank, cycle=0)
-        parts: Any = dict.fromkeys(("spec", "logs", "spawns", "in_process"))
+        parts: Any = dict.fromkeys(("logs", "spawns", "in_process"))
         start: Any = SimpleNamespace(cycle=0)
         options: Any = SimpleNamespace(layers=None, run_dir=tmp_path)
         parts |= {"board": board, "workers": workers, "postmortem": postmortem}

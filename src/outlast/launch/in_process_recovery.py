@@ -1,8 +1,8 @@
-"""Restarts inside the processes, as the agent sees them: who may be lost without the cycle's end, and what came of it.
+"""Restarts inside the processes, as the agent sees them: which ranks the cycle continues without, and what came of it.
 
-Workers whose function is called again after a fault (:class:`outlast.inprocess.Wrapper`) say on the board how they
-stand, and wake the agent when that changes. Such a worker may end: the others go on, with a spare in its place, or
-end themselves when they cannot. What they mend costs the agent a message to the coordinator, which charges the ladder.
+Workers whose function is called again after a fault (:class:`outlast.inprocess.Wrapper`) write their state on the board
+and wake the agent when it changes. Such a worker may end: the others continue, with a spare rank in its place, or end
+themselves when they cannot. A recovery costs the agent one message to the coordinator, which charges the ladder.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from outlast.decoding import msgpack_decoder
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
-from outlast.launch.worker_process import WorkerProcess
+from outlast.launch.workers import WorkerProcess
 from outlast.policy.causes import OWN_VERDICTS
 from outlast.policy.inprocess_protocol import (
     HAS_BEGUN,
@@ -30,7 +31,7 @@ from outlast.policy.inprocess_protocol import (
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.in_process_mark import Change, InProcessFault, address
 
-__all__ = ["InProcess", "Mended"]
+__all__ = ["InProcessRecovery", "RecoveredInProcess"]
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +42,18 @@ _decoder = msgpack_decoder(Change)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mended:
+class RecoveredInProcess:
     """The workers run their function again after a fault."""
 
     call: int
-    iteration: int
+    restart_count: int
     fault: InProcessFault | None
-    """The cause; ``None`` = nobody said."""
+    """The cause; ``None`` = no rank reported one."""
 
 
 @dataclass(slots=True)
-class InProcess:
-    """Know how a cycle's workers stand with restarts inside their processes.
+class InProcessRecovery:
+    """Follow the restarts of a cycle's workers inside their processes.
 
     Thread: the agent's main thread.
     """
@@ -62,13 +63,16 @@ class InProcess:
     """Key in the zygote's messages to worker."""
     is_alone: bool
     """No other node takes part in the cycle."""
+    job: str
+    cycle: int
+    node: str
     _channel: socket.socket = field(init=False)
     _reached: tuple[int, int] = (0, 0)
     _faults: dict[tuple[int, int], tuple[InProcessFault, ...]] = field(default_factory=dict)
     _told: set[tuple[int, int]] = field(default_factory=set)
-    """Calls and restart iterations that a datagram told of the beginning of."""
+    """Calls and restart counts whose beginning a datagram reported."""
     _last_states: dict[int, RankState] = field(default_factory=dict)
-    """Of those that were lost: how they stood at their end."""
+    """Of the lost workers: their state at their end."""
 
     def __post_init__(self) -> None:
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -79,19 +83,19 @@ class InProcess:
             raise
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when :meth:`take_mended` may have something; -1 once closed."""
+        """Return the descriptor that is readable when :meth:`take_recovered` may have something; -1 once closed."""
         return self._channel.fileno()
 
     def lose(self, worker: WorkerProcess, incident: Incident) -> bool:
-        """Return whether the cycle goes on without a worker that ended with anything but 0, and remember it if so."""
+        """Return whether the cycle continues without a worker that ended with anything but 0, and remember it if so."""
         state = self.board.read(worker.local_rank)
-        goes_on = is_survivable(
+        continues = is_survivable(
             state,
             living=self._read(lambda other: other.exit_code is None),
             done=self._read(lambda other: other.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED)),
             has_unseen_peers=not self.is_alone,
         )
-        if worker.exit_code in _DECISIONS or not goes_on:
+        if worker.exit_code in _DECISIONS or not continues:
             return False
         worker.lost = incident
         self._last_states[worker.local_rank] = state
@@ -101,7 +105,7 @@ class InProcess:
     def patience_s(self, worker: WorkerProcess) -> float | None:
         """Return how long to wait until the others have restarted without a lost worker; ``None``: they need not.
 
-        Where none of them is on this node, theirs will tell.
+        If none of them is on this node, their agents report it.
         """
         state = self._last_states[worker.local_rank]
         if not needs_restart(state) or all(other.exit_code is not None for other in self.workers.values()):
@@ -109,12 +113,12 @@ class InProcess:
         return state.in_process_patience_s
 
     def has_resumed(self, worker: WorkerProcess) -> bool:
-        """Return whether the others on this node got on after the loss of a worker."""
+        """Return whether the others on this node resumed after the loss of a worker."""
         return has_resumed(self._last_states[worker.local_rank], max(self._reached, self._newest()))
 
     @property
-    def unmended(self) -> Incident | None:
-        """The first loss after which the others on this node have not got on; ``None`` = there is none."""
+    def unrecovered_loss(self) -> Incident | None:
+        """The first loss after which the others on this node have not resumed; ``None`` = there is none."""
         for worker in self.workers.values():
             if worker.lost is None or not needs_restart(self._last_states[worker.local_rank]):
                 continue
@@ -123,16 +127,16 @@ class InProcess:
         return None
 
     @property
-    def owes_word(self) -> bool:
-        """Whether the board tells of a restart not all of which is known yet: its faults, or a dead worker's end."""
+    def awaits_report(self) -> bool:
+        """Whether the board shows a restart not all of which is known yet: its faults, or a dead worker's end."""
         newest = self._newest()
         return newest > self._reached and (newest not in self._told or self._awaits_exit(newest))
 
-    def take_mended(self, *, waits: bool = True) -> Mended | None:
+    def take_recovered(self, *, waits: bool = True) -> RecoveredInProcess | None:
         """Return the newest restart after which workers run their function again, unless it was returned before.
 
         Args:
-            waits: Leave out one whose faults were not told yet, as a worker's words on the board come before its
+            waits: Leave out one whose faults are not reported yet, as a worker writes on the board before it sends its
                 datagram, and one after a death that this node's zygote has not reported yet. ``False``: no longer.
         """
         self._receive()
@@ -145,7 +149,7 @@ class InProcess:
         self._faults.clear()
         if newest[1] == 0:  # another call of a wrapped function begins
             return None
-        return Mended(call=newest[0], iteration=newest[1], fault=cause)
+        return RecoveredInProcess(call=newest[0], restart_count=newest[1], fault=cause)
 
     def _cause_of(self, restart: tuple[int, int]) -> InProcessFault | None:
         faults = self._faults.get(restart, ())
@@ -158,42 +162,39 @@ class InProcess:
             return False
         return any(worker.global_rank == cause.rank and worker.lost is None for worker in self.workers.values())
 
-    def incident_of(self, mended: Mended, *, job: str, cycle: int, node: str) -> Incident:
-        """Return the incident that a restart mended; of a worker that this node lost, what its end told."""
-        fault = mended.fault
+    def incident_of(self, recovered: RecoveredInProcess) -> Incident:
+        """Return the incident after which the workers restarted; for a worker that this node lost, that of its end."""
+        fault = recovered.fault
         if fault is None:
-            summary = f"the ranks left restart iteration {mended.iteration - 1} for a reason that none of them reported"
-            return Incident(kind=IncidentKind.WORKER_FAILED, job=job, cycle=cycle, evidence={"summary": summary})
+            summary = f"the ranks left restart {recovered.restart_count - 1} in process for a reason that none reported"
+            return self._incident(IncidentKind.WORKER_FAILED, summary)
         if fault.is_consequence and fault.kind == IncidentKind.WORKER_HUNG:
             summary = f"every rank that exceeded its timeout waited for others; the first report: {fault.summary}"
-            return Incident(kind=fault.kind, job=job, cycle=cycle, evidence={"summary": summary})
+            return self._incident(fault.kind, summary)
         worker = next((one for one in self.workers.values() if one.global_rank == fault.rank), None)
-        if worker is not None and worker.lost is not None:
+        if worker is None:
+            return self._incident(fault.kind, fault.summary, rank=fault.rank)
+        if worker.lost is not None:
             if fault.kind != IncidentKind.WORKER_HUNG:
                 return worker.lost
             summary = f"{fault.summary}; it was ended for it"
             return msgspec.structs.replace(worker.lost, kind=fault.kind, evidence={"summary": summary})
-        state = self.board.read(worker.local_rank) if worker is not None else None
-        return Incident(
-            kind=fault.kind,
-            job=job,
-            cycle=cycle,
-            node=node if worker is not None else "",
-            rank=fault.rank,
-            pid=worker.pid if worker is not None else None,
-            iteration=state.iteration if state is not None and state.attached else None,
-            evidence={"summary": fault.summary} if fault.summary else {},
-        )
+        state = self.board.read(worker.local_rank)
+        iteration = state.iteration if state.attached else None
+        known = {"node": self.node, "rank": fault.rank, "pid": worker.pid, "iteration": iteration}
+        return self._incident(fault.kind, fault.summary, **known)
 
-    def unfinished(self, *, job: str, cycle: int, node: str) -> Incident | None:
+    def describe_unfinished(self) -> Incident | None:
         """Return why nothing was finished here, now that every worker has ended or was lost; ``None`` = it was."""
         if any(state.in_process != InProcessState.LEFT for state in self._read(lambda worker: worker.lost is None)):
             return None
-        lost = [worker.lost for worker in self.workers.values() if worker.lost is not None]
-        if lost:
-            return lost[0]
+        lost = next((worker.lost for worker in self.workers.values() if worker.lost is not None), None)
         summary = "every worker of the node was permanently removed"
-        return Incident(kind=IncidentKind.WORKER_FAILED, job=job, cycle=cycle, node=node, evidence={"summary": summary})
+        return lost or self._incident(IncidentKind.WORKER_FAILED, summary, node=self.node)
+
+    def _incident(self, kind: IncidentKind, summary: str, **known: Any) -> Incident:
+        evidence = {"summary": summary} if summary else {}
+        return Incident(kind=kind, job=self.job, cycle=self.cycle, evidence=evidence, **known)
 
     def close(self) -> None:
         """Stop listening; idempotent."""
