@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-import msgspec
-from outlast.checkpoint.catalogue.entries import DirectoryListing
-from outlast.checkpoint.catalogue.entries import Generation
-from outlast.checkpoint.catalogue.entries import ListedGeneration
-from outlast.checkpoint.catalogue.entries import ListedLeftover
-from outlast.checkpoint.catalogue.entries import ListedPlace
-from outlast.checkpoint.catalogue.entries import Problem
-from outlast.checkpoint.catalogue.entries import check_hint
-from outlast.checkpoint.catalogue.entries import describe_error
-from outlast.checkpoint.claim import RUN
-from outlast.checkpoint.claim import owner_of
-from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.manifest import METADATA
-from outlast.checkpoint.dcp.manifest import FileEntry
-from outlast.checkpoint.dcp.manifest import GlobalManifest
-from outlast.checkpoint.dcp.manifest import decode_global_manifest
-from outlast.checkpoint.dcp.store import open_store
-from outlast.checkpoint.directory import SUSPECT
-from outlast.checkpoint.directory import TRACKER
-from outlast.checkpoint.manifest import MANIFEST
-from outlast.errors import CheckpointError
-from outlast.errors import ConfigError
-from outlast.errors import Incomplete
-from outlast.errors import Untrusted
 from pathlib import Path
-from outlast.checkpoint.catalogue.entries import Leftover
-from outlast.checkpoint.catalogue.entries import list_leftovers
+
+import msgspec
+
+from outlast.checkpoint.catalogue.entries import (
+    DirectoryListing,
+    Generation,
+    Leftover,
+    ListedGeneration,
+    ListedLeftover,
+    ListedPlace,
+    Problem,
+    check_hint,
+    describe_error,
+    list_leftovers,
+)
+from outlast.checkpoint.claim import RUN, owner_of
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.manifest import METADATA, FileEntry, GlobalManifest, decode_global_manifest
+from outlast.checkpoint.dcp.store import open_store
+from outlast.checkpoint.directory import SUSPECT, TRACKER
+from outlast.checkpoint.manifest import MANIFEST
 from outlast.checkpoint.verification import VerifiedFiles
-
-
+from outlast.errors import CheckpointError, ConfigError, Incomplete, Untrusted
 
 __all__ = ["look_into_store"]
 
