@@ -25,6 +25,8 @@ LAYERS = {
     "incidents": 0,
     "slurm_notation": 0,
     "decoding": 0,
+    "journal": 0,
+    "version": 0,
     "lazy": 0,
     "policy": 1,
     "runtime": 2,

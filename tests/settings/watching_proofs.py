@@ -23,7 +23,7 @@ from outlast.launch.membership import JobSettings
 from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
 from outlast.launch.options import parse_options
 from outlast.monitor import RankMonitor, side_process
-from outlast.monitor.learned import FILE_NAME, LearnedTimeouts, Observation
+from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation
 from outlast.monitor.watchdog import HangReport
 from outlast.policy import ladder
 from outlast.policy.deadlines import Expired, Subject, Timeouts, deadlines
@@ -152,9 +152,9 @@ def leaves_within_the_agents_grace(scene: Scene) -> None:
     scene.patch.setenv("OUTLAST_RUN_ID", "run")
     scene.patch.setenv("OUTLAST_BOARD", board.path)
     with scene.session(Config(fault_tolerance=FaultToleranceConfig(shutdown_grace=7.0))) as run:
-        assert run._departure._listener.deadline_s == 7.0
+        assert run._preemption._listener.deadline_s == 7.0
     with scene.session(Config()) as run:
-        assert run._departure._listener.deadline_s == 60.0
+        assert run._preemption._listener.deadline_s == 60.0
     board.close()
 
 
@@ -263,13 +263,13 @@ def looks_before_it_joins(scene: Scene) -> None:
 
 def asks_the_ranks(scene: Scene) -> None:
     """All ranks are asked after every interval of steps, and may take the timeout."""
-    from outlast.session import liveness
+    from outlast.session import checks
 
     check = Mock(return_value=Mock(run=Mock(return_value=Mock(has_failed=False))))
-    scene.patch.setattr(liveness, "ProcessGroupCheck", check)
+    scene.patch.setattr(checks, "ProcessGroupCheck", check)
     for interval, times in ((1, 6), (3, 2)):
         check.return_value.run.reset_mock()
-        asks = liveness.Liveness(
+        asks = checks.RankLiveness(
             HealthConfig(process_group_interval=interval, process_group_timeout=11.0), PLACE, Mock(spec=Journal)
         )
         for iteration in range(1, 7):

@@ -6,33 +6,55 @@ import atexit
 import dataclasses
 import logging
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
-
 from outlast import clock
-from outlast.checkpoint.arena import Arena, ArenaPool, CopyGuard, Stager, changed_only_by_step
+from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.arena import ArenaPool
+from outlast.checkpoint.arena import CopyGuard
+from outlast.checkpoint.arena import Stager
+from outlast.checkpoint.arena import changed_only_by_step
 from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.lane import GRACE_S
 from outlast.checkpoint.near_lane import NearLane
-from outlast.checkpoint.outcomes import Outcomes, Reporter
+from outlast.checkpoint.outcomes import Outcomes
+from outlast.checkpoint.outcomes import Reporter
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Claims, agree_places, plan_replication, warn_of_copies
-from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
-from outlast.checkpoint.save import Committed, Save, SaveHandle, SaveResult, wait_for_all
+from outlast.checkpoint.places import Claims
+from outlast.checkpoint.places import agree_places
+from outlast.checkpoint.places import plan_replication
+from outlast.checkpoint.places import warn_of_copies
+from outlast.checkpoint.recovery import CheckpointRecovery
+from outlast.checkpoint.recovery import ProvenGeneration
+from outlast.checkpoint.recovery import Restored
+from outlast.checkpoint.save import Committed
+from outlast.checkpoint.save import Save
+from outlast.checkpoint.save import SaveHandle
+from outlast.checkpoint.save import SaveResult
+from outlast.checkpoint.save import wait_for_all
 from outlast.checkpoint.shard import Identity
-from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
+from outlast.checkpoint.state import FlatState
+from outlast.checkpoint.state import capture
+from outlast.checkpoint.state import flatten
+from outlast.checkpoint.state import without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError, ConfigError
+from outlast.errors import CheckpointError
+from outlast.errors import ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
 from outlast.policy.retention import RetentionRules
-from outlast.runtime.group import current_place, is_initialised
+from outlast.runtime.group import current_place
+from outlast.runtime.group import is_initialised
 from outlast.runtime.journal import Journal
 from outlast.runtime.random_numbers import capture_random
+from outlast.checkpoint.launcher_report import LauncherReport
+
 
 __all__ = ["CheckpointManager"]
 
@@ -76,6 +98,7 @@ class CheckpointManager:
             raise ConfigError(
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
+        self._launcher = LauncherReport(place, config.suspect_window)
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
         self._writer = WriterClient(
             place.writer, owner=f"rank {place.global_rank}", node=place.node, patience_s=patience_s
@@ -93,7 +116,7 @@ class CheckpointManager:
                 answer_s=min(ANSWER_S, config.save_timeout),
                 may_steal=places.local is not None or not places.memory,
             )
-            self._outcomes = Outcomes(self._reporter, self._arenas)
+            self._outcomes = Outcomes(self._reporter, self._arenas, self._launcher)
             self._open_lanes()
         except BaseException:  # nothing that was opened stays, whatever failed
             self._peers.close()
@@ -149,15 +172,6 @@ class CheckpointManager:
             if self._global is not None:
                 self._global.stop(0.2)
             raise
-
-    @property
-    def on_commit(self) -> Callable[[int], None] | None:
-        """Called in a thread of its own with each generation that this process saved, once some tier has it."""
-        return self._outcomes.on_commit
-
-    @on_commit.setter
-    def on_commit(self, callback: Callable[[int], None] | None) -> None:
-        self._outcomes.on_commit = callback
 
     @property
     def durable_iteration(self) -> int | None:
@@ -245,7 +259,11 @@ class CheckpointManager:
         """
         committed = self._recovery.committed(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
+        if self._restored is not None:
+            self._launcher.loaded(self._restored)
         self._start_from(committed, iteration)
+        if self.durable_iteration is not None:
+            self._launcher.committed(self.durable_iteration)
         self._may_save = True
         self._prepare(state)
 
@@ -319,6 +337,8 @@ class CheckpointManager:
             handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=restored.attempt)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
+        if not suspect:
+            self._launcher.saving(iteration)
         attempt = self._next_attempt()
         handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=str(attempt))
         save = Save(
@@ -393,6 +413,7 @@ class CheckpointManager:
         self._peers.close()
         self._stager.close()
         self._arenas.close()
+        self._launcher.close()
 
     def give_up(self) -> None:
         """Fail whatever waits for a save, as the call around it is left; :meth:`close` follows. Idempotent.
@@ -423,6 +444,7 @@ class CheckpointManager:
         if is_ours:
             self._start_from(loaded.committed, restored.generation)
         self._reporter.restored(restored)
+        self._launcher.loaded(restored)
 
     def _start_from(self, committed: Committed, iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""

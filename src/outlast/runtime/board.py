@@ -55,7 +55,7 @@ class RankState:
     pid: int = 0
     cycle: int = 0
     attached: bool = False
-    """The worker has a :class:`RankPage` of its own; a plain script never does."""
+    """The worker has a monitor; a plain script never does."""
     finished: bool = False
     iteration: int = 0
     durable_iteration: int | None = None
@@ -104,6 +104,11 @@ class RankState:
     """Seconds that a restart inside the process may take; 0 = it was never armed."""
     torn: bool = False
     """The writer stopped in the middle of an update; sections may not fit together."""
+
+    @property
+    def reports_iteration(self) -> bool:
+        """Whether ``iteration`` means something: a monitor is attached, or a checkpoint manager writes to the page."""
+        return self.attached or self.reports_progress
 
 
 class Board:

@@ -19,6 +19,7 @@ from outlast.runtime.files import write_atomically
 
 __all__ = ["FILE_NAME", "LearnedTimeouts", "Observation", "observe"]
 
+
 log = logging.getLogger(__name__)
 
 FILE_NAME = "ft_state.json"
