@@ -11,7 +11,7 @@ from scenes import Proof, Scene, differs
 
 from outlast.chaos.armed import arm_configured, simulated_fault
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.precedence import LayeredSettings
+from outlast.config.flags import LayeredSettings
 from outlast.env import WorkerEnv
 from outlast.health import check_gpu, check_node
 from outlast.health.result import CheckResult, Status
@@ -28,7 +28,7 @@ from outlast.monitor.watchdog import HangReport
 from outlast.policy import ladder
 from outlast.policy.deadlines import Expired, Subject, Timeouts, deadlines
 from outlast.policy.ladder import CycleEnd, LadderState
-from outlast.runtime.board import Board, OpenSection, RankState
+from outlast.runtime.board import Board, BoardSection, RankState
 from outlast.runtime.journal import Journal
 
 S = 1_000_000_000
@@ -36,8 +36,8 @@ PLACE = WorkerEnv(world_size=8, run_id="run")
 STATES = (
     RankState(local_rank=0, attached=True, attached_ns=S),
     RankState(local_rank=0, attached=True, attached_ns=S, last_heartbeat_ns=2 * S),
-    RankState(local_rank=0, attached=True, attached_ns=S, sections=(OpenSection("step", S, 0),), depth=1),
-    RankState(local_rank=0, attached=True, attached_ns=S, sections=(OpenSection("step", S, 5),), depth=1),
+    RankState(local_rank=0, attached=True, attached_ns=S, sections=(BoardSection("step", S, 0),), depth=1),
+    RankState(local_rank=0, attached=True, attached_ns=S, sections=(BoardSection("step", S, 5),), depth=1),
     RankState(local_rank=0, attached=True, attached_ns=S, left_ns=3 * S),
 )
 

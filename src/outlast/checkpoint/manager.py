@@ -31,8 +31,8 @@ from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
 from outlast.policy.retention import RetentionRules
-from outlast.runtime.group import current_place, is_initialised
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.random_numbers import capture_random
 
 __all__ = ["CheckpointManager"]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from outlast import logs
-from outlast.config.fault_tolerance import FaultToleranceConfig
-from outlast.config.precedence import merge_under
+from outlast.config.flags import merge_under
+from outlast.config.launching import FaultToleranceConfig
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
 from outlast.monitor import side_process, stacks
