@@ -11,8 +11,8 @@ from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.monitor import RankMonitor
-from outlast.monitor.examine import examine
-from outlast.monitor.learned import LearnedTimeouts
+from outlast.monitor.examination import examine
+from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.runtime.board import Board
 
 CONFIG = FaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": 180.0}, num_warmup_iterations=2)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from outlast.errors import ExitReason
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Rung
+from outlast.journal import read
 from outlast.policy.recovery_point import Tier
-from outlast.runtime.journal import read_journal
 from outlast.wording import count
 
 __all__ = ["Summary", "count_lost", "summarise"]
@@ -50,7 +50,7 @@ def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
     the same processes, began before it, or the job ended without the run's end and no generation that outlives the job
     holds it.
     """
-    events = [event for event in read_journal(run_dir) if event.job == job]
+    events = [event for event in read(run_dir) if event.job == job]
     cycles = {event.cycle for event in events if event.kind == EventKind.CYCLE_STARTED and event.cycle is not None}
     verdicts = [event.data for event in events if event.kind == EventKind.VERDICT and "incident" in event.data]
     exits = [event.data for event in events if event.kind == EventKind.WORKER_EXITED]

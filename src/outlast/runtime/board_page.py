@@ -124,12 +124,16 @@ class RankPage:
             settings: What this worker's own config sets, for the agent; too long: said, and not handed over.
         """
         words = self._words
-        for at in range(IN_PROCESS):
+        # A checkpoint manager may have reported before the worker attached.
+        kept = () if words[ATTACHED] else (ITERATION, DURABLE, REPORTS, RESTORED, *range(LOAD_GENERATION, IN_PROCESS))
+        for at in set(range(IN_PROCESS)).difference(kept):
             words[at] = 0
         self._reset()
         words[SETTINGS_LENGTH] = words[PROTECTION_LENGTH] = 0
         words[PID], words[RANK], words[CYCLE] = pid, global_rank, cycle
-        words[DURABLE] = words[COLLECTIVES] = -1
+        words[COLLECTIVES] = -1
+        if DURABLE not in kept:
+            words[DURABLE] = -1
         for name, count in (warmup or {}).items():
             self._warmup[self.intern(name)] = count
         self._set_settings(settings.encode())

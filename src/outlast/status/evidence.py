@@ -19,11 +19,11 @@ from outlast.decoding import from_json
 from outlast.env import clean_name
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import Event, EventKind
+from outlast.journal import decode_events
 from outlast.launch.protocol import STATUS_KEY, LiveStatus, decode_live
 from outlast.policy.ladder import LadderState
 from outlast.policy.lease import Process
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
-from outlast.runtime.journal import decode_events
 from outlast.runtime.lease import FOLDER
 from outlast.runtime.processes import is_alive, machine_id
 from outlast.runtime.store_reader import read_key
