@@ -15,6 +15,7 @@ from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.lane import GRACE_S
+from outlast.checkpoint.launcher_report import LauncherReport
 from outlast.checkpoint.near_lane import NearLane
 from outlast.checkpoint.outcomes import Outcomes, Reporter
 from outlast.checkpoint.peers import Peers
@@ -30,8 +31,8 @@ from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
 from outlast.policy.retention import RetentionRules
-from outlast.runtime.group import current_place, is_initialised
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.random_numbers import capture_random
 
 __all__ = ["CheckpointManager"]
@@ -76,6 +77,7 @@ class CheckpointManager:
             raise ConfigError(
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
+        self._launcher = LauncherReport(place, config.suspect_window)
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
         self._writer = WriterClient(
             place.writer, owner=f"rank {place.global_rank}", node=place.node, patience_s=patience_s
@@ -93,7 +95,7 @@ class CheckpointManager:
                 answer_s=min(ANSWER_S, config.save_timeout),
                 may_steal=places.local is not None or not places.memory,
             )
-            self._outcomes = Outcomes(self._reporter, self._arenas)
+            self._outcomes = Outcomes(self._reporter, self._arenas, self._launcher)
             self._open_lanes()
         except BaseException:  # nothing that was opened stays, whatever failed
             self._peers.close()
@@ -149,15 +151,6 @@ class CheckpointManager:
             if self._global is not None:
                 self._global.stop(0.2)
             raise
-
-    @property
-    def on_commit(self) -> Callable[[int], None] | None:
-        """Called in a thread of its own with each generation that this process saved, once some tier has it."""
-        return self._outcomes.on_commit
-
-    @on_commit.setter
-    def on_commit(self, callback: Callable[[int], None] | None) -> None:
-        self._outcomes.on_commit = callback
 
     @property
     def durable_iteration(self) -> int | None:
@@ -243,9 +236,13 @@ class CheckpointManager:
         Collective: all ranks, before the first save.
         Blocks: until all ranks have looked at what there is.
         """
-        known, not_finite = self._recovery.known(iteration, decode_distrusted(self._place.untrusted))
+        committed = self._recovery.committed(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
-        self._take_for_committed(known, not_finite, iteration)
+        if self._restored is not None:
+            self._launcher.loaded(self._restored)
+        self._start_from(committed, iteration)
+        if self.durable_iteration is not None:
+            self._launcher.committed(self.durable_iteration)
         self._may_save = True
         self._prepare(state)
 
@@ -319,6 +316,8 @@ class CheckpointManager:
             handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=restored.attempt)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
+        if not suspect:
+            self._launcher.saving(iteration)
         attempt = self._next_attempt()
         handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=str(attempt))
         save = Save(
@@ -393,6 +392,7 @@ class CheckpointManager:
         self._peers.close()
         self._stager.close()
         self._arenas.close()
+        self._launcher.close()
 
     def give_up(self) -> None:
         """Fail whatever waits for a save, as the call around it is left; :meth:`close` follows. Idempotent.
@@ -421,14 +421,14 @@ class CheckpointManager:
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
         if is_ours:
-            self._take_for_committed(loaded.known, loaded.not_finite, restored.generation)
+            self._start_from(loaded.committed, restored.generation)
         self._reporter.restored(restored)
+        self._launcher.loaded(restored)
 
-    def _take_for_committed(self, known: dict[int, set[Tier]], not_finite: frozenset[int], iteration: int) -> None:
+    def _start_from(self, committed: Committed, iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
-        self._restored_tiers = frozenset(known.get(iteration, ()))
-        self._outcomes.durable = max(known, default=None)
-        committed = Committed(known, set(not_finite))
+        self._restored_tiers = frozenset(committed.tiers.get(iteration, ()))
+        self._outcomes.durable = max(committed.tiers, default=None)
         self._near.start_from(committed)
         if self._global is not None:
             self._global.start_from(committed)

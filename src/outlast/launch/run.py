@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING
 
 from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
-from outlast.config.precedence import DEFAULT
+from outlast.config.flags import DEFAULT
 from outlast.errors import ConfigError, ExitReason
 from outlast.launch.agent_events import Mailbox, RunDirectoryLost, SignalReceived, WriterDied
 from outlast.launch.membership import JobSettings, name_job
 from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
-from outlast.launch.probing import check_endpoints
 from outlast.launch.summary import summarise
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
-from outlast.runtime.addresses import is_loopback, own_address, parse_endpoints
+from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import this_process
+from outlast.runtime.store_reader import StoreAnswer, probe
 from outlast.runtime.zygote import Zygote
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _launch(options: RunOptions, owner: RunOwner) -> int:
     started_s = clock.now_s()
     startup = _StartUp()
     remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is refused before all else
-    check_endpoints(parse_endpoints(options.endpoints))
+    _check_endpoints(parse_endpoints(options.endpoints))
     log.info("run %s on node %s: starting; run directory %s", options.run_id, options.node_name, options.run_dir)
     for note in options.notes:
         log.info("%s", note)
@@ -164,6 +164,29 @@ class _StartUp:
         os._exit(128 + number)
 
 
+def _check_endpoints(endpoints: Sequence[Endpoint]) -> None:
+    """Refuse endpoints that lead nowhere; an agent would wait there in silence until ``join_timeout``.
+
+    Raises:
+        ConfigError: No host of theirs is known, or what answers at one is no store.
+
+    Blocks: about 0.01 s where all is well or nobody listens yet; some seconds where names or hosts do not answer.
+    """
+    unknown = []
+    for endpoint in endpoints:
+        if endpoint.port == 0:  # a free one will be taken
+            continue
+        answer, why = probe(endpoint)
+        if answer == StoreAnswer.UNKNOWN:
+            unknown.append(f"{endpoint.host!r} ({why})")
+        elif answer in (StoreAnswer.FOREIGN, StoreAnswer.SILENT):
+            raise ConfigError(
+                f"--rdzv-endpoint={endpoint}: {answer.value}, no agent of a run; name a free port, or end that program"
+            )
+    if unknown and len(unknown) == len(endpoints):
+        raise ConfigError(f"--rdzv-endpoint: no such host: {', '.join(unknown)}; check the name")
+
+
 def _run_with_torch_events(agent: NodeAgent, event_log_handler: str) -> None:
     """Run the agent; record its end in torch's event log, as torchrun does."""
     from torch.distributed.elastic import events
@@ -227,6 +250,21 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     return ("module" if args.module else "script"), (args.training_script, *rest)
 
 
+class _TorchName:
+    """What torch's event log asks of a rendezvous handler; the agents meet through the coordinator."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def get_backend(self) -> str:
+        """Return the backend's name."""
+        return "outlast"
+
+    def get_run_id(self) -> str:
+        """Return the run's id."""
+        return self._run_id
+
+
 def _torch_options(options: RunOptions) -> tuple[LogsSpecs, WorkerSpec]:
     """Return what torch makes of its own options: where output goes, and its description of the workers.
 
@@ -239,7 +277,6 @@ def _torch_options(options: RunOptions) -> tuple[LogsSpecs, WorkerSpec]:
     from torch.numa.binding import AffinityMode, NumaOptions
 
     from outlast.launch.cycle import make_logs_specs
-    from outlast.launch.torchrun_backend import NamedRendezvous
 
     args = options.torchrun
     try:
@@ -251,7 +288,7 @@ def _torch_options(options: RunOptions) -> tuple[LogsSpecs, WorkerSpec]:
         local_world_size=determine_local_world_size(args.nproc_per_node),
         entrypoint=args.training_script,
         args=tuple(args.training_script_args),
-        rdzv_handler=NamedRendezvous(options.run_id),
+        rdzv_handler=_TorchName(options.run_id),  # type: ignore[arg-type]
         max_restarts=args.max_restarts,
         monitor_interval=args.monitor_interval,
         local_addr=args.local_addr,

@@ -35,7 +35,7 @@ from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.verification import PIECE_BYTES, StoredFile, check_shard, read_path, shard_file
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete, Untrusted
-from outlast.policy.partners import parity_groups
+from outlast.policy.checkpoint_plan import parity_groups
 
 __all__ = [
     "NodeCopy",

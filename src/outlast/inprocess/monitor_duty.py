@@ -1,0 +1,342 @@
+"""The duty of a rank's guard in a wrapped function: watch the rank from outside, and report for it.
+
+A rank's :class:`~outlast.inprocess.monitor_client.MonitorLink` starts it in the guard process
+(:mod:`outlast.monitor.rank_guard`). It carries the rank's reports to the hub and the hub's orders to the rank
+(:mod:`outlast.inprocess.hub_client`), reports what the rank cannot (that it is gone, that its main thread makes no
+progress), and ends a rank that is stuck. One of these guards hosts the hub, beside all that.
+
+Before a hang is reported, the rank's stack is read: a rank that waits for others is a victim of the hang, not the
+cause.
+
+It ends with its rank, however that one ends, unless its hub is still needed. It is an event loop in one thread, waits
+for deadlines, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from outlast import clock, logs
+from outlast.decoding import from_json
+from outlast.inprocess import protocol as m
+from outlast.inprocess.failover.bootstrap import BootstrapProxy
+from outlast.inprocess.failover.peers import PeerFailover
+from outlast.inprocess.hub_client import HubClient
+from outlast.inprocess.progress import Page, RankWatch, SoftTimeout
+from outlast.inprocess.protocol import MonitorTask
+from outlast.monitor import stacks
+from outlast.policy.inprocess_protocol import WAITS
+
+__all__ = ["StackPosition", "read_stack_position", "run_duty"]
+
+log = logging.getLogger(__name__)
+
+_CLOSED_S = 1.0
+"""Seconds between the end of the rank's socket and the end of its process; later, it left the wrapper and lives."""
+_LATE_S = 0.5
+"""Seconds that this process may be late before it discounts the pause from the silence of others."""
+_STACK_POLL_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class StackPosition:
+    """Where a rank's main thread stood when its stack was taken."""
+
+    line: str
+    """The innermost line of the user's code."""
+    waits: bool | None
+    """It waits for other ranks; ``None`` = that cannot be determined."""
+
+    @property
+    def evidence(self) -> dict[str, str]:
+        """What a fault states of it."""
+        waits = {True: "yes", False: "no", None: "unknown"}[self.waits]
+        return {"stack_line": self.line, WAITS: waits}
+
+
+def read_stack_position(pid: int, timeout_s: float = 0.1) -> StackPosition | None:
+    """Return where the main thread of a process stands; ``None`` where it does not answer.
+
+    Blocks: usually a few milliseconds, at most ``timeout_s``.
+    """
+    dump = stacks.Dump(pid)
+    if not dump.request():
+        return None
+    end_s = clock.now_s() + timeout_s
+    while not dump.is_complete():
+        if clock.now_s() >= end_s:
+            return None
+        time.sleep(_STACK_POLL_S)  # nothing signals that the file grows
+    stack = stacks.parse(dump.text())
+    return StackPosition(stack.line, stack.waits_in_collective) if stack.line is not None else None
+
+
+class _MonitorDuty:
+    """The watch over one rank.
+
+    Args:
+        task: What to do.
+        rank: The socket to the rank; this object owns it.
+        page: The rank's page; this object owns it.
+        pidfd: Of the rank's process; this object owns it.
+    """
+
+    def __init__(self, task: MonitorTask, rank: socket.socket, page: Page, pidfd: int) -> None:
+        self._task, self._rank, self._page, self._pidfd = task, rank, page, pidfd
+        self._selector = selectors.DefaultSelector()
+        self._watch = RankWatch(page, task)
+        self._rank_is_gone = False
+        self._has_left = False
+        self._closed_s: float | None = None
+        self._kill_s: float | None = None
+        self._stuck: m.RankFault | None = None
+        self._self_report: m.RankFault | None = None
+        self._connect: m.Connect | None = None
+        self._is_ready = False
+        self._proxy: BootstrapProxy | None = None
+        self._looked_s = clock.now_s()
+        self._locator = PeerFailover(self._selector, task)
+        self._hub = HubClient(
+            self._selector, task, self._locator, on_order=self._on_order, on_candidates=self._send_to_rank
+        )
+        rank.setblocking(False)
+        self._selector.register(rank, selectors.EVENT_READ, self._on_rank)
+        self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
+
+    def run(self) -> None:
+        """Serve until neither the rank nor another member needs it."""
+        self._send_to_rank(m.Listening(address=self._locator.address))
+        try:
+            while not self._is_done:
+                due_s = self._look()
+                for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
+                    # Not what an event before this one has closed; its number may be another's by now.
+                    if self._selector.get_map().get(key.fd) is key:
+                        key.data(events)
+        finally:
+            if self._proxy is not None:
+                self._proxy.close()
+            self._hub.close()
+            self._rank.close()
+            os.close(self._pidfd)
+            self._selector.close()
+            self._page.close()
+
+    @property
+    def _is_done(self) -> bool:
+        is_asking = self._proxy is not None and self._proxy.is_asking
+        return self._rank_is_gone and not is_asking and self._hub.is_done
+
+    def _look(self) -> float:
+        """Do what is due, and return when to look again."""
+        now_s = clock.now_s()
+        if now_s > self._looked_s + self._task.process_interval_s + _LATE_S:
+            log.info("this process did not run for a while")
+            self._hub.discount_pause()
+        self._looked_s = now_s
+        due = [now_s + self._task.process_interval_s]
+        if not self._rank_is_gone:
+            due.append(self._look_at_rank(now_s))
+        due.append(self._hub.look(now_s))
+        return min(due)
+
+    # -- the rank ----------------------------------------------------------------------------------------------
+
+    def _look_at_rank(self, now_s: float) -> float:
+        due = [now_s + self._task.process_interval_s]
+        if self._closed_s is not None:
+            if now_s >= self._closed_s:
+                self._lose_rank(m.Left(reason="the rank left the wrapper"))
+                return now_s
+            due.append(self._closed_s)
+        if self._kill_s is not None:
+            if now_s >= self._kill_s:
+                self._signal(signal.SIGKILL)
+                self._kill_s = None
+            else:
+                due.append(self._kill_s)
+        if self._self_report is not None:
+            self._hub.report(self._self_report)
+            self._self_report = None
+        found, next_ns = self._watch.look(clock.now_ns())
+        if isinstance(found, SoftTimeout):
+            log.warning("rank %d: %s", self._task.initial_rank, found.summary)
+            self._hub.report(self._soft_timeout(found))
+        elif found is not None and self._stuck is None:
+            log.warning("rank %d is ended: %s", self._task.initial_rank, found.summary)
+            self._stuck = self._fault(found.restart_count, found.kind, found.summary)
+            self._signal(signal.SIGKILL)
+        if next_ns is not None:
+            due.append(next_ns / 1e9)
+        return min(due)
+
+    def _on_rank(self, _: int) -> None:
+        if (data := self._receive()) is None:
+            return
+        if data:
+            self._on_report(data)
+        else:
+            self._selector.unregister(self._rank)
+            self._closed_s = clock.now_s() + (0.0 if self._hub.is_over or self._has_left else _CLOSED_S)
+
+    def _receive(self) -> bytes | None:
+        """Return a packet of the rank's; empty: it was the last one; ``None``: there is none now."""
+        try:
+            return self._rank.recv(m.MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def _on_report(self, data: bytes) -> None:
+        match m.decode_from_rank(data):
+            case m.Connect() as order:
+                self._connect = order
+                self._locator.connect(order)
+            case m.Reconnect() as known:
+                if known.final_report is not None:
+                    self._note_left()
+                self._is_ready = True  # or whoever takes the hub's place knows
+                self._hub.reconnect(known)
+            case report:
+                self._is_ready |= isinstance(report, m.RankReady)
+                if isinstance(report, m.Left):
+                    self._note_left()
+                self._hub.report(report)
+
+    def _note_left(self) -> None:
+        self._has_left = True
+        self._watch.note_end()
+
+    def _on_death(self, _: int) -> None:
+        while data := self._receive():
+            self._on_report(data)  # what it sent before it ended
+        if not self._hub.is_over and not self._has_left:
+            log.info("rank %d (pid %d) is gone", self._task.initial_rank, self._task.pid)
+        fault = self._fault(self._hub.restart_count, m.RankFaultKind.DIED, "its process is gone")
+        self._lose_rank(m.Gone(fault=self._stuck or fault))
+
+    def _lose_rank(self, final_report: m.Gone | m.Left) -> None:
+        """The rank is gone, or has left."""
+        if self._rank_is_gone:
+            return
+        self._rank_is_gone = True
+        for watched in (self._pidfd, self._rank):
+            try:
+                self._selector.unregister(watched)
+            except KeyError:
+                pass  # the socket ended before
+        if self._has_bootstrapped or isinstance(final_report, m.Left):
+            self._hub.end(final_report)
+        else:
+            self._start_proxy(final_report)
+
+    @property
+    def _has_bootstrapped(self) -> bool:
+        """Whether the rank knows where the hub is and, if it is with initial rank 0, has published it."""
+        knows = self._connect is not None and self._task.initial_rank != 0
+        return self._is_ready or knows or not self._task.bootstrap_key
+
+    def _start_proxy(self, final_report: m.Gone) -> None:
+        def resume(answer: m.Connect | None) -> None:
+            if answer is not None and self._connect is None:
+                self._locator.connect(answer)
+            self._hub.end(final_report)
+
+        self._proxy = BootstrapProxy(
+            self._selector,
+            key=self._task.bootstrap_key,
+            address=self._locator.address,
+            known=self._connect,
+            timeout_s=self._task.limits.barrier_timeout_s,
+            on_answer=resume,
+        )
+
+    def _on_order(self, order: m.Order) -> None:
+        """Pass an order to the rank."""
+        now_ns = clock.now_ns()
+        match order:
+            case m.Go(restart_count=restart_count, ranks=ranks):
+                if ranks.get(self._task.initial_rank) is not None:
+                    self._watch.note_go(restart_count, now_ns)
+            case m.Restart(faults=faults):
+                self._self_report = self._report_self(faults)
+                self._watch.note_leave(now_ns)
+            case m.Finish() | m.Abort():
+                self._watch.note_leave(now_ns)
+                self._watch.note_end()
+            case m.Expel():
+                self._watch.note_end()
+                self._expel()
+        if not self._rank_is_gone:
+            self._send_to_rank(order)
+
+    def _expel(self) -> None:
+        """End a rank that counts as dead; it has a grace period first."""
+        log.warning("rank %d is removed and ended", self._task.initial_rank)
+        grace_s = self._task.termination_grace_s
+        if grace_s > 0:
+            self._signal(signal.SIGTERM)
+        self._kill_s = clock.now_s() + grace_s
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except OSError:
+            pass  # it ended by itself meanwhile
+
+    def _send_to_rank(self, message: m.FromMonitor) -> None:
+        try:
+            self._rank.send(m.encode(message))
+        except OSError as error:
+            log.debug("the rank accepts nothing: %s", error)  # its end is seen elsewhere
+
+    def _report_self(self, faults: tuple[m.RankFault, ...]) -> m.RankFault | None:
+        """Return what this rank did while all that reported waited for another; ``None`` = it waited, too.
+
+        It is about to be interrupted, a moment before its own timeout would have been noticed.
+        """
+        if not faults or not all(fault.is_victims for fault in faults):
+            return None
+        idle = self._watch.describe_idle(clock.now_ns())
+        fault = None if idle is None else self._soft_timeout(idle)
+        return None if fault is None or fault.is_victims else fault
+
+    def _soft_timeout(self, found: SoftTimeout) -> m.RankFault:
+        fault = self._fault(found.restart_count, m.RankFaultKind.SOFT_TIMEOUT, found.summary)
+        position = read_stack_position(self._task.pid)
+        if position is None:
+            return fault
+        what = "waiting for other ranks at" if position.waits else "at"
+        summary = f"{found.summary}, {what} {position.line}"
+        return msgspec.structs.replace(fault, summary=summary, evidence=position.evidence)
+
+    def _fault(self, restart_count: int, kind: m.RankFaultKind, summary: str) -> m.RankFault:
+        rank = self._task.initial_rank
+        return m.RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, summary=summary)
+
+
+def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> None:
+    """Run in the guard; see :class:`outlast.monitor.rank_guard.GuardDuty`.
+
+    Args:
+        task: A :class:`~outlast.inprocess.protocol.MonitorTask`, as JSON.
+        rank: The socket to the rank.
+        fds: The rank's page.
+        pidfd: Of the rank's process.
+    """
+    given = from_json(task, MonitorTask)
+    if given.log_path:
+        where = f"monitor rank {given.initial_rank}"
+        logs.configure(where, node=given.node, rank=given.initial_rank, path=given.log_path, least=logging.INFO)
+    elif not log.isEnabledFor(logging.DEBUG):
+        logging.getLogger("outlast.inprocess").setLevel(logging.WARNING)
+    _MonitorDuty(given, rank, Page(fds[0]), pidfd).run()
