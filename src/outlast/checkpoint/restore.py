@@ -8,58 +8,31 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
 import torch
+
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.arena import ArenaPool
+from outlast.checkpoint.arena import Arena, ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import bytes_of
-from outlast.checkpoint.dcp.load import read_rank
+from outlast.checkpoint.dcp.load import bytes_of, read_rank
 from outlast.checkpoint.dcp.manifest import GlobalManifest
-from outlast.checkpoint.dcp.reshard import Resharded
-from outlast.checkpoint.dcp.reshard import load_resharded
-from outlast.checkpoint.layouts import OtherLayout
-from outlast.checkpoint.layouts import check_same_layouts
-from outlast.checkpoint.layouts import meshes_of
-from outlast.checkpoint.manifest import MANIFEST_PART
-from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.manifest import Manifest
-from outlast.checkpoint.manifest import decode_manifest
+from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
+from outlast.checkpoint.layouts import OtherLayout, check_same_layouts, meshes_of
+from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places
-from outlast.checkpoint.places import group_of
+from outlast.checkpoint.places import Places, group_of
 from outlast.checkpoint.replica.parity import ParityMember
 from outlast.checkpoint.replica.replicator import Target
-from outlast.checkpoint.shard import DTYPE_NAMES
-from outlast.checkpoint.shard import TREE
-from outlast.checkpoint.shard import shard_name
-from outlast.checkpoint.state import Wrapped
-from outlast.checkpoint.state import capture
-from outlast.checkpoint.state import check_fit
-from outlast.checkpoint.state import decode
-from outlast.checkpoint.state import flatten
-from outlast.checkpoint.state import layouts_of
-from outlast.checkpoint.state import restore_into
-from outlast.checkpoint.tiers import PARITY
-from outlast.checkpoint.tiers import Table
-from outlast.checkpoint.tiers import check_manifest
-from outlast.checkpoint.verification import Proof
-from outlast.checkpoint.verification import VerifiedFiles
-from outlast.checkpoint.verification import prove_shard
-from outlast.checkpoint.verification import read_shard
+from outlast.checkpoint.shard import DTYPE_NAMES, TREE, shard_name
+from outlast.checkpoint.state import Wrapped, capture, check_fit, decode, flatten, layouts_of, restore_into
+from outlast.checkpoint.tiers import PARITY, Table, check_manifest
+from outlast.checkpoint.verification import Proof, VerifiedFiles, prove_shard, read_shard
 from outlast.checkpoint.writer_client import WriterClient
-from outlast.errors import CheckpointError
-from outlast.errors import Corrupt
-from outlast.errors import Incomplete
-from outlast.errors import Untrusted
-from outlast.policy.recovery_point import Copy
-from outlast.policy.recovery_point import Tier
-
-
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+from outlast.policy.recovery_point import Copy, Tier
 
 __all__ = ["CopyProver", "ProvenCopy", "read_tensors"]
 

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
+
 import msgspec
+
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import GlobalManifest
-from outlast.checkpoint.directory import TRACKER
-from outlast.checkpoint.directory import part_name
-from outlast.checkpoint.manifest import SHARD_PART
-from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.manifest import Manifest
-from outlast.checkpoint.manifest import decode_manifest
+from outlast.checkpoint.directory import TRACKER, part_name
+from outlast.checkpoint.manifest import SHARD_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places
-from outlast.checkpoint.places import group_of
+from outlast.checkpoint.places import Places, group_of
 from outlast.checkpoint.replica.parity import PARITY_PART
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.verification import check_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
-from outlast.errors import CheckpointError
-from outlast.errors import Incomplete
-from outlast.errors import Untrusted
-from outlast.policy.recovery_point import Copy
-from outlast.policy.recovery_point import Tier
-
-
+from outlast.errors import CheckpointError, Incomplete, Untrusted
+from outlast.policy.recovery_point import Copy, Tier
 
 __all__ = ["PARITY", "HeldGeneration", "Rejection", "Table", "check_manifest", "gather_copies", "reject"]
 
