@@ -80,7 +80,7 @@ class Departure:
         """Return the number of the signal that told this rank to leave (SIGTERM for other notices), or 0."""
         if not self._agent_was_heard and self._stop_requested():
             self._agent_was_heard = True
-            self._listener.tell("the launcher says so", source="agent")
+            self._listener.request("the launcher says so", source="agent")
         interval = self._config.exit_interval
         is_due = interval is not None and (self._iteration() + 1) % interval == 0
         return self._number() if self._listener.is_requested or is_due else 0
@@ -93,7 +93,7 @@ class Departure:
     def start_leaving(self) -> None:
         """Take in that all ranks agreed to leave now: the deadline also runs for who was not told itself."""
         if not self._listener.is_requested:
-            self._listener.tell("all ranks agreed to leave", source=_PEER)
+            self._listener.request("all ranks agreed to leave", source=_PEER)
 
     def wait_to_give_up(self, timeout_s: float) -> bool:
         """Wait until a save is to be given up; return whether it is. Blocks: up to ``timeout_s`` seconds."""
