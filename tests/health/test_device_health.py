@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from outlast.health import Status, check_gpu
-from outlast.health.devices import (EXPECTED, ComputeCheck, DeviceMemoryCheck, NvmlReading, digest_of, factors, find_faults, judge_reading, read_nvml)
+from outlast.health.devices import (
     EXPECTED,
     ComputeCheck,
     DeviceMemoryCheck,
+    NvmlReading,
     digest_of,
     factors,
     find_faults,
+    judge_reading,
+    read_nvml,
 )
 
 
