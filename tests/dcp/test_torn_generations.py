@@ -13,8 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lanes import Lanes, flat_state
 
-from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.catalogue.verification import verify
+from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.load import read_rank
 from outlast.checkpoint.dcp.reader import VerifiedReader

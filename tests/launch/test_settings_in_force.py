@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from outlast.config import FaultToleranceConfig
-from outlast.config.precedence import LayeredSettings
+from outlast.config.flags import LayeredSettings
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind, IncidentKind
@@ -27,7 +27,7 @@ from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.options import parse_options
 from outlast.launch.workers import WorkerProcess
 from outlast.monitor import RankMonitor
-from outlast.monitor.learned import LearnedTimeouts
+from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem

@@ -251,7 +251,7 @@ def is_on_in_a_session(scene: Scene) -> None:
     from outlast.config import Config
 
     with scene.session(Config(straggler_detection=StragglerDetectionConfig())) as run:
-        assert run._has.slow_ranks is None
+        assert run._slow_ranks is None
 
 
 T = StragglerDetectionConfig

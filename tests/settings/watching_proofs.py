@@ -11,7 +11,7 @@ from scenes import Proof, Scene, differs
 
 from outlast.chaos.armed import arm_configured, simulated_fault
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.precedence import LayeredSettings
+from outlast.config.flags import LayeredSettings
 from outlast.env import WorkerEnv
 from outlast.health import check_gpu, check_node
 from outlast.health.result import CheckResult, Status
@@ -23,12 +23,12 @@ from outlast.launch.membership import JobSettings
 from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
 from outlast.launch.options import parse_options
 from outlast.monitor import RankMonitor, side_process
-from outlast.monitor.learned import FILE_NAME, LearnedTimeouts, Observation
+from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation
 from outlast.monitor.watchdog import HangReport
 from outlast.policy import ladder
 from outlast.policy.deadlines import Expired, Subject, Timeouts, deadlines
 from outlast.policy.ladder import CycleEnd, LadderState
-from outlast.runtime.board import Board, OpenSection, RankState
+from outlast.runtime.board import Board, BoardSection, RankState
 from outlast.runtime.journal import Journal
 
 S = 1_000_000_000
@@ -36,8 +36,8 @@ PLACE = WorkerEnv(world_size=8, run_id="run")
 STATES = (
     RankState(local_rank=0, attached=True, attached_ns=S),
     RankState(local_rank=0, attached=True, attached_ns=S, last_heartbeat_ns=2 * S),
-    RankState(local_rank=0, attached=True, attached_ns=S, sections=(OpenSection("step", S, 0),), depth=1),
-    RankState(local_rank=0, attached=True, attached_ns=S, sections=(OpenSection("step", S, 5),), depth=1),
+    RankState(local_rank=0, attached=True, attached_ns=S, sections=(BoardSection("step", S, 0),), depth=1),
+    RankState(local_rank=0, attached=True, attached_ns=S, sections=(BoardSection("step", S, 5),), depth=1),
     RankState(local_rank=0, attached=True, attached_ns=S, left_ns=3 * S),
 )
 
@@ -152,9 +152,9 @@ def leaves_within_the_agents_grace(scene: Scene) -> None:
     scene.patch.setenv("OUTLAST_RUN_ID", "run")
     scene.patch.setenv("OUTLAST_BOARD", board.path)
     with scene.session(Config(fault_tolerance=FaultToleranceConfig(shutdown_grace=7.0))) as run:
-        assert run._departure._listener.deadline_s == 7.0
+        assert run._preemption._listener.deadline_s == 7.0
     with scene.session(Config()) as run:
-        assert run._departure._listener.deadline_s == 60.0
+        assert run._preemption._listener.deadline_s == 60.0
     board.close()
 
 
@@ -263,13 +263,13 @@ def looks_before_it_joins(scene: Scene) -> None:
 
 def asks_the_ranks(scene: Scene) -> None:
     """All ranks are asked after every interval of steps, and may take the timeout."""
-    from outlast.session import liveness
+    from outlast.session import checks
 
     check = Mock(return_value=Mock(run=Mock(return_value=Mock(has_failed=False))))
-    scene.patch.setattr(liveness, "ProcessGroupCheck", check)
+    scene.patch.setattr(checks, "ProcessGroupCheck", check)
     for interval, times in ((1, 6), (3, 2)):
         check.return_value.run.reset_mock()
-        asks = liveness.Liveness(
+        asks = checks.RankLiveness(
             HealthConfig(process_group_interval=interval, process_group_timeout=11.0), PLACE, Mock(spec=Journal)
         )
         for iteration in range(1, 7):

@@ -15,11 +15,12 @@ from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.lane import GRACE_S
+from outlast.checkpoint.launcher_report import LauncherReport
 from outlast.checkpoint.near_lane import NearLane
 from outlast.checkpoint.outcomes import Outcomes, Reporter
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Claims, agree_places, plan_replication, warn_of_copies
-from outlast.checkpoint.recovery import Loaded, Loader, Restored
+from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
 from outlast.checkpoint.save import Committed, Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
@@ -30,8 +31,8 @@ from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
 from outlast.policy.retention import RetentionRules
-from outlast.runtime.group import current_place, is_initialised
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.random_numbers import capture_random
 
 __all__ = ["CheckpointManager"]
@@ -76,6 +77,7 @@ class CheckpointManager:
             raise ConfigError(
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
+        self._launcher = LauncherReport(place, config.suspect_window)
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
         self._writer = WriterClient(
             place.writer, owner=f"rank {place.global_rank}", node=place.node, patience_s=patience_s
@@ -93,7 +95,7 @@ class CheckpointManager:
                 answer_s=min(ANSWER_S, config.save_timeout),
                 may_steal=places.local is not None or not places.memory,
             )
-            self._outcomes = Outcomes(self._reporter, self._arenas)
+            self._outcomes = Outcomes(self._reporter, self._arenas, self._launcher)
             self._open_lanes()
         except BaseException:  # nothing that was opened stays, whatever failed
             self._peers.close()
@@ -101,7 +103,9 @@ class CheckpointManager:
             raise
         if place.is_first:
             warn_of_copies(config, places)
-        self._loader = Loader(config, places, self._peers, self._writer, self._arenas, topology=places.topology)
+        self._recovery = CheckpointRecovery(
+            config, places, self._peers, self._writer, self._arenas, topology=places.topology
+        )
         self._guard = CopyGuard()
         self._ordinal = 0
         self._may_save = not places.generations and places.global_error is None
@@ -149,15 +153,6 @@ class CheckpointManager:
             if self._global is not None:
                 self._global.stop(0.2)
             raise
-
-    @property
-    def on_commit(self) -> Callable[[int], None] | None:
-        """Called in a thread of its own with each generation that this process saved, once some tier has it."""
-        return self._outcomes.on_commit
-
-    @on_commit.setter
-    def on_commit(self, callback: Callable[[int], None] | None) -> None:
-        self._outcomes.on_commit = callback
 
     @property
     def durable_iteration(self) -> int | None:
@@ -221,7 +216,7 @@ class CheckpointManager:
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
         begin_ns = clock.now_ns()
-        loaded, is_ours = self._loader.newest(state, decode_distrusted(self._place.untrusted), has)
+        loaded, is_ours = self._recovery.newest(state, decode_distrusted(self._place.untrusted), has)
         if loaded is not None:
             loaded.restore(state)
             self._note_loaded(loaded, begin_ns, is_ours=is_ours)
@@ -243,9 +238,13 @@ class CheckpointManager:
         Collective: all ranks, before the first save.
         Blocks: until all ranks have looked at what there is.
         """
-        known, not_finite = self._loader.known(iteration, decode_distrusted(self._place.untrusted))
+        known, not_finite = self._recovery.known(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
+        if self._restored is not None:
+            self._launcher.loaded(self._restored)
         self._take_for_committed(known, not_finite, iteration)
+        if self.durable_iteration is not None:
+            self._launcher.committed(self.durable_iteration)
         self._may_save = True
         self._prepare(state)
 
@@ -267,7 +266,7 @@ class CheckpointManager:
         Blocks: until all ranks have read and verified their parts.
         """
         started_ns = clock.now_ns()
-        loaded = self._loader.suspect(state, iteration, decode_distrusted(self._place.untrusted))
+        loaded = self._recovery.suspect(state, iteration, decode_distrusted(self._place.untrusted))
         if loaded is None:
             return None
         loaded.restore(state)
@@ -319,6 +318,8 @@ class CheckpointManager:
             handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=restored.attempt)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
+        if not suspect:
+            self._launcher.saving(iteration)
         attempt = self._next_attempt()
         handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=str(attempt))
         save = Save(
@@ -393,6 +394,7 @@ class CheckpointManager:
         self._peers.close()
         self._stager.close()
         self._arenas.close()
+        self._launcher.close()
 
     def give_up(self) -> None:
         """Fail whatever waits for a save, as the call around it is left; :meth:`close` follows. Idempotent.
@@ -417,12 +419,13 @@ class CheckpointManager:
         """Take note of why no save can succeed. Thread: any."""
         self._outcomes.refusal = error
 
-    def _note_loaded(self, loaded: Loaded, started_ns: int, *, is_ours: bool) -> None:
+    def _note_loaded(self, loaded: ProvenGeneration, started_ns: int, *, is_ours: bool) -> None:
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
         if is_ours:
             self._take_for_committed(loaded.known, loaded.not_finite, restored.generation)
         self._reporter.restored(restored)
+        self._launcher.loaded(restored)
 
     def _take_for_committed(self, known: dict[int, set[Tier]], not_finite: frozenset[int], iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""

@@ -14,6 +14,7 @@ from typing import Any
 from outlast import clock
 from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.claim import DirectoryRefused
+from outlast.checkpoint.launcher_report import LauncherReport
 from outlast.checkpoint.protocol import CopyFailure
 from outlast.checkpoint.recovery import Restored
 from outlast.checkpoint.save import PeerSilent, Save, SaveResult
@@ -38,15 +39,14 @@ class Outcomes:
     Args:
         reporter: Writes log and journal.
         arenas: Where a save's memory goes back to.
+        launcher: Reports committed generations to the node's agent.
     """
 
-    def __init__(self, reporter: Reporter, arenas: ArenaPool) -> None:
-        self._reporter, self._arenas = reporter, arenas
+    def __init__(self, reporter: Reporter, arenas: ArenaPool, launcher: LauncherReport) -> None:
+        self._reporter, self._arenas, self._launcher = reporter, arenas, launcher
         self._lock = threading.Lock()
         self._reached: dict[int, frozenset[Tier]] = {}
         """Tiers of the saves that are under way, by their ordinal."""
-        self.on_commit: Callable[[int], None] | None = None
-        """Called with the iteration of each generation that a tier has committed. Thread: a lane's."""
         self.durable: int | None = None
         """The newest generation known to be committed, loaded or saved."""
         self.num_failures = 0
@@ -78,13 +78,9 @@ class Outcomes:
         if not tiers or save.suspect:
             return
         with self._lock:
-            self.durable = max(self.durable or 0, save.iteration)
+            self.durable = durable = max(self.durable or 0, save.iteration)
         self._reporter.committed(_result(save), tiers)
-        if self.on_commit is not None:
-            try:
-                self.on_commit(save.iteration)
-            except Exception:  # a caller's own code, whose error is not the save's
-                log.exception("the callback after the commit of iteration %d failed", save.iteration)
+        self._launcher.committed(durable)
 
     def finished(self, save: Save) -> None:
         """A save is in all of its tiers."""

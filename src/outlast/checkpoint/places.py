@@ -26,9 +26,9 @@ from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.env import WorkerEnv, clean_name
 from outlast.errors import CheckpointError, ConfigError, OutlastError, Unavailable
+from outlast.policy.checkpoint_plan import choose_partners, parity_groups
 from outlast.policy.lease import LeaseOwner as LeaseOwner
 from outlast.policy.lease import RunEvidence, choose_run, find_owner
-from outlast.policy.partners import choose_partners, parity_groups
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import own_address
 from outlast.runtime.processes import this_process, this_program

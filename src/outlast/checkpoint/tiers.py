@@ -11,13 +11,13 @@ import msgspec
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import GlobalManifest
-from outlast.checkpoint.directory import part_name
+from outlast.checkpoint.directory import TRACKER, part_name
 from outlast.checkpoint.manifest import SHARD_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places, group_of
 from outlast.checkpoint.replica.parity import PARITY_PART
 from outlast.checkpoint.shard import shard_name
-from outlast.checkpoint.shard_reader import check_shard
+from outlast.checkpoint.verification import check_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Untrusted
@@ -32,7 +32,7 @@ PARITY = "parity"
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """One copy that was passed over, and why."""
+    """One copy that was rejected, and why."""
 
     generation: int
     tier: str
@@ -63,9 +63,13 @@ class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
     """Whether no number in it is infinite or NaN."""
 
 
-class _Listing(msgspec.Struct, frozen=True):
-    held: list[HeldGeneration]
-    rejected: list[Rejection]
+class _Listing(msgspec.Struct):
+    """What one rank found."""
+
+    held: list[HeldGeneration] = []
+    rejected: list[Rejection] = []
+    is_durable: bool = False
+    """Whether a directory shows that a generation was committed to it, or may have been."""
 
 
 @dataclass(slots=True)
@@ -85,6 +89,9 @@ class Table:
     """Iteration and attempt of the generations that hold numbers that are infinite or NaN."""
     seen: set[int] = field(default_factory=set)
     """Generations that exist somewhere, whole or not."""
+    is_durable: bool = True
+    """Whether a directory shows that a generation was committed to it, or may have been: its tracker, which is written
+    after each commit, anything of the global tier, or a directory that cannot be read."""
 
 
 def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topology: str) -> Table:
@@ -95,7 +102,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topolog
 
     Collective: all ranks.
     """
-    mine = _Listing([], [])
+    mine = _Listing()
     _list_memory(mine, places, peers, writer, topology)
     _list_local(mine, places, peers, topology)
     if peers.rank == 0 and places.directory is not None:
@@ -117,6 +124,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topolog
         _enter_rebuildable(table, held)
     table.seen = {held.generation for one in listings for held in one.held if held.ranks or held.tier == Tier.GLOBAL}
     table.seen |= {rejection.generation for rejection in table.rejected}
+    table.is_durable = any(one.is_durable for one in listings)
     table.rejected += _lacking(table)
     return table
 
@@ -177,6 +185,7 @@ def _list_local(mine: _Listing, places: Places, peers: Peers, topology: str) -> 
     if places.local is None:
         return
     speaks = places.is_leader(peers.rank)
+    mine.is_durable = (places.local.path / TRACKER).exists()
     for generation in places.local.generations():
         file = f"step-{generation}/manifest.json"
         try:
@@ -225,7 +234,9 @@ def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> 
 
     try:
         generations = directory.generations()
+        mine.is_durable |= bool(generations) or TRACKER in directory.names()
     except (CheckpointError, OSError) as error:
+        mine.is_durable = True  # for all that is known
         mine.rejected.append(reject(error, -1, Tier.GLOBAL, 0, directory.url))
         return
     with ThreadPoolExecutor(NUM_LISTERS, thread_name_prefix="outlast-list") as pool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import psutil
 
 from outlast import env
-from outlast.config.health import HealthConfig
+from outlast.config.launching import HealthConfig
 from outlast.health.devices import ComputeCheck
 from outlast.health.prober import Prober
 from outlast.health.result import Check, CheckOutcome, CheckResult, Status, failed, ok, skipped

@@ -30,7 +30,7 @@ from torch.distributed.elastic.utils.api import macros
 from torch.distributed.run import _get_logs_specs_class
 
 from outlast import clock, env
-from outlast.config.precedence import SCRIPT, LayeredSettings
+from outlast.config.flags import SCRIPT, LayeredSettings
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m
@@ -38,24 +38,16 @@ from outlast.launch.agent_events import HangSeen, WatchdogFailed
 from outlast.launch.in_process_recovery import InProcessRecovery
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.workers import WorkerProcess
-from outlast.monitor.examine import examine
-from outlast.monitor.learned import LearnedTimeouts, observe
+from outlast.monitor.examination import examine
+from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.causes import (
-    OWN_VERDICTS,
-    PLAIN_START_S,
-    Ended,
-    Position,
-    find_first,
-    permanent_cause,
-    wait_s,
-)
+from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.protection import describe_hangs
 from outlast.policy.quarantine import Load, encode_distrusted, tier_of_load
 from outlast.policy.rerun import Diagnosis, encode_replay
-from outlast.runtime.board import Board, RankState
+from outlast.runtime.board import Board
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Exited, Spawn, Started
@@ -466,7 +458,7 @@ class Cycle:
     def _describe_exit(self, worker: WorkerProcess, exit_code: int, diagnosis: Diagnosis | None = None) -> Incident:
         state = self.board.read(worker.local_rank)
         evidence = self._keep_postmortem(worker)
-        iteration = state.iteration if state.attached else None
+        iteration = state.iteration if state.reports_iteration else None
         if diagnosis is not None:
             evidence.pop("cause", None)  # an exit on purpose, of which the diagnosis says all
             evidence |= {"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)}
@@ -565,7 +557,7 @@ class Cycle:
         return m.CycleFacts(
             cycle=self.number,
             incident=incident if incident is not None else self._describe_verdict(),
-            load=self._load(states),
+            load=self._load(),
             durable_iteration=self.durable_iteration,
             progress_known=self.progress_known,
             had_session=self.had_session,
@@ -577,16 +569,16 @@ class Cycle:
     @property
     def durable_iteration(self) -> int | None:
         """Highest iteration that a worker of this node knows to be durable; ``None`` = none yet."""
-        durable = [s.durable_iteration for s in self.board.read_all() if s.attached and s.durable_iteration is not None]
+        durable = [s.durable_iteration for s in self.board.read_all() if s.durable_iteration is not None]
         return max(durable, default=None)
 
     @property
     def progress_known(self) -> bool:
         """Whether a worker of this node reports its saves."""
-        return any(state.attached and state.reports_progress for state in self.board.read_all())
+        return any(state.reports_progress for state in self.board.read_all())
 
-    def _load(self, states: list[RankState]) -> Load | None:
-        loaded = [state.loaded for state in states if state.loaded is not None]
+    def _load(self) -> Load | None:
+        loaded = [state.loaded for state in self.board.read_all() if state.loaded is not None]
         if not loaded:
             return None
         return Load(
@@ -599,7 +591,7 @@ class Cycle:
 
     def iterations(self) -> dict[str, int]:
         """Return the last iteration of every rank that reported one."""
-        return {str(s.global_rank): s.iteration for s in self.board.read_all() if s.attached}
+        return {str(s.global_rank): s.iteration for s in self.board.read_all() if s.reports_iteration}
 
     def close(self, *, wait_for_logs: bool = False) -> None:
         """Stop watching, free the board and end the log tails; the workers are the zygote's to end."""

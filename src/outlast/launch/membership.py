@@ -19,7 +19,7 @@ from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.slots import Slot, SlotCandidate, fill_slots, shrink
 from outlast.wording import count
 
-__all__ = ["Adoption", "Forming", "JobSettings", "Lack", "Node", "Nodes", "Outbox", "name_job", "why_it_waits"]
+__all__ = ["Adoption", "Forming", "JobSettings", "Node", "Nodes", "Outbox", "name_job", "why_it_waits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,16 +316,6 @@ def why_it_waits(node: Node, state: LadderState) -> str:
     return "every slot is held: the node is a spare"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lack:
-    """Nodes that are waited for."""
-
-    num_missing: int
-    num_needed: int
-    waited_s: float
-    gives_up_in_s: float
-
-
 @dataclass(slots=True)
 class Forming:
     """Wait until every slot has a ready node, but not for ever."""
@@ -458,16 +448,16 @@ class Forming:
             "(--rdzv-conf join_timeout=...): no spare is left"
         )
 
-    def lack(self, now_s: float) -> Lack | None:
-        """Return what is waited for; ``None``: nothing was missing at the last look."""
+    def lack(self, now_s: float) -> m.LiveLack | None:
+        """Return who is waited for; ``None``: nothing was missing at the last look."""
         if self._since_s is None:
             return None
         waited_s = max(0.0, now_s - self._since_s)
-        return Lack(
+        return m.LiveLack(
             num_missing=self._missing,
             num_needed=len(self.nodes.slots),
-            waited_s=waited_s,
-            gives_up_in_s=max(0.0, self.settings.join_timeout_s - waited_s),
+            waited_s=round(waited_s, 1),
+            gives_up_in_s=round(max(0.0, self.settings.join_timeout_s - waited_s), 1),
         )
 
     def _can_fill(self, barred: Collection[str]) -> bool:

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING
 
 from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
-from outlast.config.precedence import DEFAULT
+from outlast.config.flags import DEFAULT
 from outlast.errors import ConfigError, ExitReason
 from outlast.launch.agent_events import Mailbox, RunDirectoryLost, SignalReceived, WriterDied
 from outlast.launch.membership import JobSettings, name_job
 from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
-from outlast.launch.probing import check_endpoints
 from outlast.launch.summary import summarise
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
-from outlast.runtime.addresses import is_loopback, own_address, parse_endpoints
+from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import this_process
+from outlast.runtime.store_reader import StoreAnswer, probe
 from outlast.runtime.zygote import Zygote
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _launch(options: RunOptions, owner: RunOwner) -> int:
     started_s = clock.now_s()
     startup = _StartUp()
     remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is refused before all else
-    check_endpoints(parse_endpoints(options.endpoints))
+    _check_endpoints(parse_endpoints(options.endpoints))
     log.info("run %s on node %s: starting; run directory %s", options.run_id, options.node_name, options.run_dir)
     for note in options.notes:
         log.info("%s", note)
@@ -162,6 +162,29 @@ class _StartUp:
         log.warning("received %s before the training began: nothing was started", signal.Signals(number).name)
         logging.shutdown()
         os._exit(128 + number)
+
+
+def _check_endpoints(endpoints: Sequence[Endpoint]) -> None:
+    """Refuse endpoints that lead nowhere; an agent would wait there in silence until ``join_timeout``.
+
+    Raises:
+        ConfigError: No host of theirs is known, or what answers at one is no store.
+
+    Blocks: about 0.01 s where all is well or nobody listens yet; some seconds where names or hosts do not answer.
+    """
+    unknown = []
+    for endpoint in endpoints:
+        if endpoint.port == 0:  # a free one will be taken
+            continue
+        answer, why = probe(endpoint)
+        if answer == StoreAnswer.UNKNOWN:
+            unknown.append(f"{endpoint.host!r} ({why})")
+        elif answer in (StoreAnswer.FOREIGN, StoreAnswer.SILENT):
+            raise ConfigError(
+                f"--rdzv-endpoint={endpoint}: {answer.value}, no agent of a run; name a free port, or end that program"
+            )
+    if unknown and len(unknown) == len(endpoints):
+        raise ConfigError(f"--rdzv-endpoint: no such host: {', '.join(unknown)}; check the name")
 
 
 def _run_with_torch_events(agent: NodeAgent, event_log_handler: str) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from outlast.numerics.nonfinite import FiniteCheck, NonFiniteAction, NonFiniteDetector
     from outlast.numerics.replay import ReplayableIterator
     from outlast.numerics.replica_digest import ReplicaDigest
-    from outlast.numerics.rerun_machine import RerunStateMachine, StepDecision
+    from outlast.numerics.rerun_machine import RerunDecision, RerunStateMachine
     from outlast.policy.rerun import Action, Diagnosis, Finding, Replay
 
 _HOMES = {
@@ -29,7 +29,7 @@ _HOMES = {
     "ReplicaDigest": "outlast.numerics.replica_digest",
     "ReplayableIterator": "outlast.numerics.replay",
     "RerunStateMachine": "outlast.numerics.rerun_machine",
-    "StepDecision": "outlast.numerics.rerun_machine",
+    "RerunDecision": "outlast.numerics.rerun_machine",
 }
 
 __all__ = [
@@ -45,8 +45,8 @@ __all__ = [
     "ReplayableIterator",
     "Replica",
     "ReplicaDigest",
+    "RerunDecision",
     "RerunStateMachine",
-    "StepDecision",
 ]
 
 # On first use: not everyone who needs one of these modules needs torch.

@@ -7,6 +7,7 @@ in the generation's folder, and the manifest, put last, is the commit. Nothing h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -62,8 +63,14 @@ class FilePlace:
             os.close(fd)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        root = self._path(folder)
-        return {os.path.relpath(path, root): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}
+        root, found = self._path(folder), dict[str, int]()
+        for above, folders, names in os.walk(root, onerror=_raise_unless_gone):
+            folders.sort()
+            for name in sorted(names):
+                path = Path(above, name)
+                with contextlib.suppress(FileNotFoundError):  # a run is at work there
+                    found[path.relative_to(root).as_posix()] = path.stat().st_size
+        return found
 
     def hint(self) -> str | None:
         return self._directory.hint()
@@ -114,6 +121,11 @@ class FilePlace:
 
     def _path(self, name: str) -> Path:
         return self._directory.path / name
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def check_files(manifest: GlobalManifest, sizes: dict[str, int]) -> None:

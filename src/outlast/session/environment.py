@@ -1,18 +1,37 @@
-"""Where a session runs: as which rank, beside what, and what of its protection is missing there."""
+"""Where a session runs, what it protects a run against there, and which of its settings have no effect."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import random
+import re
 from collections.abc import Iterable
 
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
-from outlast.config.fault_tolerance import LAUNCHERS_OWN
+from outlast.config.launching import LAUNCHERS_OWN
 from outlast.env import WorkerEnv
+from outlast.errors import ConfigError
+from outlast.incidents import EventKind
+from outlast.monitor.rank_monitor import RankMonitor
 from outlast.policy.deadlines import Timeouts
 from outlast.policy.protection import describe_saves
+from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import current_place
+from outlast.runtime.processes import describe_self
+from outlast.runtime.slurm_job import log_job_info
+from outlast.session.inprocess_scope import InProcessScope
+from outlast.version import __version__
 
-__all__ = ["describe_protection", "has_near_tier", "say_what_is_off"]
+__all__ = [
+    "announce_session",
+    "has_near_tier",
+    "read_place",
+    "seed_random_numbers",
+    "warn_of_missing_protection",
+]
+
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +41,45 @@ def has_near_tier(checkpoint: CheckpointConfig, place: WorkerEnv) -> bool:
     return checkpoint.local_directory is not None or place.writer is not None
 
 
-def say_what_is_off(
+def announce_session(
+    config: Config,
+    place: WorkerEnv,
+    scope: InProcessScope,
+    journal: Journal,
+    monitor: RankMonitor,
+    *,
+    watches_signals: bool,
+) -> None:
+    """Record a session's start, hand the agent what it protects against, and warn of what it does not.
+
+    Args:
+        config: The session's settings.
+        place: This worker's place.
+        scope: The call around the session.
+        journal: Where the start is recorded.
+        monitor: Hands text to the agent.
+        watches_signals: A signal leads to an orderly end.
+    """
+    saves = config.checkpoint
+    journal.write(
+        EventKind.SESSION_STARTED,
+        rank=place.global_rank,
+        world_size=place.world_size,
+        launcher=place.launcher,
+        directory=None if saves is None or saves.directory is None else _without_user(str(saves.directory)),
+        local_directory=None if saves is None or saves.local_directory is None else str(saves.local_directory),
+        max_no_progress_cycles=monitor.config.max_no_progress_cycles,
+        version=__version__,
+        **describe_self(),
+    )
+    monitor.tell_protection(_describe_protection(config, place, watches_signals=watches_signals))
+    if place.is_first and scope.call_number == 0:
+        warn_of_missing_protection(
+            config, place, monitor.config, watches_signals=watches_signals, is_wrapped=scope.is_active
+        )
+
+
+def warn_of_missing_protection(
     config: Config,
     place: WorkerEnv,
     fault_tolerance: FaultToleranceConfig,
@@ -30,7 +87,7 @@ def say_what_is_off(
     watches_signals: bool,
     is_wrapped: bool = False,
 ) -> None:
-    """Say in one line what does not protect this run, and in another what the config sets for nothing; and the remedy.
+    """Log in one line what does not protect this run, and in another which settings have no effect; with the remedy.
 
     Args:
         config: The session's settings.
@@ -56,13 +113,13 @@ def say_what_is_off(
         missing.append("SIGTERM ends this process at once (call outlast.init() in the main thread)")
     if place.launcher == "python":
         missing.append("nothing restarts the script (start it with outlast run)")
-    if missing and place.board is None:  # an agent says it for the run
+    if missing and place.board is None:  # an agent logs it for the run
         log.warning("off: %s", "; ".join(missing))
-    if idle := _set_for_nothing(config, place, is_wrapped=is_wrapped):
+    if idle := _settings_without_effect(config, place, is_wrapped=is_wrapped):
         log.warning("without effect here: %s", "; ".join(idle))
 
 
-def describe_protection(config: Config, place: WorkerEnv, *, watches_signals: bool) -> str:
+def _describe_protection(config: Config, place: WorkerEnv, *, watches_signals: bool) -> str:
     """Return what a session protects against, for its agent."""
     checkpoint = config.checkpoint
     if checkpoint is None:
@@ -77,8 +134,8 @@ def describe_protection(config: Config, place: WorkerEnv, *, watches_signals: bo
     )
 
 
-def _set_for_nothing(config: Config, place: WorkerEnv, *, is_wrapped: bool) -> list[str]:
-    """Return what the config sets and nothing reads in this place, each with what reads it."""
+def _settings_without_effect(config: Config, place: WorkerEnv, *, is_wrapped: bool) -> list[str]:
+    """Return the settings that nothing reads in this place, each with what would read it."""
     idle = []
 
     def note(section: str, names: Iterable[str], remedy: str) -> None:
@@ -101,3 +158,32 @@ def _set_for_nothing(config: Config, place: WorkerEnv, *, is_wrapped: bool) -> l
     if config.run_dir is not None and run_dir not in (None, os.path.abspath(config.run_dir)):
         idle.append(f"run_dir (it is {place.run_dir}; give outlast run --run-dir, or --config with this file)")
     return idle
+
+
+def read_place(config: Config, scope: InProcessScope) -> WorkerEnv:
+    """Return this worker's place, as the environment, ``torch.distributed``, the call around and the config know it."""
+    place = dataclasses.replace(current_place(), call=scope.call_number)
+    if scope.call_number == 0:
+        try:
+            log_job_info()
+        except ConfigError as error:  # it trains all the same
+            log.warning("the Slurm job cannot be read: %s", error)
+    if place.run_dir is not None or config.run_dir is None:
+        return place
+    name = f"directory {os.path.abspath(config.run_dir)}"
+    return dataclasses.replace(place, run_dir=config.run_dir, names=(*place.names, name))
+
+
+def seed_random_numbers(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _without_user(url: str) -> str:
+    """Return a URL without the name and password that it may hold: others read the journal."""
+    return re.sub(r"://[^/@]*@", "://", url)

@@ -1,31 +1,34 @@
-"""Being told to leave: by a signal, the scheduler's time limit, a notice of another source, or the agent."""
+"""Preemption: shutdown notices from signals, the scheduler's time limit and other sources, and the exit code."""
 
 from __future__ import annotations
 
 import logging
 import signal
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outlast import clock
 from outlast.config import PreemptionConfig
 from outlast.env import WorkerEnv, environ
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
+from outlast.monitor.rank_monitor import RankMonitor
 from outlast.preemption.listener import Notice, ShutdownListener
 from outlast.preemption.signals import does_nothing_else
 from outlast.preemption.sources import EndTime, NoticeFile, NoticeSource, NoticeURL, load_source
 from outlast.runtime.journal import Journal
 
-__all__ = ["Departure"]
+if TYPE_CHECKING:
+    from outlast.checkpoint import CheckpointManager
+
+__all__ = ["Preemption"]
 
 log = logging.getLogger(__name__)
 _PEER = "peer"
 
 
-class Departure:
-    """What this rank knows about having to leave, and with which exit code it does.
+class Preemption:
+    """What this rank knows about a requested shutdown, and the exit code that it leaves with.
 
     Off the main thread no signal can be watched: SIGTERM then ends the process as if there were no session.
 
@@ -33,38 +36,26 @@ class Departure:
         config: What to listen to; ``None`` for the defaults.
         place: This worker's place.
         journal: Where notices are written.
-        stop_requested: Whether the agent asked this rank to stop.
-        iteration: Tells the number of optimizer steps done.
-        kept: Tells the newest iteration that there is a generation of; ``None`` = there is none. Thread: any.
-        write_end: Writes the end of the session with its exit code.
-        grace_s: Seconds after which the agent ends this rank; ``None`` or 0 = there is none that would.
+        monitor: Its page holds the number of optimizer steps done.
 
     Raises:
-        ConfigError: The plug-in cannot be had.
+        ConfigError: The notice plug-in is unavailable.
     """
 
     def __init__(
-        self,
-        config: PreemptionConfig | None,
-        *,
-        place: WorkerEnv,
-        journal: Journal,
-        stop_requested: Callable[[], bool],
-        iteration: Callable[[], int],
-        kept: Callable[[], int | None],
-        write_end: Callable[[int], None],
-        grace_s: float | None = None,
+        self, config: PreemptionConfig | None, *, place: WorkerEnv, journal: Journal, monitor: RankMonitor
     ) -> None:
         self._config = config = config or PreemptionConfig()
-        self._journal, self._rank = journal, place.global_rank
-        self._stop_requested, self._iteration, self._kept = stop_requested, iteration, kept
-        self._write_end = write_end
-        self._agent_was_heard = False
-        # An agent sends its signal to all its workers: one of the node says so.
+        self._journal, self._rank, self._monitor = journal, place.global_rank, monitor
+        self.manager: CheckpointManager | None = None
+        """What saves; ``None`` = nothing does, or nothing could yet."""
+        self._outlives_session = False
+        # An agent sends its signal to all its workers: one of the node logs it.
         self._notice_level = logging.WARNING if place.board is None or place.local_rank == 0 else logging.INFO
         signals = _signals(config)
         self.watches_signals = bool(signals)
         """Whether a signal leads to a graceful stop."""
+        grace_s = monitor.config.shutdown_grace if place.board is not None else None
         self._listener = ShutdownListener(
             signals,
             sources=_sources(config, is_nodes_first=place.local_rank == 0),
@@ -76,22 +67,23 @@ class Departure:
             keep_forked=config.exit_signal_handler_for_dataloader,
         )
 
-    def asked(self) -> int:
-        """Return the number of the signal that told this rank to leave (SIGTERM for other notices), or 0."""
-        if not self._agent_was_heard and self._stop_requested():
-            self._agent_was_heard = True
-            self._listener.request("the launcher says so", source="agent")
+    def requested_signal(self, iteration: int) -> int:
+        """Return the number of the signal that requests the shutdown (SIGTERM for other notices), or 0.
+
+        Args:
+            iteration: Number of optimizer steps done before the one that runs.
+        """
         interval = self._config.exit_interval
-        is_due = interval is not None and (self._iteration() + 1) % interval == 0
+        is_due = interval is not None and (iteration + 1) % interval == 0
         return self._number() if self._listener.is_requested or is_due else 0
 
     @property
-    def is_told(self) -> bool:
-        """Whether this rank knows that it has to leave."""
+    def is_requested(self) -> bool:
+        """Whether this rank knows of a requested shutdown."""
         return self._listener.is_requested
 
     def start_leaving(self) -> None:
-        """Take in that all ranks agreed to leave now: the deadline also runs for who was not told itself."""
+        """Start the deadline also where only peers got the notice: all ranks agreed to leave now."""
         if not self._listener.is_requested:
             self._listener.request("all ranks agreed to leave", source=_PEER)
 
@@ -100,34 +92,43 @@ class Departure:
         return self._listener.wait_to_give_up(timeout_s)
 
     def exit_code(self) -> int:
-        """Return the exit code to leave with: 75 if there is a generation to go on from, else 128 + the signal."""
-        return int(ExitReason.PREEMPTED) if self._kept() is not None else 128 + self._number()
+        """Return the exit code to leave with: 75 if there is a generation to resume from, else 128 + the signal."""
+        return int(ExitReason.PREEMPTED) if self._saved_iteration is not None else 128 + self._number()
 
-    def say_farewell(self) -> int:
-        """Say what is lost, and return the exit code to leave with."""
+    def log_exit(self) -> int:
+        """Log which iterations are lost, and return the exit code to leave with."""
         code = self.exit_code()
-        level = logging.INFO if code == ExitReason.PREEMPTED and not self._loses else logging.WARNING
+        loses = (self._saved_iteration or 0) < self._monitor.board_state.iteration
+        level = logging.INFO if code == ExitReason.PREEMPTED and not loses else logging.WARNING
         log.log(level if self._rank == 0 else logging.DEBUG, "%s; exiting with code %d", self.describe_loss(), code)
         return code
 
-    @property
-    def _loses(self) -> bool:
-        return (self._kept() or 0) < self._iteration()
-
     def describe_loss(self) -> str:
-        """Say which iterations are lost when this process ends now; one line for people."""
-        kept, done = self._kept(), self._iteration()
-        if kept is not None and kept >= done:
-            return f"iteration {kept} is saved, nothing is lost"
-        first = (kept or 0) + 1
+        """Return which iterations are lost when this process ends now; one line for people."""
+        saved, done = self._saved_iteration, self._monitor.board_state.iteration
+        if saved is not None and saved >= done:
+            return f"iteration {saved} is saved, nothing is lost"
+        first = (saved or 0) + 1
         lost = f"iteration {done} is lost" if first >= done else f"iterations {first} to {done} are lost"
-        if kept is None:
+        if saved is None:
             return f"{lost}: there is no saved generation" if done else "nothing was done yet"
-        return f"{lost}: the newest saved generation is that of iteration {kept}"
+        return f"{lost}: the newest saved generation is that of iteration {saved}"
+
+    def outlive_session(self) -> None:
+        """Keep the signals and the deadline beyond :meth:`close`: the process is about to end by itself.
+
+        torchrun ends the other ranks when the first one has left; their exit codes must still be the session's.
+        """
+        self._outlives_session = True
 
     def close(self) -> None:
-        """Let signals end this process again, and the deadline not. Idempotent. Thread: the main thread."""
-        self._listener.close()
+        """Let signals end this process again, and stop the deadline. Idempotent. Thread: the main thread."""
+        if not self._outlives_session:
+            self._listener.close()
+
+    @property
+    def _saved_iteration(self) -> int | None:
+        return None if self.manager is None else self.manager.durable_iteration
 
     def _number(self) -> int:
         first = self._listener.first
@@ -136,7 +137,7 @@ class Departure:
     def _on_notice(self, notice: Notice) -> None:
         # In a thread of the listener: the main thread may be inside a collective.
         if notice.source == _PEER:
-            return  # who was told has said so
+            return  # logged where the notice came in
         facts: dict[str, Any] = {"source": notice.source, "reason": notice.reason}
         facts |= {} if notice.signal is None else {"signal": notice.signal}
         facts |= {} if notice.deadline_s is None else {"deadline_s": round(notice.deadline_s, 3)}
@@ -157,7 +158,8 @@ class Departure:
             )
 
     def _before_exit(self, code: int) -> None:
-        self._write_end(code)
+        iteration = self._monitor.board_state.iteration
+        self._journal.write(EventKind.SESSION_ENDED, rank=self._rank, iteration=iteration, exit_code=code)
         log.warning("%s", self.describe_loss())
 
 

@@ -1,15 +1,25 @@
-"""What the events of a job say of its agents, its cycles, and how far its ranks are."""
+"""What a job's events show: its agents, its cycles, how far its ranks are, and what went wrong.
+
+:class:`JobEvents` takes the events in one by one. :func:`list_troubles` brings together each cycle's cause with the
+verdict on it, and the incidents that ended no cycle.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.incidents import Event, EventKind, IncidentKind
+import msgspec
 
-__all__ = ["JobEvents", "Track"]
+from outlast.clock import as_iso
+from outlast.decoding import convert
+from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident, IncidentKind, Rung
+from outlast.status.report import Trouble
+
+__all__ = ["MAX_TROUBLES", "JobEvents", "RankProgress", "list_troubles"]
+
 
 RATE_WINDOW_NS = 60_000_000_000
 _TELLING = (EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.RESTORED, EventKind.SESSION_ENDED)
@@ -17,7 +27,7 @@ _TELLING = (EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.RESTORED, Ev
 
 
 @dataclass(slots=True)
-class Track:
+class RankProgress:
     """How far one rank is."""
 
     cycle: int
@@ -64,7 +74,7 @@ class JobEvents:
         self.command: Sequence[str] = ()
         self.directory: str | None = None
         self.local_directory: str | None = None
-        self._tracks: dict[int, Track] = {}
+        self._tracks: dict[int, RankProgress] = {}
 
     def take(self, event: Event) -> None:
         """Take in the next event."""
@@ -139,7 +149,7 @@ class JobEvents:
         if track is not None and cycle < track.cycle:
             return  # of a cycle that is over: clocks of nodes differ
         if track is None or cycle > track.cycle:
-            track = self._tracks[rank] = Track(cycle, iteration, event.wall_ns)
+            track = self._tracks[rank] = RankProgress(cycle, iteration, event.wall_ns)
         if track.samples and iteration <= track.samples[-1][1] and event.kind == EventKind.RESTORED:
             track.samples.clear()
         track.iteration, track.wall_ns = iteration, event.wall_ns
@@ -150,7 +160,7 @@ class JobEvents:
                 track.samples.append((event.mono_ns, iteration))
 
     @property
-    def track(self) -> Track | None:
+    def track(self) -> RankProgress | None:
         """How far the rank is that is farthest in the newest cycle in which one told."""
         newest = max((track.cycle for track in self._tracks.values()), default=0)
         of_newest = [track for track in self._tracks.values() if track.cycle == newest]
@@ -174,3 +184,88 @@ class JobEvents:
         agents = [self.agents[self.coordinator_node]] if self.coordinator_node in self.agents else []
         agents += list(self.agents.values())
         return next((value for event in agents if (value := event.data.get(name)) is not None), None)
+
+
+MAX_TROUBLES = 50
+
+
+@dataclass(slots=True)
+class _TroubleCase:
+    """An incident as it comes together from who reported it."""
+
+    event: Event
+    incident: dict[str, Any]
+    verdict: dict[str, Any] | None = None
+    num_reports: int = 1
+
+
+def list_troubles(events: Iterable[Event], now_ns: int) -> tuple[list[Trouble], int]:
+    """Return what went wrong, newest first, at most :data:`MAX_TROUBLES`, and how much there was.
+
+    Args:
+        events: Of one job, by wall time.
+        now_ns: Nanoseconds since the epoch, for ages.
+    """
+    cases: list[_TroubleCase] = []
+    unjudged: dict[int | None, list[_TroubleCase]] = {}
+    known: dict[tuple[object, ...], _TroubleCase] = {}
+    for event in events:
+        incident, verdict = event.data.get("incident"), event.data.get("verdict")
+        if event.kind not in (EventKind.INCIDENT, EventKind.VERDICT) or not isinstance(incident, dict):
+            continue
+        kind = incident.get("kind")
+        if event.kind == EventKind.VERDICT:
+            reports = unjudged.pop(event.cycle, [])
+            same = next((one for one in reports if _who(one.incident) == _who(incident)), None)
+            cases = [one for one in cases if not any(one is report for report in reports)]
+            at = same.event if same is not None else event
+            cases.append(_TroubleCase(at, incident, verdict, max(1, sum(one.num_reports for one in reports))))
+        elif kind in CYCLE_ENDING and verdict is None:
+            same = next((one for one in unjudged.get(event.cycle, []) if _who(one.incident) == _who(incident)), None)
+            if same is not None:
+                same.num_reports += 1
+            else:
+                case = _TroubleCase(event, incident)
+                cases.append(case)
+                unjudged.setdefault(event.cycle, []).append(case)
+        else:
+            key = (event.cycle, kind, incident.get("iteration"), incident.get("node") if kind not in _MANY else "")
+            if key in known:
+                known[key].num_reports += 1
+            else:
+                known[key] = _TroubleCase(event, incident, verdict)
+                cases.append(known[key])
+    cases.sort(key=lambda case: case.event.wall_ns, reverse=True)
+    return [_trouble(case, now_ns) for case in cases[:MAX_TROUBLES]], len(cases)
+
+
+_MANY = {IncidentKind.SAVE_FAILED, IncidentKind.COPY_REJECTED, IncidentKind.REPLICATION_FAILED}
+"""Incidents that many ranks report of one and the same trouble."""
+
+
+def _who(incident: dict[str, Any]) -> tuple[object, ...]:
+    return incident.get("kind"), incident.get("node"), incident.get("rank")
+
+
+def _trouble(case: _TroubleCase, now_ns: int) -> Trouble:
+    event, incident, verdict = case.event, case.incident, case.verdict or {}
+    try:
+        text = convert(incident, Incident).describe()
+    except msgspec.ValidationError:  # a kind of another version
+        text = " ".join(str(part) for part in _who(incident) if part is not None)
+    reason = verdict.get("reason")
+    decision = str(reason).removeprefix(text).lstrip("; ") if reason else None
+    rung = verdict.get("rung")
+    return Trouble(
+        time=event.time or as_iso(event.wall_ns),
+        age_s=round(max(0, now_ns - event.wall_ns) / 1e9, 3),
+        cycle=event.cycle,
+        kind=str(incident.get("kind", "")),
+        node=incident.get("node") or None,
+        rank=incident.get("rank"),
+        iteration=incident.get("iteration"),
+        text=text,
+        remedy=Rung(rung).name.lower() if rung in set(Rung) else None,
+        decision=decision or None,
+        num_reports=case.num_reports,
+    )
