@@ -28,7 +28,7 @@ import xxhash
 
 from outlast import env
 from outlast.clock import now_s
-from outlast.config.health import HealthConfig
+from outlast.config.launching import HealthConfig
 from outlast.health.prober import Prober
 from outlast.health.result import Check, CheckOutcome, CheckResult, Status, failed, ok, skipped
 from outlast.runtime import device as accelerator
