@@ -292,7 +292,7 @@ def replace_environ(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
-class _Noting(os._Environ[str]):
+class _NotedEnviron(os._Environ[str]):
     reads: ClassVar[set[str]] = set()
 
     def __getitem__(self, key: str) -> str:
@@ -306,10 +306,10 @@ def noting_reads() -> Iterator[set[str]]:
 
     Thread: one at a time in the process.
     """
-    own, _Noting.reads = type(os.environ), set()
-    os.environ.__class__ = _Noting
+    own, _NotedEnviron.reads = type(os.environ), set()
+    os.environ.__class__ = _NotedEnviron
     try:
-        yield _Noting.reads
+        yield _NotedEnviron.reads
     finally:
         os.environ.__class__ = own
 

@@ -177,7 +177,7 @@ class Lanes:
 
     def __post_init__(self) -> None:
         store = OwnStore()
-        self.directory = GlobalDirectory(self.url)
+        self.directory = GlobalDirectory.open(self.url)
         self._images: dict[int, Image] = {}
         self._outcomes: dict[int, CheckpointError | None] = {}
         self._told = threading.Semaphore(0)

@@ -92,7 +92,7 @@ def save(folder: str, state: dict[str, object], iteration: int) -> None:
         done.set()
 
     lane = open_lane(
-        GlobalDirectory(folder),
+        GlobalDirectory.open(folder),
         dist.distributed_c10d._get_default_store().clone(),
         rank=rank,
         world=world,
@@ -118,7 +118,7 @@ def main() -> None:
     if to_load < 0:
         train(state)
     else:
-        directory = GlobalDirectory(folder)
+        directory = GlobalDirectory.open(folder)
         loaded = load_resharded(directory, to_load, directory.manifest(to_load), state)
         assert content(state) == before, "something live was touched"
         loaded.apply()
@@ -126,7 +126,7 @@ def main() -> None:
     if to_save >= 0:
         save(folder, state, to_save)
         dist.barrier()
-        directory = GlobalDirectory(folder)
+        directory = GlobalDirectory.open(folder)
         mine = read_rank(directory, to_save, directory.manifest(to_save), rank)
         meshes = meshes_of(capture(state))
         again = decode(mine.tree, mine.tensor, meshes)

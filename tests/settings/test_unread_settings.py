@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outlast.config import Config, FaultToleranceConfig, HealthConfig, InProcessRestartConfig
-from outlast.config.fault_tolerance import LAUNCHERS_OWN
+from outlast.config.launching import LAUNCHERS_OWN
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.session.environment import warn_of_missing_protection

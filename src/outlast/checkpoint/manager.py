@@ -31,8 +31,8 @@ from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
 from outlast.policy.retention import RetentionRules
-from outlast.runtime.group import current_place, is_initialised
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.random_numbers import capture_random
 
 __all__ = ["CheckpointManager"]
@@ -103,9 +103,7 @@ class CheckpointManager:
             raise
         if place.is_first:
             warn_of_copies(config, places)
-        self._recovery = CheckpointRecovery(
-            config, places, self._peers, self._writer, self._arenas, topology=places.topology
-        )
+        self._recovery = CheckpointRecovery(config, places, self._peers, self._writer, self._arenas)
         self._guard = CopyGuard()
         self._ordinal = 0
         self._may_save = not places.generations and places.global_error is None
@@ -238,11 +236,11 @@ class CheckpointManager:
         Collective: all ranks, before the first save.
         Blocks: until all ranks have looked at what there is.
         """
-        known, not_finite = self._recovery.known(iteration, decode_distrusted(self._place.untrusted))
+        committed = self._recovery.committed(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
         if self._restored is not None:
             self._launcher.loaded(self._restored)
-        self._take_for_committed(known, not_finite, iteration)
+        self._start_from(committed, iteration)
         if self.durable_iteration is not None:
             self._launcher.committed(self.durable_iteration)
         self._may_save = True
@@ -423,15 +421,14 @@ class CheckpointManager:
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
         if is_ours:
-            self._take_for_committed(loaded.known, loaded.not_finite, restored.generation)
+            self._start_from(loaded.committed, restored.generation)
         self._reporter.restored(restored)
         self._launcher.loaded(restored)
 
-    def _take_for_committed(self, known: dict[int, set[Tier]], not_finite: frozenset[int], iteration: int) -> None:
+    def _start_from(self, committed: Committed, iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
-        self._restored_tiers = frozenset(known.get(iteration, ()))
-        self._outcomes.durable = max(known, default=None)
-        committed = Committed(known, set(not_finite))
+        self._restored_tiers = frozenset(committed.tiers.get(iteration, ()))
+        self._outcomes.durable = max(committed.tiers, default=None)
         self._near.start_from(committed)
         if self._global is not None:
             self._global.start_from(committed)

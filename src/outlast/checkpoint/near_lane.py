@@ -298,7 +298,7 @@ class NearLane(Lane):
             os.fsync(file.fileno())
         fsync_folder(temporary)
         reach("checkpoint.rename", attempt=str(save.attempt))
-        folder.commit(save.iteration, save.attempt)
+        folder.promote(save.iteration, save.attempt)
 
     def _replicates(self, save: Save) -> bool:
         return Tier.REPLICA in save.tiers and not save.suspect

@@ -132,7 +132,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
 
     Collective: all ranks.
     """
-    directory = GlobalDirectory(config.directory) if config.directory is not None else None
+    directory = GlobalDirectory.open(config.directory) if config.directory is not None else None
     local = None
     if config.local_directory is not None:
         local = Directory(Path(config.local_directory) / clean_name(place.node))

@@ -25,6 +25,7 @@ from outlast.checkpoint.layouts import OtherLayout
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.restore import CopyProver, ProvenCopy
+from outlast.checkpoint.save import Committed
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
@@ -73,11 +74,9 @@ class ProvenGeneration:
     rejected: list[Rejection]
     finite: bool
     """Whether no number in it is infinite or NaN."""
-    known: dict[int, set[Tier]]
-    """This generation and older ones that all ranks could load, as far as can be told unread: the tiers that have all
-    of it, the near ones taken together."""
-    not_finite: frozenset[int]
-    """Generations, newer ones too, that hold numbers that are infinite or NaN."""
+    committed: Committed
+    """This generation and older ones that all ranks could load, as far as the listings show: the tiers that have all
+    of each, the near ones taken together; and the generations, newer ones too, that are not finite."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load it into a state that it was found to fit, and release it.
@@ -130,21 +129,13 @@ class CheckpointRecovery:
         peers: The ranks.
         writer: Holds memory and communicates with other nodes.
         arenas: Where copies from other nodes go.
-        topology: Digest of the ranks' arrangement.
     """
 
     def __init__(
-        self,
-        config: CheckpointConfig,
-        places: Places,
-        peers: Peers,
-        writer: WriterClient,
-        arenas: ArenaPool,
-        *,
-        topology: str,
+        self, config: CheckpointConfig, places: Places, peers: Peers, writer: WriterClient, arenas: ArenaPool
     ) -> None:
         self._config, self._places, self._peers = config, places, peers
-        self._writer, self._arenas, self._topology = writer, arenas, topology
+        self._writer, self._arenas = writer, arenas
 
     def newest(
         self, state: Mapping[str, Any], distrusted: Sequence[Distrusted], has: tuple[int, str] | None = None
@@ -203,7 +194,7 @@ class CheckpointRecovery:
 
         Collective: all ranks.
         """
-        known, not_finite = self.known(iteration, distrusted)
+        committed = self.committed(iteration, distrusted)
         places = self._places
         local = Directory(places.local.path / SUSPECT) if places.local is not None else None
         directory = places.directory.suspects if places.directory is not None else None
@@ -217,14 +208,10 @@ class CheckpointRecovery:
         except CheckpointError as error:
             log.warning("the state that was saved for diagnosis is unavailable: %s", error)
             return None
-        return None if proven is None else dataclasses.replace(proven, known=known, not_finite=not_finite)
+        return None if proven is None else dataclasses.replace(proven, committed=committed)
 
-    def known(self, newest: int, distrusted: Sequence[Distrusted]) -> tuple[dict[int, set[Tier]], frozenset[int]]:
-        """Return what lies where this run saves.
-
-        Returns:
-            The generations up to ``newest`` that all ranks could load, with the tiers that have all of each; and the
-            generations, newer ones too, that hold numbers that are infinite or NaN.
+    def committed(self, newest: int, distrusted: Sequence[Distrusted]) -> Committed:
+        """Return what is committed where this run saves: the generations up to ``newest`` that all ranks could load.
 
         Raises:
             PeerLost: A peer left.
@@ -232,14 +219,14 @@ class CheckpointRecovery:
         Collective: all ranks.
         """
         table = self._gather(self._places)
-        return _known(table, _distrusted_copies(table, distrusted), newest), _iterations(table.not_finite)
+        return _committed(table, _distrusted_copies(table, distrusted), newest)
 
     def _gather(self, places: Places) -> Table:
-        return gather_copies(places, self._peers, self._writer, topology=self._topology)
+        return gather_copies(places, self._peers, self._writer)
 
     def _other_place(self, url: str) -> Places:
         """Return the places with another run's global tier, and nothing else, to load from."""
-        directory = GlobalDirectory(url)
+        directory = GlobalDirectory.open(url)
         run = ""
         if self._peers.rank == 0:
             try:
@@ -297,7 +284,6 @@ class CheckpointRecovery:
             peers=self._peers,
             writer=self._writer,
             arenas=self._arenas,
-            topology=self._topology,
             table=committed,
             state=state,
             timeout_s=self._config.replication_timeout,
@@ -324,8 +310,7 @@ class CheckpointRecovery:
                     copy=proven,
                     finite=(point.generation, point.attempt) not in committed.not_finite,
                     rejected=sorted(newer, key=lambda one: (-one.generation, one.rank, one.tier)),
-                    known=_known(committed, refused, point.generation),
-                    not_finite=_iterations(committed.not_finite),
+                    committed=_committed(committed, refused, point.generation),
                 )
             if proven is not None:
                 proven.close()
@@ -420,22 +405,18 @@ def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[i
     }
 
 
-def _known(table: Table, refused: dict[int, set[Copy]], newest: int) -> dict[int, set[Tier]]:
-    """Return the generations up to ``newest`` that all ranks could load, with the tiers that have all of each."""
-    known: dict[int, set[Tier]] = {}
-    for tiers in ({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}, {Tier.GLOBAL}):
+def _committed(table: Table, refused: dict[int, set[Copy]], newest: int) -> Committed:
+    """Return the generations up to ``newest`` that all ranks could load, and all that are not finite."""
+    committed = Committed(not_finite={generation for generation, _ in table.not_finite})
+    for tiers in (frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}), frozenset({Tier.GLOBAL})):
         held = [
             {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier in tiers}
             for rank, copies in enumerate(table.copies)
         ]
         for generation, _ in set.intersection(*held):
             if generation <= newest:
-                known.setdefault(generation, set()).update(tiers)
-    return known
-
-
-def _iterations(generations: set[tuple[int, str]]) -> frozenset[int]:
-    return frozenset(generation for generation, _ in generations)
+                committed.add(generation, tiers)
+    return committed
 
 
 def _not_finite(

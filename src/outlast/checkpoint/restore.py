@@ -171,8 +171,6 @@ class CopyProver:
     """Holds memory and communicates with other nodes."""
     arenas: ArenaPool
     """Where copies from other nodes go."""
-    topology: str
-    """Digest of the ranks' arrangement."""
     table: Table
     """What all ranks could load."""
     state: Mapping[str, Any]
@@ -330,7 +328,7 @@ class CopyProver:
         return CopyKey(copy.generation, copy.attempt, self.peers.rank)
 
     def _checked(self, manifest: Manifest, copy: Copy) -> Manifest:
-        check_manifest(manifest, run=self.places.run, topology=self.topology, world_size=self.peers.world_size)
+        check_manifest(manifest, self.places)
         if (manifest.iteration, manifest.attempt) != (copy.generation, copy.attempt):
             raise Untrusted(f"is of attempt {manifest.attempt} at iteration {manifest.iteration}")
         return manifest

@@ -30,6 +30,7 @@ from outlast.checkpoint.replica.server import ReplicaServer
 from outlast.checkpoint.vault import Image, Vault
 from outlast.runtime.injection import reach
 from outlast.runtime.processes import die_with_parent
+from outlast.runtime.wire import MessageChannel
 
 __all__ = ["Writer", "main"]
 
@@ -53,17 +54,17 @@ class Writer:
 
     def serve(self, connection: socket.socket) -> None:
         """Answer one connection until its end. Thread: one of its own."""
-        with connection:
+        with MessageChannel[f.Request](connection, f.Request, max_bytes=f.MAX_MESSAGE_BYTES) as channel:
             try:
-                while (received := f.receive_request(connection)) is not None:
-                    request, fd = received
+                while (received := channel.receive_with_fds()) is not None:
+                    request, fds = received
                     try:
-                        reply, out = self._answer(request, fd)
+                        reply, out = self._answer(request, fds[0] if fds else None)
                     finally:
-                        if fd is not None:
+                        for fd in fds:
                             os.close(fd)
                     try:
-                        f.send_message(connection, reply, out)
+                        channel.send(reply, () if out is None else (out,))
                     finally:
                         if out is not None:
                             os.close(out)

@@ -60,13 +60,12 @@ from outlast.launch.membership import REMIND_S
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
-from outlast.launch.torchrun_backend import open_cycle_store
 from outlast.launch.verdicts import name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
 from outlast.policy.protection import Protection, describe_nodes
-from outlast.runtime.store import TCPStore
-from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
+from outlast.runtime.store import TCPStore, open_cycle_store
+from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
 __all__ = ["AgentState", "NodeAgent"]
 
@@ -219,7 +218,7 @@ class NodeAgent(SimpleElasticAgent):
         if cycle is not None and cycle.script_settings is None:
             self._take_settings(cycle)  # whatever else looked may have read the datagram of a worker that attached
 
-    def _on_worker_event(self, event: Ready | Started | FailedToStart | Exited | Cleared | None) -> None:
+    def _on_worker_event(self, event: ZygoteReady | Started | FailedToStart | Exited | Cleared | None) -> None:
         match event:
             case Started() if self._cycle is not None:
                 if self._cycle.note_started(event):

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 from outlast.errors import OutlastError
 from outlast.incidents import Incident
-from outlast.runtime.zygote import Clear, Cleared, Exited, FailedToStart, Ready, SendSignal, Spawn, Started, Zygote
+from outlast.runtime.zygote import (
+    Clear,
+    Cleared,
+    Exited,
+    FailedToStart,
+    SendSignal,
+    Spawn,
+    Started,
+    Zygote,
+    ZygoteReady,
+)
 
 __all__ = ["NodeWorkers", "WorkerProcess"]
 
@@ -50,13 +60,13 @@ class NodeWorkers:
         """Return the descriptor that is readable when :meth:`receive` has something."""
         return self._zygote.fileno()
 
-    def receive(self) -> Ready | Started | FailedToStart | Exited | Cleared | None:
+    def receive(self) -> ZygoteReady | Started | FailedToStart | Exited | Cleared | None:
         """Return the next event of the workers; ``None`` when the zygote died (a new one is there already).
 
         Blocks: until there is one; call it when :meth:`fileno` is readable.
         """
         event = self._zygote.receive()
-        if isinstance(event, Ready):
+        if isinstance(event, ZygoteReady):
             for module, error in event.failed.items():
                 log.warning("module %s could not be preloaded: %s", module, error)
         elif isinstance(event, Cleared):

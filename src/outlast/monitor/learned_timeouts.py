@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.config.launching import FaultToleranceConfig
 from outlast.decoding import from_json
 from outlast.policy import deadlines as policy
 from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Learned, Observation, Timeouts

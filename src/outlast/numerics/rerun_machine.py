@@ -50,7 +50,7 @@ from outlast.policy.rerun import (
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import device_name
 from outlast.runtime.diagnoses import journal_diagnosis, leave_diagnosis
-from outlast.runtime.group import current_place, is_initialised
+from outlast.runtime.process_groups import current_place, is_initialised
 
 if TYPE_CHECKING:
     from outlast.runtime.journal import Journal

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.config.training import StragglerDetectionConfig
 from outlast.policy.slowness import (
     KERNELS,
     MIN_SAMPLES,

@@ -15,8 +15,8 @@ from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.monitor.collectives import count_collectives
 from outlast.runtime.consensus import Consensus
-from outlast.runtime.gathering import gather_bytes
 from outlast.runtime.interruption import AsyncInterruption
+from outlast.runtime.process_groups import gather_bytes
 from outlast.runtime.random_numbers import RandomSnapshot
 from outlast.session.environment import has_near_tier
 from outlast.session.restore import unwrap_ddp

@@ -10,15 +10,15 @@ import re
 from collections.abc import Iterable
 
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
-from outlast.config.fault_tolerance import LAUNCHERS_OWN
+from outlast.config.launching import LAUNCHERS_OWN
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.policy.deadlines import Timeouts
 from outlast.policy.protection import describe_saves
-from outlast.runtime.group import current_place
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import current_place
 from outlast.runtime.processes import describe_self
 from outlast.runtime.slurm_job import log_job_info
 from outlast.session.inprocess_scope import InProcessScope

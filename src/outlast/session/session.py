@@ -46,8 +46,8 @@ from outlast.policy.causes import OWN_VERDICTS
 from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
-from outlast.runtime.group import Group, connect_world, is_initialised, settle
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import Group, connect_world, is_initialised, settle
 from outlast.session.attempts import Attempt, Attempts
 from outlast.session.checks import RankLiveness, ReplicaWatch, SlowRanks
 from outlast.session.environment import announce_session, read_place, seed_random_numbers

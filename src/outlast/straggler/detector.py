@@ -19,7 +19,7 @@ import msgspec
 import torch.distributed as dist
 
 from outlast import clock
-from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.config.training import StragglerDetectionConfig
 from outlast.decoding import from_msgpack
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError, PeerLost
@@ -28,9 +28,8 @@ from outlast.policy.slowness import MIN_SAMPLES
 from outlast.policy.stragglers import Findings, Streaks, judge
 from outlast.policy.timings import RankTimings, Timing, lower_median
 from outlast.runtime.device import device_word, timing_event, training_device
-from outlast.runtime.gathering import gather_bytes
-from outlast.runtime.group import Group
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import Group, gather_bytes
 from outlast.straggler.device_times import MAX_SAMPLES, NUM_KERNEL_STEPS, DeviceTimes, KernelTimes
 from outlast.straggler.machine_check import gather_machine_verdict
 from outlast.straggler.recorder import STEP, SectionRecorder, StepSection, Wrappings

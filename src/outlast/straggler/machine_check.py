@@ -18,7 +18,7 @@ from outlast.decoding import from_msgpack
 from outlast.policy.machines import MachineTimes, MachineVerdict, judge_machine
 from outlast.policy.timings import lower_median
 from outlast.runtime.device import time_on_device
-from outlast.runtime.gathering import gather_bytes
+from outlast.runtime.process_groups import gather_bytes
 
 __all__ = ["gather_machine_verdict", "time_copy", "time_product"]
 

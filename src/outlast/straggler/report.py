@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.config.training import StragglerDetectionConfig
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.machines import MachineVerdict

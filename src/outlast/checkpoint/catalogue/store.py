@@ -50,7 +50,7 @@ def look_into_store(url: str) -> DirectoryListing:
 
     Blocks: up to the store's time limit for one listing, and one manifest for every ``NUM_THREADS`` generations.
     """
-    directory = GlobalDirectory(url)
+    directory = GlobalDirectory.open(url)
     sizes = directory.sizes("")
     if not sizes and directory.is_remote:
         raise ConfigError(f"there is nothing at {url}; name a directory that holds generations")

@@ -57,7 +57,7 @@ class VerifiedReader(StorageReader):
         if checkpoint_id is None:
             return
         parent, _, folder = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
-        directory = GlobalDirectory(parent or ("." if folder else "/"))
+        directory = GlobalDirectory.open(parent or ("." if folder else "/"))
         number = folder.removeprefix("step-")
         if not number.isdecimal():
             raise CheckpointError(f"{checkpoint_id} does not end in step-<n>; name the folder of one generation")

@@ -1,10 +1,12 @@
-"""Process groups that can be left at any time.
+"""Process groups that can be left at any time, what is gathered over them, and where this worker is in them.
 
 Gloo waits for the peers of an unfinished collective when its group is destroyed, as the interpreter does in
 the end; a rank that crashed would stay alive as long as a hung peer does (torch 2.13, measured; ``abort()``
 and ``shutdown()`` do not help). What helps is to shut down the connections that the group opened: every wait
 on them ends within milliseconds. A :class:`Group` notes its connections and threads when it is made, so that it can
-:meth:`~Group.cut` them; how that is done is :mod:`outlast.runtime.connections`' business.
+:meth:`~Group.cut` them; :mod:`outlast.runtime.connections` does that.
+
+Rejected: ``torch.distributed``'s own gather of objects. It passes pickles, which nobody should read from a network.
 """
 
 from __future__ import annotations
@@ -27,7 +29,16 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed
 
-__all__ = ["Group", "connect_world", "current_place", "is_initialised", "meeting_point", "settle"]
+__all__ = [
+    "Group",
+    "broadcast_bytes",
+    "connect_world",
+    "current_place",
+    "gather_bytes",
+    "is_initialised",
+    "meeting_point",
+    "settle",
+]
 
 
 class Group:
@@ -243,3 +254,60 @@ class _Making:
         """Return the group, with what was opened meanwhile."""
         opened = connections.of_group(connections.connected_sockets() - self._connections, timeout_s)
         return Group(process_group, opened, gloo_waits.group_threads() - self._threads)
+
+
+def gather_bytes(group: torch.distributed.ProcessGroup, data: bytes) -> list[bytes]:
+    """Return what every rank of a gloo group gave, in the order of the ranks.
+
+    Raises:
+        RuntimeError: A peer is gone, or did not come in time.
+
+    Collective: all ranks of the group.
+    Blocks: up to the group's timeout.
+    """
+    import torch
+    import torch.distributed as dist
+
+    world_size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    longest = max(int(length) for length in lengths)
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size)]
+    if longest:
+        dist.all_gather(parts, _tensor(data, longest), group=group)
+    return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+
+def broadcast_bytes(group: torch.distributed.ProcessGroup, data: bytes, source: int) -> bytes:
+    """Return what the rank ``source`` gave; what the others give is ignored.
+
+    Args:
+        group: A gloo group.
+        data: What to tell.
+        source: A rank of the group, by its number in it.
+
+    Raises:
+        RuntimeError: A peer is gone, or did not come in time.
+
+    Collective: all ranks of the group, with the same ``source``.
+    Blocks: up to the group's timeout.
+    """
+    import torch
+    import torch.distributed as dist
+
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, group=group, group_src=source)
+    is_source = dist.get_rank(group) == source
+    told = _tensor(data, len(data)) if is_source else torch.zeros(int(length), dtype=torch.uint8)
+    if told.numel():
+        dist.broadcast(told, group=group, group_src=source)
+    return told.numpy().tobytes()
+
+
+def _tensor(data: bytes, num_bytes: int) -> torch.Tensor:
+    """Return bytes as a tensor, with zeros behind them."""
+    import torch
+
+    told = torch.zeros(num_bytes, dtype=torch.uint8)
+    told.numpy()[: len(data)] = memoryview(data)
+    return told
