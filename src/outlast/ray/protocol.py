@@ -1,4 +1,4 @@
-"""What the driver and an actor's shell say to each other.
+"""The messages between the driver and an actor's shell.
 
 Nothing here imports torch or Ray. All of it travels pickled within Ray, which trusts its own cluster."""
 
@@ -55,8 +55,6 @@ class ActorIdentity(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     device: str
     """What it computes on, to order actors of a node by: ids of its GPUs; empty on a CPU."""
-    ready: bool
-    """Whether imports are done; ``False`` never leaves the actor, who answers when they are."""
 
 
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
