@@ -363,6 +363,7 @@ def tries_a_number_of_rounds(scene: Scene) -> None:
         work = progress()
         scene.patch.setattr(one, "_abort", lambda *_: {})
         scene.patch.setattr(one, "_fill", lambda *_: (MESH, recovery.Formation(slots=())))
+        scene.patch.setattr(one, "_assign_slots", lambda *_: {0: actor(0)})
         scene.patch.setattr(one, "_join", lambda *_: Gathered(unclear={0}))
         with pytest.raises(ActorFailed, match=f"max_rounds={number}"):
             one._recover(incarnation(), Gathered(), work)
@@ -419,13 +420,13 @@ def starts_within(scene: Scene) -> None:
     """Actors get start_timeout to start; spares that do not answer for ping_timeout, asked every ping_interval, are
     lost."""
     scene.patch.setattr(pool, "ray", Mock(**{"wait.return_value": ([], [])}))
-    for seconds in (0.0, 0.3):
+    for seconds in (0.01, 0.3):
         begun_s = clock.now_s()
         one = pool_of(RecoveryConfig(start_timeout=seconds))
         one._starting[0] = Mock()
         with pytest.raises(DeadlineExceeded, match=f"within {seconds} s"):
             one.require(1)
-        assert seconds <= clock.now_s() - begun_s < seconds + 0.25
+        assert seconds <= clock.now_s() - begun_s < seconds + 2.0
     config, now_s = RecoveryConfig(ping_interval=0.1, ping_timeout=2.0), clock.now_s()
     for limits, is_asked_again, is_lost in ((RecoveryConfig(), False, False), (config, True, True)):
         one, spare = pool_of(limits), actor(0)
