@@ -288,7 +288,12 @@ MESH = Mesh.of({"dp": 2})
 
 def actor(number: int) -> Any:
     return SimpleNamespace(
-        number=number, node="n", pid=number, handle=Mock(), identity=SimpleNamespace(device="", node_id="n", node="n")
+        number=number,
+        bundle=0,
+        node="n",
+        pid=number,
+        handle=Mock(),
+        identity=SimpleNamespace(device="", node_id="n", node="n"),
     )
 
 
