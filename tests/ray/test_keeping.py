@@ -159,7 +159,7 @@ def test_nothing_grows_while_state_is_kept(crews: list[Crew], config: Checkpoint
 
 
 @pytest.mark.campaign
-def test_without_a_generation_all_begin_anew_unless_all_have_the_same_state(
+def test_without_a_generation_all_start_over_unless_all_have_the_same_state(
     crews: list[Crew], undisturbed: list[Any]
 ) -> None:
     """State that was never saved is kept where nobody lacks it; where somebody does, nobody goes on from it."""

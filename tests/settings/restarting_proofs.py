@@ -281,7 +281,7 @@ from outlast.ray import actor_group, pool, recovery, watch  # noqa: E402
 from outlast.ray.mesh import Mesh  # noqa: E402
 from outlast.ray.pool import Pool, Reply, _SparePing  # noqa: E402
 from outlast.ray.recovery import Incarnation, Recovery, _Progress  # noqa: E402
-from outlast.ray.watch import Gathered, Watch, _Waiting  # noqa: E402
+from outlast.ray.watch import Gathered, Watch, _AwaitedActor  # noqa: E402
 
 MESH = Mesh.of({"dp": 2})
 
@@ -407,14 +407,14 @@ def asks_as_often_as_told(scene: Scene) -> None:
     scene.patch.setattr(watch.ray, "wait", wait)
     for config in (RecoveryConfig(), RecoveryConfig(ping_interval=0.1)):
         now_s = clock.now_s()
-        waiting = {0: _Waiting(actor=actor(0), call="ref", alive_s=now_s, due_s=now_s + 99)}
+        waiting = {0: _AwaitedActor(actor=actor(0), call="ref", alive_s=now_s, due_s=now_s + 99)}
         Watch(config, Mock())._await_something(waiting, math.inf)
     assert waits == [0.5, 0.1]
 
 
 def silence(config: RecoveryConfig) -> float:
     """Return after how many seconds an actor that does not answer is lost."""
-    return Watch(config, Mock())._silent_s(_Waiting(actor=actor(0), call="ref", alive_s=0.0, due_s=0.0))
+    return Watch(config, Mock())._silent_s(_AwaitedActor(actor=actor(0), call="ref", alive_s=0.0, due_s=0.0))
 
 
 def pool_of(config: RecoveryConfig) -> Any:

@@ -48,7 +48,7 @@ class Pending:
     """Stand for the result of a submitted call.
 
     Awaitable: ``await pending`` gives the result, or raises what the call raised. To stop waiting, by a timeout, by
-    Ctrl-C, or by cancelling the task that awaits it, does not stop the call: the group goes on with it, and calls that
+    Ctrl-C, or by cancelling the task that awaits it, does not stop the call: the group continues it, and calls that
     are submitted later begin after it.
 
     Args:
@@ -74,7 +74,7 @@ class Pending:
             timeout_s: Seconds to wait; ``None``: as long as it takes.
 
         Raises:
-            DeadlineExceeded: There is none in time; the call goes on.
+            DeadlineExceeded: There is none in time; the call continues.
 
         Blocks: until the call has ended, recoveries included.
         """
@@ -84,7 +84,7 @@ class Pending:
             if self._future.done():
                 raise  # the call itself raised it
             raise DeadlineExceeded(
-                f"{self.method!r} has not ended within {timeout_s} s; it goes on: wait again, or close the group"
+                f"{self.method!r} has not ended within {timeout_s} s; it continues: wait again, or close the group"
             ) from error
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -128,7 +128,7 @@ class ActorGroup:
         placement: How actors are spread over nodes: ``PACK``, ``SPREAD``, ``STRICT_PACK``, ``STRICT_SPREAD``, or a
             placement group of one's own with a bundle for each.
         backend: Of the process groups; ``None``: NCCL beside gloo with GPUs, else gloo.
-        checkpoint: Where and how often state is saved; ``None``: nowhere, so a lost actor means to begin anew.
+        checkpoint: Where and how often state is saved; ``None``: nowhere, so after a lost actor all start over.
         fault_tolerance: Timeouts of sections and heartbeats; ``None``: hangs are only found where actors do not answer
             at all. Limits of recoveries are ``recovery``'s: a field that nothing reads here is refused.
         recovery: Limits of recoveries; ``None``: the defaults.
@@ -400,7 +400,7 @@ class ActorGroup:
                 return call.dispatch.collect(current.mesh, results)
             report = self._recover(current, gathered, call.method, begun_at)
             if gathered.failed and all(one.kind == LossKind.RAISED for one in report.lost):
-                num_own_failures += 1  # nobody else is to blame
+                num_own_failures += 1  # no other actor failed
             if num_own_failures > 1:
                 raise _failed_again(call.method, gathered, report) from cause_of(gathered)
             if ends_call(begun_at, [report.iteration]):

@@ -1,4 +1,4 @@
-"""The books of an actor's state: how far it is, whether it is whole, what of it is kept, and its loading."""
+"""Tracking of an actor's state: its iteration, whether it is consistent, what of it is saved, and its loading."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["StartingState", "StateTracker"]
 
 
 class StartingState(msgspec.Struct, frozen=True, kw_only=True):
-    """From which state a rank goes on."""
+    """The state from which a rank continues."""
 
     generation: int | None = None
     """The generation that all agreed on; ``None`` = none."""
     origin: str = "kept"
     """``kept``; ``new`` = all ranks begin at 0; or the tier that it was read from."""
     is_as_set_up: bool = True
-    """Of ``new``: whether all ranks are as they were set up; if not, all have to be set up anew."""
+    """Of ``new``: whether all ranks are as they were set up; if not, all have to be set up again."""
 
 
 class StateTracker:
@@ -49,7 +49,7 @@ class StateTracker:
         config: Where and how often it is saved; ``None`` = never.
         interruption: Says whether the working thread has to leave.
 
-    Thread: the working thread, except where a method says otherwise.
+    Thread: the working thread, except where a method's docstring names another.
     """
 
     def __init__(self, config: CheckpointConfig | None, interruption: AsyncInterruption) -> None:
@@ -84,7 +84,7 @@ class StateTracker:
         """Whether there is a state that could be lost."""
         return self._has_state
 
-    def begin_anew(self, *, has_state: bool) -> None:
+    def start_over(self, *, has_state: bool) -> None:
         """Take note of a state that was set up just now."""
         self.count, self._is_torn, self._attempt, self._origin = 0, False, None, None
         self._has_state = has_state

@@ -37,7 +37,7 @@ _FETCH_S = 60.0
 """For bringing a reply that is ready to this node."""
 _TEXT_LENGTH = 400
 _DEATH = "The actor is dead because "
-"""Begins the line in which Ray says why an actor is dead."""
+"""Begins the line in which Ray reports why an actor is dead."""
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _MAX_FAILED_STARTS = 3
 """In a row in one bundle; then the bundle stays empty."""
@@ -73,7 +73,7 @@ class ReplyFault(StrEnum):
     """Why there is no value."""
 
     DIED = "died"
-    """The actor, or its node, is gone: Ray says so."""
+    """The actor, or its node, is gone, as Ray reports."""
     UNREACHABLE = "unreachable"
     """The actor could not be reached, or its reply was lost; it may live."""
     RAISED = "raised"
@@ -89,7 +89,7 @@ class Reply:
     value: Any = None
     fault: ReplyFault | None = None
     error: BaseException | None = None
-    """What the method raised, or what Ray says."""
+    """What the method raised, or what Ray reports."""
 
 
 def read_reply(ref: Any) -> Reply:
@@ -130,7 +130,7 @@ def await_replies(refs: Mapping[_Key, Any], timeout_s: float) -> dict[_Key, Repl
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return an error in one line: for what Ray says of a dead actor only the reason."""
+    """Return an error in one line: of Ray's report on a dead actor only the reason."""
     if error is None:
         return "no answer"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -244,7 +244,7 @@ class Pool:
         self._ping_spares()
         if self.keepers is None:
             return
-        # A writer starts where a spare waits, so that nobody waits for it once the spare takes a slot.
+        # A writer starts where a spare waits, so that no actor waits for it once the spare takes a slot.
         if new := {spare.node for spare in self.spares} - self._kept_nodes:
             self.keepers.ensure(new, 0.0)
             self._kept_nodes |= new  # for good: a spare that is taken is in no incarnation before all have joined

@@ -53,7 +53,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     loaded: tuple[int, ...]
     """Ranks that loaded their state; the others kept it."""
     generation: int | None
-    """Iteration of the generation that was loaded; ``None``: nobody loaded."""
+    """Iteration of the generation that was loaded; ``None``: no rank loaded."""
     begun_at: int | None
     """Iteration at which the interrupted call began; ``None``: the actors keep no state."""
     iteration: int | None
@@ -192,7 +192,7 @@ class Recovery:
             SparesExhausted: No spare can take an empty slot.
             ActorFailed: It failed ``max_rounds`` times.
 
-        Blocks: as the limits of the phases say; a second or less where a spare is there.
+        Blocks: up to the limits of the phases; a second or less where a spare is there.
         """
         return self._recover(failed, gathered, _Progress(method=method, begun_at=begun_at, first=failed))
 

@@ -41,7 +41,7 @@ class TrainActor:
     """Train as one rank of an :class:`~outlast.ray.ActorGroup`.
 
     ``__init__`` runs in spares, too: imports and data belong there, there are no groups and no rank yet. Everything
-    else, and ``__init__`` where all begin anew, runs in one thread of the actor, which is not the main one.
+    else, and ``__init__`` where all start over, runs in one thread of the actor, which is not the main one.
 
     An exception leaves a call with the state as it was, unless it went through :meth:`update`. What is part of
     :meth:`state` must therefore change within ``update`` alone.
@@ -55,7 +55,7 @@ class TrainActor:
         """Make model, optimizer and the like; called once, when the actor has its place.
 
         Those that replace dead actors are set up alone: nothing in here may wait for other ranks. Where all have to
-        begin anew, a new object is made and set up in each process.
+        start over, a new object is made and set up in each process.
         """
 
     def regroup(self) -> None:
@@ -121,7 +121,7 @@ class TrainActor:
     def section(self, name: str) -> SectionTimer:
         """Return the marker of a section, for ``with self.section("step"):``; its timeout is watched.
 
-        Sections that are longer than ``FaultToleranceConfig.rank_section_timeouts`` says are hangs. A marker serves
+        Sections that exceed ``FaultToleranceConfig.rank_section_timeouts`` are hangs. A marker serves
         its incarnation only: ask for it in each call.
         """
         return self._hosted.monitor.section(name)
@@ -148,7 +148,7 @@ class TrainActor:
             now: Save it to all tiers whether it is due or not.
 
         Returns:
-            The save, which goes on beside training; ``None`` = none was due, or nothing is kept.
+            The save, which continues beside training; ``None`` = none was due, or nothing is saved.
 
         Raises:
             OutlastError: The state has not done ``iteration`` steps.
@@ -175,13 +175,13 @@ class ActorHost:
     """Host a user's actor through incarnations.
 
     Args:
-        make: Makes the user's object. One that is no :class:`TrainActor` begins anew with each recovery: its calls
+        make: Makes the user's object. One that is no :class:`TrainActor` starts over with each recovery: its calls
             are counted, and nothing else is known of its state.
         settings: What the group was made with.
         node: Name of this node.
         interruption: Gets the working thread out of the user's code.
 
-    Thread: the working thread, except where a method says otherwise.
+    Thread: the working thread, except where a method's docstring names another.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class ActorHost:
             self.membership.form(assignment, self._interruption.check)
         with self._timed(phases, "setup"), self.monitor.section("setup"):
             if self._is_half_set_up or (self._is_set_up and place != self._place):
-                self._begin_anew()
+                self._start_over()
             self._place = place
             if not self._is_set_up:
                 self._set_up()
@@ -266,9 +266,9 @@ class ActorHost:
             self._monitor.end_all_sections()
 
     def begin_call(self) -> None:
-        """Have the times outside of sections and between heartbeats begin now: nobody has to say anything in between.
+        """Have the times outside of sections and between heartbeats begin now: none of them runs between two calls.
 
-        The time to the first heartbeat goes on from the beginning of the incarnation.
+        The time to the first heartbeat is counted from the beginning of the incarnation.
         """
         with self.monitor.section("call"):
             pass
@@ -356,7 +356,7 @@ class ActorHost:
         self._is_half_set_up = True
         self._call_if_there("setup")
         self._is_set_up, self._is_half_set_up = True, False
-        self.tracker.begin_anew(has_state=not is_ours or bool(self.actor.state()))
+        self.tracker.start_over(has_state=not is_ours or bool(self.actor.state()))
 
     def _call_if_there(self, name: str) -> None:
         if callable(function := getattr(self.actor, name, None)):
@@ -365,7 +365,7 @@ class ActorHost:
     def _take_values(self, values: dict[str, Any]) -> None:
         self.actor.take_state(values)
 
-    def _begin_anew(self) -> None:
+    def _start_over(self) -> None:
         """Make a new object in place of the one that has trained, which is unusable now."""
         self.actor = self._make()
         self._is_set_up = self._is_half_set_up = False
@@ -380,7 +380,7 @@ class ActorHost:
             self.tracker.open(env, self._journal)
             begin = self.tracker.restore(state, has, self._take_values)
         if begin.origin == "new" and not begin.is_as_set_up:
-            self._begin_anew()
+            self._start_over()
             self._set_up()
         return begin
 

@@ -1,6 +1,6 @@
 """The watch over a call of all actors of an incarnation.
 
-While the call runs the watch asks the actors for their status: a dead, a silent and a hanging actor are told apart.
+While the call runs the watch asks the actors for their status: a dead, a silent and a hanging actor are distinguished.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Gathered:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Waiting:
+class _AwaitedActor:
     """One actor whose reply is waited for, and what is known of its life."""
 
     actor: Actor
@@ -140,7 +140,7 @@ class Watch:
         now_s = begun_s = clock.now_s()
         due_s, gathered = now_s + self._config.ping_interval, Gathered()
         waiting = {
-            rank: _Waiting(actor=members[rank], call=ref, alive_s=now_s, due_s=due_s) for rank, ref in refs.items()
+            rank: _AwaitedActor(actor=members[rank], call=ref, alive_s=now_s, due_s=due_s) for rank, ref in refs.items()
         }
         while waiting:
             self._await_something(waiting, begun_s + timeout_s)
@@ -156,7 +156,7 @@ class Watch:
                 break
         return gathered
 
-    def _await_something(self, waiting: Mapping[int, _Waiting], deadline_s: float) -> None:
+    def _await_something(self, waiting: Mapping[int, _AwaitedActor], deadline_s: float) -> None:
         some = waiting.values()
         refs = [*(one.call for one in some), *(one.question for one in some if one.question is not None)]
         now_s = clock.now_s()
@@ -165,7 +165,7 @@ class Watch:
             wake_s = min(wake_s, one.due_s if one.question is None else self._silent_s(one))
         ray.wait(refs, num_returns=1, timeout=max(0.001, wake_s - now_s), fetch_local=False)
 
-    def _read(self, waiting: dict[int, _Waiting], gathered: Gathered) -> None:
+    def _read(self, waiting: dict[int, _AwaitedActor], gathered: Gathered) -> None:
         refs = [one.call for one in waiting.values()]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         for rank in [rank for rank, one in waiting.items() if one.call in ready]:
@@ -181,7 +181,7 @@ class Watch:
                 log.debug("rank %d: the reply was lost: %s", rank, describe_error(reply.error))
                 gathered.unclear.add(rank)
 
-    def _check(self, waiting: Mapping[int, _Waiting], gathered: Gathered) -> None:
+    def _check(self, waiting: Mapping[int, _AwaitedActor], gathered: Gathered) -> None:
         """Ask for the status of those that are due, and read what has come."""
         exceeded: dict[int, tuple[str, float]] = {}
         for rank, one in waiting.items():
@@ -207,19 +207,19 @@ class Watch:
         if exceeded and gathered.is_whole:
             self._find_culprit(waiting, exceeded, gathered)
 
-    def _note_status(self, one: _Waiting, status: ActorStatus) -> None:
+    def _note_status(self, one: _AwaitedActor, status: ActorStatus) -> None:
         now_s = clock.now_s()
         one.question, one.status, one.alive_s = None, status, now_s
         one.overdue_s = math.inf if status.due_in_s is None else now_s + status.due_in_s
         one.due_s = max(now_s + _SHORTEST_S, min(now_s + self._config.ping_interval, one.overdue_s + _AFTER_DUE_S))
 
-    def _silent_s(self, one: _Waiting) -> float:
+    def _silent_s(self, one: _AwaitedActor) -> float:
         """Return when an unanswered question shows that something is wrong."""
         overdue_s = max(one.overdue_s, one.asked_s) + self._config.examine_timeout
         return min(overdue_s, one.asked_s + self._config.ping_timeout)
 
     def _find_culprit(
-        self, waiting: Mapping[int, _Waiting], exceeded: Mapping[int, tuple[str, float]], gathered: Gathered
+        self, waiting: Mapping[int, _AwaitedActor], exceeded: Mapping[int, tuple[str, float]], gathered: Gathered
     ) -> None:
         """Find out for which actor the others wait, if for any, once a timeout is exceeded."""
         refs = {rank: one.actor.handle.examine.remote() for rank, one in waiting.items()}
