@@ -128,7 +128,7 @@ class StateTracker:
     # -- an incarnation ----------------------------------------------------------------------------------------
 
     def open(self, place: WorkerEnv, journal: Journal) -> None:
-        """StartingState an incarnation.
+        """Begin an incarnation.
 
         Args:
             place: This rank's place.
@@ -159,7 +159,7 @@ class StateTracker:
     def restore(
         self, state: Mapping[str, Any], has: int | None, take: Callable[[dict[str, Any]], None]
     ) -> StartingState:
-        """Have the state that all ranks go on from.
+        """Load, or keep, the state that all ranks continue from.
 
         Args:
             state: Name to what is saved.
@@ -184,20 +184,20 @@ class StateTracker:
         if all_hold:
             if self._manager is not None:
                 self._manager.go_on(without_wrappers(state), self.count, self._origin)
-            return self._go_on(StartingState())
+            return self._resume(StartingState())
         given = without_wrappers(state)
         loaded = dict(given)
         restored = self._manager.load_latest(loaded, has=held) if self._manager is not None else None
         if restored is None:
-            return self._go_on(StartingState(origin="new", is_as_set_up=are_new))
+            return self._resume(StartingState(origin="new", is_as_set_up=are_new))
         self._origin = restored
         self.count, self._is_torn, self._attempt = restored.iteration, False, restored.attempt
         if restored.tier != "kept":
             take({name: value for name, value in loaded.items() if value is not given[name]})
             self._random.take()
-        return self._go_on(StartingState(generation=restored.generation, origin=restored.tier))
+        return self._resume(StartingState(generation=restored.generation, origin=restored.tier))
 
-    def _go_on(self, begin: StartingState) -> StartingState:
+    def _resume(self, begin: StartingState) -> StartingState:
         self._random.restore()  # a call that failed has used some
         if self._rhythm is not None:
             self._rhythm.start_from(self.count)
@@ -208,14 +208,14 @@ class StateTracker:
 
         Collective: all ranks.
         """
-        told = [msgspec.json.encode((held, self.is_new))]
+        facts = [msgspec.json.encode((held, self.is_new))]
         if self._world_size > 1:
             from torch.distributed.distributed_c10d import _get_default_group
 
-            told = gather_bytes(_get_default_group(), told[0])
-        everyone = [from_json(one, tuple[tuple[int, str] | None, bool]) for one in told]
-        all_hold = held is not None and all(one == held for one, _ in everyone)
-        return all_hold, all(is_new for _, is_new in everyone)
+            facts = gather_bytes(_get_default_group(), facts[0])
+        of_all = [from_json(one, tuple[tuple[int, str] | None, bool]) for one in facts]
+        all_hold = held is not None and all(one == held for one, _ in of_all)
+        return all_hold, all(is_new for _, is_new in of_all)
 
     def save(self, state: Mapping[str, Any], iteration: int, *, now: bool) -> SaveHandle | None:
         """Save a state if that is due.
