@@ -20,11 +20,12 @@ if TYPE_CHECKING:
         StragglerDetectionConfig,
     )
     from outlast.errors import ExitReason, OutlastError
-    from outlast.session import Session, init
+    from outlast.session import Attempt, Session, StepDecision, init
 
-__version__ = "0.1.0"
+from outlast.version import __version__
 
 _HOMES = {
+    "Attempt": "outlast.session",
     "CheckpointConfig": "outlast.config",
     "Config": "outlast.config",
     "ExitReason": "outlast.errors",
@@ -34,11 +35,13 @@ _HOMES = {
     "PreemptionConfig": "outlast.config",
     "RerunStateMachineConfig": "outlast.config",
     "Session": "outlast.session",
+    "StepDecision": "outlast.session",
     "StragglerDetectionConfig": "outlast.config",
     "init": "outlast.session",
 }
 
 __all__ = [
+    "Attempt",
     "CheckpointConfig",
     "Config",
     "ExitReason",
@@ -48,6 +51,7 @@ __all__ = [
     "PreemptionConfig",
     "RerunStateMachineConfig",
     "Session",
+    "StepDecision",
     "StragglerDetectionConfig",
     "__version__",
     "init",

@@ -24,6 +24,7 @@ __all__ = [
     "CONFIG_FILE",
     "CYCLE",
     "DEVICE",
+    "INJECTIONS",
     "JOB",
     "LOG",
     "LOG_LEVEL",
@@ -81,6 +82,8 @@ POSTMORTEM = "OUTLAST_POSTMORTEM"
 """Path of the memory file that keeps how this worker ended; set by an agent only."""
 REPLAY = "OUTLAST_REPLAY"
 """JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
+INJECTIONS = "OUTLAST_INJECTIONS"
+"""JSON of the faults that happen at injection points of this process; see ``outlast.runtime.injection``."""
 LOG_LEVEL = "OUTLAST_LOG_LEVEL"
 """Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
 LOG = "OUTLAST_LOG"
@@ -289,7 +292,7 @@ def replace_environ(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
-class _Noting(os._Environ[str]):
+class _NotedEnviron(os._Environ[str]):
     reads: ClassVar[set[str]] = set()
 
     def __getitem__(self, key: str) -> str:
@@ -303,10 +306,10 @@ def noting_reads() -> Iterator[set[str]]:
 
     Thread: one at a time in the process.
     """
-    own, _Noting.reads = type(os.environ), set()
-    os.environ.__class__ = _Noting
+    own, _NotedEnviron.reads = type(os.environ), set()
+    os.environ.__class__ = _NotedEnviron
     try:
-        yield _Noting.reads
+        yield _NotedEnviron.reads
     finally:
         os.environ.__class__ = own
 

@@ -14,7 +14,6 @@ The whole tree::
     |   +-- Mismatch                         whole and trusted, but does not fit the live state
     |   +-- Unavailable                      a directory or store cannot be read or written
     +-- NotFinite                            a loss or a gradient is NaN or infinite
-    +-- UnhealthyDevice                      a device failed its check
     +-- UnhealthyRank                        a rank must not take part any longer
     +-- RestartAbort                         the ranks cannot be restarted in process
     +-- BudgetExhausted                      the ladder has no remedy left; exit code 93
@@ -49,7 +48,6 @@ __all__ = [
     "RolledBack",
     "SparesExhausted",
     "Unavailable",
-    "UnhealthyDevice",
     "UnhealthyRank",
     "Untrusted",
 ]
@@ -146,10 +144,6 @@ class Unavailable(CheckpointError):
 
 class NotFinite(OutlastError):
     """A loss or a gradient is NaN or infinite, and training is not to go on with it."""
-
-
-class UnhealthyDevice(OutlastError):
-    """A device failed its health check."""
 
 
 class UnhealthyRank(OutlastError):

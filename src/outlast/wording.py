@@ -1,8 +1,8 @@
-"""Numbers and ranks in sentences: singular and plural as they are spoken."""
+"""Numbers, durations and ranks in sentences, in the form that people would use."""
 
 from __future__ import annotations
 
-__all__ = ["count", "name_ranks"]
+__all__ = ["count", "duration", "name_ranks"]
 
 
 def count(number: int, noun: str) -> str:
@@ -14,3 +14,11 @@ def name_ranks(first: int, num: int, world_size: int) -> str:
     """Name consecutive ranks: ``rank 0 of 1``, ``ranks 0 to 3 of 8``."""
     which = f"rank {first}" if num == 1 else f"ranks {first} to {first + num - 1}"
     return f"{which} of {world_size}"
+
+
+def duration(seconds: float) -> str:
+    """Return ``5 s``, ``2 min``, ``3 h``, ``4 days``: seconds in the unit that people would use."""
+    for limit, unit, name in ((90, 1, "s"), (90 * 60, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86400:.0f} days"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from laid_generations import flip, lay_generation, two_nodes
 
-from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, StoredFile
-from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.catalogue.verification import verify
+from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration
+from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.checkpoint.shard import CHUNK_BYTES, shard_name
+from outlast.checkpoint.verification import StoredFile
 
 
 def newest(place: Path) -> ListedGeneration:
@@ -109,27 +108,26 @@ class _Endless:
     def __init__(self) -> None:
         self.reads = 0
 
-    def read(self, offset: int, num_bytes: int) -> bytes:
-        self.reads += 1
-        if self.reads == 2:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        return b"x" * min(num_bytes, 4096)
+    def read(self, start: int, end: int, room: memoryview) -> Iterator[memoryview]:
+        for _ in range(start, end, len(room)):
+            self.reads += 1
+            if self.reads == 2:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            yield room
 
 
-def test_an_interrupt_ends_the_readers() -> None:
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_an_interrupt_ends_the_readers(num_threads: int) -> None:
     """Ctrl-C while reading comes through, and no reader goes on."""
 
-    @contextmanager
-    def opened() -> Iterator[_Endless]:
-        yield _Endless()
-
-    file = StoredFile(name="f", num_bytes=CHUNK_BYTES << 12, chunks=("",) * (1 << 12), open=opened, piece_bytes=4096)
+    chunks = ("",) * (1 << 12)
+    file = StoredFile(name="f", num_bytes=CHUNK_BYTES << 12, chunks=chunks, read=_Endless().read, room_bytes=4096)
     entry = Generation(iteration=1, tier="local", valid=True)
     found = ListedGeneration(entry=entry, files=(file,), judge=lambda problems: entry, remove=lambda: None)
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
     try:
         with pytest.raises(KeyboardInterrupt):
-            verify(found, num_threads=1)
+            verify(found, num_threads=num_threads)
     finally:
         signal.signal(signal.SIGINT, earlier)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outlast-verify")]

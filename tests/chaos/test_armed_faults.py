@@ -18,7 +18,8 @@ from outlast.chaos.armed import arm_here
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
-from outlast.runtime.journal import Journal, read_journal
+from outlast.journal import read
+from outlast.runtime.journal import Journal
 
 
 def arm(
@@ -32,7 +33,7 @@ def arm(
 
 
 def strikes(run_dir: Path) -> list[dict[str, Any]]:
-    events = [event for event in read_journal(run_dir) if event.kind == EventKind.FAULT_SIMULATED]
+    events = [event for event in read(run_dir) if event.kind == EventKind.FAULT_SIMULATED]
     return [{"iteration": event.iteration, "rank": event.rank, **event.data} for event in events]
 
 

@@ -14,7 +14,8 @@ from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
-from outlast.runtime.journal import Journal, read_journal
+from outlast.journal import read
+from outlast.runtime.journal import Journal
 from outlast.testing import FakeClock
 
 
@@ -42,7 +43,7 @@ def test_all_ranks_draw_the_same_fault(tmp_path: Path, signals: list[int]) -> No
     """The run's name decides who and what; exactly one of the ranks is struck."""
     for rank in range(4):
         _armed(rank, tmp_path).after_step(3, {})
-    (event,) = [event for event in read_journal(tmp_path) if event.kind == EventKind.FAULT_SIMULATED]
+    (event,) = [event for event in read(tmp_path) if event.kind == EventKind.FAULT_SIMULATED]
     assert signals == [{"rank_hung": signal.SIGSTOP, "rank_killed": signal.SIGKILL}[event.data["fault"]]]
 
 
@@ -54,7 +55,7 @@ def test_it_comes_once_a_run(tmp_path: Path, signals: list[int]) -> None:
         fault.before_step(10 + cycle, {})
         fault.after_step(11 + cycle, {})
     assert signals == [signal.SIGKILL]
-    (event,) = [event for event in read_journal(tmp_path) if event.kind == EventKind.FAULT_SIMULATED]
+    (event,) = [event for event in read(tmp_path) if event.kind == EventKind.FAULT_SIMULATED]
     assert (event.rank, event.iteration, event.data["fault"]) == (2, 10, "rank_killed")
 
 

@@ -38,7 +38,7 @@ def fail(outcomes: Outcomes) -> SaveHandle:
 def test_without_a_call_every_failure_is_one() -> None:
     """It is reported, and counts."""
     told = Told()
-    outcomes = Outcomes(told, told, to_global=told.to_global, on_durable=told.on_durable)  # type: ignore[arg-type]
+    outcomes = Outcomes(told, told, told)  # type: ignore[arg-type]
     assert fail(outcomes).error is not None
     assert (told.said, outcomes.num_failures) == (["failed"], 1)
 
@@ -46,7 +46,7 @@ def test_without_a_call_every_failure_is_one() -> None:
 def test_what_fails_as_the_call_is_left_is_abandoned() -> None:
     """It is neither an incident nor counted, also where the peers' leaving is noticed before one's own."""
     told, looks = Told(), iter([False, False, True, True])
-    outcomes = Outcomes(told, told, to_global=told.to_global, on_durable=told.on_durable)  # type: ignore[arg-type]
+    outcomes = Outcomes(told, told, told)  # type: ignore[arg-type]
     outcomes.is_left = lambda: next(looks)
     assert fail(outcomes).error is not None
     assert (told.said, outcomes.num_failures) == (["given_up"], 0)

@@ -14,12 +14,15 @@ STAGE, VICTIM = {stage!r}, {victim}
 pids = [None, None]
 dist.all_gather_object(pids, os.getpid())
 reached = 0
-def at_stage(name):
+def kill_at_the_second(attempt):
     global reached
-    reached += name == STAGE
-    if reached == 2 and rank == (VICTIM if name == "data" else 0):
+    reached += 1
+    if reached == 2 and rank == (VICTIM if STAGE == "data" else 0):
         os.kill(pids[VICTIM], signal.SIGKILL)
-manager = manage(at_stage=at_stage, config={{"save_timeout": 20.0}})
+from outlast.runtime.injection import armed
+arming = armed("checkpoint." + STAGE, kill_at_the_second)
+arming.__enter__()
+manager = manage(config={{"save_timeout": 20.0}})
 train()
 manager.save(state, 1).wait(100)
 dist.barrier()
@@ -75,7 +78,11 @@ def test_a_rank_killed_at_any_stage_loses_no_committed_generation(
 
 
 WRITER_DIES = """
-manager = manage(writer_arguments=("--die-at=data",) if rank == 0 else ())
+from outlast.runtime.injection import Injection, armed_in_children
+halfway = Injection(point="checkpoint.file.halfway", do="kill", once=folder + "-killed")
+with armed_in_children(*[halfway] if rank == 0 else []):
+    manager = manage()
+    manager._writer.start()
 train()
 failed = manager.save(state, 1)
 try:

@@ -14,6 +14,7 @@ from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
 from outlast.policy.quarantine import Distrusted, encode_distrusted
+from outlast.runtime.injection import armed
 
 pytestmark = pytest.mark.process
 NAN, INF = float("nan"), float("inf")
@@ -133,13 +134,16 @@ def test_a_save_that_fails_does_not_use_up_the_warning(tmp_path: Path, caplog: p
     """Of NaN it is said that they are saved when they are; a save that failed is not spoken of as one."""
     fails = [True, False]
 
-    def at_stage(stage: str) -> None:
-        if stage == "rename" and fails.pop(0):
+    def fail_once(attempt: str) -> None:
+        if fails.pop(0):
             raise OSError("no room")
 
     config = CheckpointConfig(local_directory=str(tmp_path), save_timeout=30)
     state = {"bias": torch.tensor([NAN])}
-    with closing(CheckpointManager(config, env=WorkerEnv(node="node"), at_stage=at_stage)) as manager:
+    with (
+        armed("checkpoint.rename", fail_once),
+        closing(CheckpointManager(config, env=WorkerEnv(node="node"))) as manager,
+    ):
         with pytest.raises(CheckpointError, match="no room"):
             manager.save(state, 1).wait(30)
         assert not [line for line in _warnings(caplog) if "is saved with" in line]

@@ -235,4 +235,4 @@ def test_a_store_that_goes_after_the_outcome_changes_nothing(last: str) -> None:
     else:
         exchange.part(0, 2, deadline(60.0))
     store.is_gone = False
-    assert exchange.await_word(0, "outcome", SaveOutcome, deadline(60.0)) == SaveOutcome()
+    assert exchange.receive(0, "outcome", SaveOutcome, deadline(60.0)) == SaveOutcome()

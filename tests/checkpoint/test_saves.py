@@ -16,7 +16,10 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
     script = """
 fifo = folder + "-fifo"
 os.mkfifo(fifo)
-manager = manage(writer_arguments=("--wait-for=" + fifo,))
+from outlast.runtime.injection import Injection, armed_in_children
+with armed_in_children(Injection(point="checkpoint.writer.write", do="wait", path=fifo)):
+    manager = manage()
+    manager._writer.start()
 train()
 handle = manager.save(state, 1)
 expected, numbers = content(), [torch.rand(1).item(), random.random(), np.random.rand()]

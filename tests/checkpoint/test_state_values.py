@@ -296,7 +296,7 @@ def test_quantised_tensors_come_back_bit_by_bit(saved: Path) -> None:
         assert restored.tier == tier
         assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected
     live = {"w": state_of(50)}
-    directory = GlobalDirectory(str(saved / "global"))
+    directory = GlobalDirectory.open(str(saved / "global"))
     load_resharded(directory, 1, directory.manifest(1), live).apply()
     assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected
 
@@ -386,7 +386,7 @@ def test_shards_of_quantised_tensors_come_back_to_the_same_layout_only(tmp_path:
             manager.close()
             assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected
             live = {"w": shards(50, all_of_them=all_of_them)}
-        directory = GlobalDirectory(str(folder / "global"))
+        directory = GlobalDirectory.open(str(folder / "global"))
         if all_of_them:
             with pytest.raises(CheckpointError, match=r"tensor w\.scaled was saved in shards of .*Scaled"):
                 load_resharded(directory, 1, directory.manifest(1), live)

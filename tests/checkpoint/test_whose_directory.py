@@ -14,12 +14,13 @@ import torch
 
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.leases import DirectoryLease
+from outlast.checkpoint.claim import DirectoryLease
 from outlast.cli.main import main
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ExitReason, Untrusted
 from outlast.runtime.files import create_atomically
+from outlast.runtime.injection import armed
 
 pytestmark = pytest.mark.process
 NODE = "node"
@@ -34,14 +35,12 @@ def _place(tmp_path: Path, tier: str) -> tuple[CheckpointConfig, Path]:
 
 
 @contextmanager
-def _managers(
-    config: CheckpointConfig, count: int, at_stage: Callable[[str], object] | None = None, job: str = "job"
-) -> Iterator[list[CheckpointManager]]:
+def _managers(config: CheckpointConfig, count: int, job: str = "job") -> Iterator[list[CheckpointManager]]:
     """Begin so many runs, none of which knows of the others."""
     with ExitStack() as stack:
         managers = []
         for _ in range(count):
-            managers.append(CheckpointManager(config, env=WorkerEnv(node=NODE, job=job), at_stage=at_stage))  # type: ignore[arg-type]
+            managers.append(CheckpointManager(config, env=WorkerEnv(node=NODE, job=job)))
             stack.callback(managers[-1].close)
         yield managers
 
@@ -85,7 +84,7 @@ def test_of_runs_that_save_at_the_same_moment_one_saves(tmp_path: Path, tier: st
     """Whoever is quicker: one run has the directory, the others are refused, and what it reported as saved loads."""
     config, _ = _place(tmp_path, tier)
     gate = threading.Barrier(3, timeout=LONG_S)
-    with _managers(config, 3, at_stage=lambda stage: stage == "data" and gate.wait()) as managers:
+    with armed("checkpoint.data", lambda attempt: gate.wait()), _managers(config, 3) as managers:
         handles = {}
         for number, manager in enumerate(managers):
             with contextlib.suppress(Untrusted):  # another may have been quicker already
@@ -144,20 +143,20 @@ def test_what_is_committed_while_a_claim_is_taken_over_is_not_replaced(
     config, folder = _place(tmp_path, "local")
     at_rename, may_rename, at_manifest, may_commit = (threading.Event() for _ in range(4))
 
-    def stop_before_rename(stage: str) -> None:
-        if stage == "rename":
+    def stop_before_rename(attempt: str) -> None:
+        if attempt.startswith("job-"):
             at_rename.set()
             assert may_rename.wait(LONG_S)
 
-    def stop_before_manifest(stage: str) -> None:
-        if stage == "manifest":
+    def stop_before_manifest(attempt: str) -> None:
+        if attempt.startswith("other-"):
             at_manifest.set()
             assert may_commit.wait(LONG_S)
 
-    with _managers(config, 1, at_stage=stop_before_rename) as (first,):
+    with armed("checkpoint.rename", stop_before_rename), _managers(config, 1) as (first,):
         saved = first.save({"w": torch.full((8,), 1.0)}, 1)
         assert at_rename.wait(LONG_S)
-        with _managers(config, 1, at_stage=stop_before_manifest, job="other") as (second,):
+        with armed("checkpoint.manifest", stop_before_manifest), _managers(config, 1, job="other") as (second,):
             other = second.save({"w": torch.full((8,), -1.0)}, 1)
             assert at_manifest.wait(LONG_S)
             assert (folder / "run.json").read_text() == f'{{"run":"{second._places.run}"}}'

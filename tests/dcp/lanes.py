@@ -9,15 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.checkpoint.arena import Arena, Stager
+from outlast.checkpoint.claim import NEW, Claim
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.global_lane import GlobalLane, GlobalRetention, GlobalSave
+from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.peers import OwnStore
+from outlast.checkpoint.places import Places
+from outlast.checkpoint.save import Save, SaveHandle
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
 from outlast.errors import CheckpointError
+from outlast.policy.recovery_point import Tier
+from outlast.policy.retention import RetentionRules
 
 LONG_S = 60.0
 
@@ -54,6 +59,99 @@ def stage(flat: FlatState, *, rank: int = 0, world: int = 1, iteration: int = 0,
         stager.close()
 
 
+class InPlace:
+    """In place of the writer process: writes here and now.
+
+    Args:
+        write: Writes a file of the global tier.
+    """
+
+    def __init__(self, write: Callable[[Assemble], Assembled]) -> None:
+        self._write = write
+
+    def ask(self, request: Assemble, reply: type[Assembled], *, timeout_s: float, fd: int) -> tuple[Assembled, None]:
+        return self._write(request), None
+
+
+class Noted:
+    """In place of a manager's outcomes.
+
+    Args:
+        note: Called with each save's error; ``None`` = it is committed.
+    """
+
+    def __init__(self, note: Callable[[CheckpointError | None], object]) -> None:
+        self._note = note
+
+    def committed(self, save: Save, tiers: frozenset[Tier], failures: object) -> None:
+        assert tiers == {Tier.GLOBAL}
+
+    def finished(self, save: Save) -> None:
+        self._note(None)
+
+    def failed(self, save: Save, error: CheckpointError) -> None:
+        self._note(error)
+
+
+def open_lane(
+    directory: GlobalDirectory,
+    store: Any,
+    *,
+    rank: int,
+    world: int,
+    token: str,
+    write: Callable[[Assemble], Assembled],
+    note: Callable[[CheckpointError | None], object],
+    rules: RetentionRules,
+    run: str = "r",
+    timeout_s: float = LONG_S,
+    file_bytes: int = 1 << 20,
+) -> GlobalLane:
+    """Open one rank's lane."""
+    places = Places(
+        directory=directory,
+        local=None,
+        memory=False,
+        token=token,
+        run=run,
+        node="node",
+        nodes=("node",) * world,
+        leaders=(0,),
+        targets={},
+        generations=frozenset(),
+        global_error=None,
+        seen_local=None,
+        seen_global=NEW,
+    )
+    return GlobalLane(
+        places,
+        rank=rank,
+        store=store,
+        writer=InPlace(write),  # type: ignore[arg-type]
+        timeout_s=timeout_s,
+        claim=Claim(directory, run, NEW) if rank == 0 else None,
+        retention=rules,
+        outcomes=Noted(note),  # type: ignore[arg-type]
+        file_bytes=file_bytes,
+    )
+
+
+def staged_save(image: Image, iteration: int, attempt: SaveAttempt, *, suspect: bool = False) -> Save:
+    """Return a save that is ready for the global tier."""
+    return Save(
+        iteration=iteration,
+        attempt=attempt,
+        handle=SaveHandle(iteration, limit_s=LONG_S),
+        started_ns=0,
+        stall_s=0.0,
+        tiers=frozenset({Tier.GLOBAL}),
+        suspect=suspect,
+        arena=image.arena,
+        num_bytes=image.num_bytes,
+        tensors=image.tensors,
+    )
+
+
 def flat_state(state: Any, random: Any = None) -> FlatState:
     """Take a state apart as the manager does."""
     return flatten({"state": state, "random": random})
@@ -79,23 +177,22 @@ class Lanes:
 
     def __post_init__(self) -> None:
         store = OwnStore()
-        self.directory = GlobalDirectory(self.url)
+        self.directory = GlobalDirectory.open(self.url)
         self._images: dict[int, Image] = {}
         self._outcomes: dict[int, CheckpointError | None] = {}
         self._told = threading.Semaphore(0)
         self.lanes = [
-            GlobalLane(
+            open_lane(
                 self.directory,
                 store,
                 rank=rank,
-                world_size=self.world,
+                world=self.world,
                 token=self.token,
                 run=self.run,
-                topology=topology_digest(self.world),
-                ask=lambda request, fd, timeout_s, rank=rank: self._assemble(rank, request),
+                write=lambda request, rank=rank: self._assemble(rank, request),
+                note=lambda error, rank=rank: self._note(rank, error),
+                rules=RetentionRules(most_recent_k=self.most_recent_k, suspect_window=self.suspect_window),
                 timeout_s=self.timeout_s,
-                retention=GlobalRetention(most_recent_k=self.most_recent_k, suspect_window=self.suspect_window),
-                on_outcome=lambda save, error, rank=rank: self._note(rank, error),
                 file_bytes=self.file_bytes,
             )
             for rank in range(self.world)
@@ -113,17 +210,7 @@ class Lanes:
             self._images[rank] = image
         ranks = [rank for rank in range(self.world) if rank not in leave_out]
         for rank in ranks:
-            image = self._images[rank]
-            self.lanes[rank].submit(
-                GlobalSave(
-                    iteration=iteration,
-                    attempt=attempt,
-                    fd=image.arena.fd,
-                    image=image.view,
-                    tensors=image.tensors,
-                    suspect=suspect,
-                )
-            )
+            self.lanes[rank].submit(staged_save(self._images[rank], iteration, attempt, suspect=suspect))
         for _ in ranks:
             assert self._told.acquire(timeout=4 * LONG_S), "a lane has told no outcome"
         return [self._outcomes[rank] for rank in ranks]

@@ -13,19 +13,19 @@ import threading
 
 import torch
 import torch.distributed as dist
-from lanes import LONG_S, flat_state, stage
+from lanes import LONG_S, flat_state, open_lane, stage, staged_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.checkpoint.dcp.assemble import assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.global_lane import GlobalLane, GlobalRetention, GlobalSave
 from outlast.checkpoint.dcp.load import read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.layouts import meshes_of
 from outlast.checkpoint.state import capture, decode
+from outlast.policy.retention import RetentionRules
 
 
 def _model() -> torch.nn.Module:
@@ -87,27 +87,22 @@ def save(folder: str, state: dict[str, object], iteration: int) -> None:
     errors: list[object] = []
     done = threading.Event()
 
-    def note(_: object, error: object) -> None:
+    def note(error: object) -> None:
         errors.append(error)
         done.set()
 
-    lane = GlobalLane(
-        GlobalDirectory(folder),
+    lane = open_lane(
+        GlobalDirectory.open(folder),
         dist.distributed_c10d._get_default_store().clone(),
         rank=rank,
-        world_size=world,
+        world=world,
         token=attempt.token,
-        run="r",
-        topology=str(world),
-        ask=lambda request, fd, timeout_s: assemble(request, image.view),
-        timeout_s=LONG_S,
-        retention=GlobalRetention(most_recent_k=-1),
-        on_outcome=note,
+        write=lambda request: assemble(request, image.view),
+        note=note,
+        rules=RetentionRules(most_recent_k=-1),
         file_bytes=2048,
     )
-    lane.submit(
-        GlobalSave(iteration=iteration, attempt=attempt, fd=image.arena.fd, image=image.view, tensors=image.tensors)
-    )
+    lane.submit(staged_save(image, iteration, attempt))
     assert done.wait(LONG_S)
     assert lane.stop(LONG_S)
     assert errors == [None], errors
@@ -123,7 +118,7 @@ def main() -> None:
     if to_load < 0:
         train(state)
     else:
-        directory = GlobalDirectory(folder)
+        directory = GlobalDirectory.open(folder)
         loaded = load_resharded(directory, to_load, directory.manifest(to_load), state)
         assert content(state) == before, "something live was touched"
         loaded.apply()
@@ -131,7 +126,7 @@ def main() -> None:
     if to_save >= 0:
         save(folder, state, to_save)
         dist.barrier()
-        directory = GlobalDirectory(folder)
+        directory = GlobalDirectory.open(folder)
         mine = read_rank(directory, to_save, directory.manifest(to_save), rank)
         meshes = meshes_of(capture(state))
         again = decode(mine.tree, mine.tensor, meshes)

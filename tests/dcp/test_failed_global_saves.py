@@ -66,11 +66,11 @@ def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_save_may_take
 def test_ranks_that_save_different_iterations_are_told(tmp_path: Path) -> None:
     """No generation is made of two iterations."""
     with Lanes(str(tmp_path), 2) as lanes:
-        from outlast.checkpoint.dcp.global_lane import GlobalSave
+        from outlast.checkpoint.save import Save
 
         submit = lanes.lanes[1].submit
 
-        def another(save: GlobalSave) -> None:
+        def another(save: Save) -> None:
             import dataclasses
 
             submit(dataclasses.replace(save, iteration=11))
@@ -200,6 +200,7 @@ def test_the_second_run_in_a_place_is_refused_on_all_ranks(tmp_path: Path, schem
 @pytest.mark.process
 def test_the_writer_and_the_command_line_need_no_torch() -> None:
     """What the writer process and `outlast ckpt` import of the global tier brings torch nowhere near."""
-    modules = "assemble, blob, directory, layout, manifest, store, verified_file"
-    script = f"import sys; from outlast.checkpoint.dcp import {modules}; assert 'torch' not in sys.modules"
+    modules = "assemble, blob, directory, layout, manifest, store"
+    script = "import sys; from outlast.checkpoint import verification; "
+    script += f"from outlast.checkpoint.dcp import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)

@@ -119,7 +119,7 @@ def test_a_bucket_has_one_live_owner(server: S3Server, url: str, monkeypatch: py
     """Of several that come at once one gets the place; whoever comes from another machine is refused while that one
     renews, and follows once it is silent, which the first finds out before it writes again."""
     monkeypatch.setattr(StoreRecords, "renew_s", 0.3)
-    records = GlobalDirectory(f"{url}/owned").owners
+    records = GlobalDirectory.open(f"{url}/owned").owners
     here = this_process()
 
     def lease(run: str, machine: str) -> Lease:

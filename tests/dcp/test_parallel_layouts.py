@@ -82,7 +82,7 @@ def test_one_process_reads_both_layouts(told: tuple[Path, list[dict[str, Any]]],
     the same."""
     folder, ranks = told
     state = plain()
-    directory = GlobalDirectory(str(folder / "global"))
+    directory = GlobalDirectory.open(str(folder / "global"))
     load_resharded(directory, 1, directory.manifest(1), state).apply()
     assert content(state) == ranks[0]["trained"]
     state = plain()

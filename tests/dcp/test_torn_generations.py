@@ -13,8 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lanes import Lanes, flat_state
 
-from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.catalogue.verification import verify
+from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.load import read_rank
 from outlast.checkpoint.dcp.reader import VerifiedReader
@@ -61,7 +60,7 @@ def _largest(folder: Path) -> Path:
 
 def _read_all(folder: Path) -> None:
     """Load generation 20 as both of its ranks."""
-    directory = GlobalDirectory(folder)
+    directory = GlobalDirectory.open(folder)
     manifest = directory.manifest(20)
     if manifest.iteration != 20:
         raise Untrusted(f"is the manifest of iteration {manifest.iteration}")  # as the callers do
@@ -156,7 +155,7 @@ def test_each_kind_of_damage_is_refused_by_name(
     with pytest.raises(kind, match=pattern) as raised:
         _read_all(damaged)
     assert type(raised.value) is kind or kind is CheckpointError
-    directory = GlobalDirectory(damaged)
+    directory = GlobalDirectory.open(damaged)
     for rank in range(2):
         assert read_rank(directory, 10, directory.manifest(10), rank).num_bytes_read > 0
 
@@ -164,7 +163,7 @@ def test_each_kind_of_damage_is_refused_by_name(
 def test_nothing_live_is_touched_by_a_damaged_generation(damaged: Path) -> None:
     """Resharded or through the format's loader with our reader: the error comes, and the live state is as it was."""
     _flip_data(damaged)
-    directory = GlobalDirectory(damaged)
+    directory = GlobalDirectory.open(damaged)
     live = {"model": {"a": torch.zeros(3000), "b": torch.zeros(5000)}, "n": 0}
     with pytest.raises(Corrupt):
         load_resharded(directory, 20, directory.manifest(20), live)

@@ -17,7 +17,7 @@ from outlast.chaos import FaultPlan, verify_fired
 from outlast.demo.plan import least_iterations
 from outlast.demo.stage import find_example, uninterrupted
 from outlast.incidents import EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 # A test runner that a shell put into the background ignores Ctrl-C, and so would all that it starts.
 HEAR_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -106,14 +106,14 @@ def test_no_fault_changes_a_bit(tmp_path: Path) -> None:
     assert left["iteration"] == left["resumed_at"] >= left["struck_at"]
     assert left["lost_iterations"] == 0
     assert 0 <= left["noticed_after_s"] <= left["left_after_s"] <= left["going_on_after_s"]
-    events = list(read_journal(kept / "with-faults" / "run"))
+    events = list(read(kept / "with-faults" / "run"))
     assert sum(event.kind == EventKind.FAULT_SIMULATED for event in events) == 8
     path = kept / "with-faults" / "faults.toml"
     assert verify_fired(FaultPlan.load(path), kept / "with-faults" / "run") == []
     lost = {event.data["node"] for event in events if event.data.get("expected") == "node_lost"}
     assert len(lost) == 2
     assert lost.isdisjoint(os.listdir(kept / "with-faults" / "local"))
-    assert not any(event.kind == EventKind.INCIDENT for event in read_journal(kept / "undisturbed" / "run"))
+    assert not any(event.kind == EventKind.INCIDENT for event in read(kept / "undisturbed" / "run"))
     assert list(temporary.glob("outlast-demo-*")) == []
     assert left_running(temporary) == []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outlast.incidents import EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "fault_tolerance"
 
@@ -36,7 +36,7 @@ def test_the_simulated_fault_leads_to_a_restart_from_the_checkpoint(tmp_path: Pa
     (line, *_) = [line for line in ended.stdout.splitlines() if "[agent " in line and "protected: " in line]
     for timeout in ("setup 60 s", "step 5 s", "checkpointing 30 s", "outside of sections 30 s"):
         assert timeout in line
-    events = list(read_journal(tmp_path / "run"))
+    events = list(read(tmp_path / "run"))
     (fault,) = [event for event in events if event.kind == EventKind.FAULT_SIMULATED]
     restored = {event.iteration for event in events if event.kind == EventKind.RESTORED and event.cycle == 1}
     assert len(restored) == 1, "both ranks go on from the same generation"

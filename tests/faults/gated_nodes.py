@@ -10,6 +10,7 @@ from pathlib import Path
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.manifest import decode_manifest
 from outlast.checkpoint.writer_client import WriterClient, WriterProcess
+from outlast.runtime.injection import Injection, armed_in_children
 
 __all__ = ["GatedNodes", "empty_memory"]
 
@@ -21,7 +22,7 @@ class GatedNodes:
         self._gates = {name: root / f"gate-{name}" for name in names}
         for gate in self._gates.values():
             os.mkfifo(gate)
-        self.writers = {name: WriterProcess((f"--wait-for={gate}",)) for name, gate in self._gates.items()}
+        self.writers = {name: _start_gated(gate) for name, gate in self._gates.items()}
 
     @classmethod
     @contextmanager
@@ -37,6 +38,11 @@ class GatedNodes:
     def let_one_pass(self, name: str) -> None:
         """Let the shard pass that waits, or the next that comes. Blocks: until it does."""
         os.close(os.open(self._gates[name], os.O_WRONLY))
+
+
+def _start_gated(gate: Path) -> WriterProcess:
+    with armed_in_children(Injection(point="checkpoint.writer.write", do="wait", path=str(gate))):
+        return WriterProcess()
 
 
 def empty_memory(writer: WriterProcess) -> None:

@@ -16,7 +16,7 @@ from obedient_ranks import Ranks
 
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.incidents import EventKind, IncidentKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 SMALL_BYTES = 2 << 20
 
@@ -92,7 +92,7 @@ def test_a_place_that_takes_no_more_fails_saves_until_it_does_again(
         third, ended = save(3)
         assert ended["error"] is None
 
-        incidents = [event for event in read_journal(run) if event.kind == EventKind.INCIDENT]
+        incidents = [event for event in read(run) if event.kind == EventKind.INCIDENT]
         assert [(one.data["incident"]["kind"], one.iteration) for one in incidents] == [(IncidentKind.SAVE_FAILED, 2)]
         for saved, iteration in ((third, 3), (first, 1)):
             empty_memory(writer)

@@ -15,7 +15,7 @@ from obedient_ranks import Ranks
 
 from outlast import clock
 from outlast.incidents import EventKind, IncidentKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 NODES = ("one", "two")
 
@@ -48,7 +48,7 @@ def test_a_stopped_partner_costs_a_copy_and_one_incident(tmp_path: Path) -> None
         nodes.let_one_pass("two")
         assert ranks.tell(do="finish", leave=True) == [{"error": None}] * 2
 
-        (event,) = [event for event in read_journal(run) if event.kind == EventKind.INCIDENT]
+        (event,) = [event for event in read(run) if event.kind == EventKind.INCIDENT]
         incident = event.data["incident"]
         assert incident["kind"] == IncidentKind.REPLICATION_FAILED
         assert (incident["rank"], incident["iteration"], incident["evidence"]["partner"]) == (0, 2, "two")

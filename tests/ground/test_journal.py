@@ -14,7 +14,8 @@ import pytest
 
 from outlast import clock
 from outlast.incidents import EventKind
-from outlast.runtime.journal import Journal, read_journal
+from outlast.journal import read
+from outlast.runtime.journal import Journal
 
 
 def open_journal(run_dir: Path | None, proc: str = "agent", node: str = "a") -> Journal:
@@ -27,7 +28,7 @@ def test_events_come_back_as_written(tmp_path: Path) -> None:
     journal.cycle = 3
     written = journal.write(EventKind.PROGRESS, rank=1, iteration=57, note="text with\nnewline and é")
     journal.close()
-    assert list(read_journal(tmp_path)) == [written]
+    assert list(read(tmp_path)) == [written]
     assert (written.cycle, written.rank, written.iteration) == (3, 1, 57)
     assert written.data == {"note": "text with\nnewline and é"}
 
@@ -39,7 +40,7 @@ def test_events_of_all_processes_are_lined_up(tmp_path: Path) -> None:
         (first if number % 2 else second).write(EventKind.PROGRESS, iteration=number)
     first.close()
     second.close()
-    assert [event.iteration for event in read_journal(tmp_path)] == list(range(10))
+    assert [event.iteration for event in read(tmp_path)] == list(range(10))
     assert len(list((tmp_path / "journal").iterdir())) == 2
 
 
@@ -54,7 +55,7 @@ def test_times_are_readable(tmp_path: Path) -> None:
     line = journal.path.read_text()
     assert f'"time":"{written.time}"' in line
     journal.path.write_text(line + line.replace(f'"time":"{written.time}",', ""))
-    assert [event.time for event in read_journal(tmp_path)] == [written.time, ""]
+    assert [event.time for event in read(tmp_path)] == [written.time, ""]
 
 
 def test_torn_line_costs_only_itself(tmp_path: Path) -> None:
@@ -65,11 +66,11 @@ def test_torn_line_costs_only_itself(tmp_path: Path) -> None:
     assert journal.path is not None
     whole = journal.path.read_bytes()
     journal.path.write_bytes(whole + whole[:-10])
-    assert [event.iteration for event in read_journal(tmp_path)] == [1]
+    assert [event.iteration for event in read(tmp_path)] == [1]
     journal = open_journal(tmp_path)
     journal.write(EventKind.PROGRESS, iteration=2)
     journal.close()
-    assert [event.iteration for event in read_journal(tmp_path)] == [1, 2]
+    assert [event.iteration for event in read(tmp_path)] == [1, 2]
 
 
 def test_lines_of_threads_do_not_mix(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_lines_of_threads_do_not_mix(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(timeout=30)
     journal.close()
-    events = list(read_journal(tmp_path))
+    events = list(read(tmp_path))
     assert sorted((event.rank, event.iteration) for event in events) == [
         (rank, number) for rank in range(8) for number in range(100)
     ]
@@ -117,7 +118,7 @@ def test_disk_that_fills_within_a_line_loses_only_that_line(tmp_path: Path, monk
     monkeypatch.undo()
     journal.write(EventKind.PROGRESS, iteration=3)
     journal.close()
-    assert [event.iteration for event in read_journal(tmp_path)] == [1, 3]
+    assert [event.iteration for event in read(tmp_path)] == [1, 3]
     assert journal.num_lost == 1
 
 
@@ -128,7 +129,7 @@ def test_no_run_dir_means_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert journal.write(EventKind.PROGRESS).kind == EventKind.PROGRESS
     journal.close()
     assert list(tmp_path.iterdir()) == []
-    assert list(read_journal(tmp_path)) == []
+    assert list(read(tmp_path)) == []
 
 
 def test_closed_journal_takes_no_more(tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_closed_journal_takes_no_more(tmp_path: Path) -> None:
     journal.close()
     journal.close()
     journal.write(EventKind.PROGRESS)
-    assert list(read_journal(tmp_path)) == []
+    assert list(read(tmp_path)) == []
 
 
 WRITER = """
@@ -160,6 +161,6 @@ def test_killed_writer_leaves_every_earlier_event(tmp_path: Path) -> None:
         assert writer.stdout.readline() == "ready\n"
         writer.send_signal(signal.SIGKILL)
         assert writer.wait(timeout=100) == -signal.SIGKILL
-    iterations = [event.iteration for event in read_journal(tmp_path)]
+    iterations = [event.iteration for event in read(tmp_path)]
     assert iterations == list(range(len(iterations)))
     assert len(iterations) > 50

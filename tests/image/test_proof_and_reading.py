@@ -12,8 +12,9 @@ import torch
 from laid_shards import IDENTITY, flip, lay, manifest_of, stage
 
 from outlast.checkpoint.manifest import Manifest
+from outlast.checkpoint.restore import read_tensors
 from outlast.checkpoint.shard import CHUNK_BYTES
-from outlast.checkpoint.shard_reader import check_shard, prove, read
+from outlast.checkpoint.verification import check_shard, prove_shard
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
 
@@ -32,7 +33,7 @@ class Laid:
         return entry.offset, entry.num_bytes
 
     def prove(self) -> None:
-        prove(self.fd, self.manifest, 0)
+        prove_shard(self.fd, self.manifest, 0)
 
     def _name(self, name: str) -> str:
         return next(one.name for one in self.manifest.shards[0].tensors if name in one.name)
@@ -49,7 +50,7 @@ def test_read_puts_the_bytes_into_live_tensors(laid: Laid) -> None:
     """Tensors that are given take their bytes where they lie; the others are new; all have the saved values."""
     live = torch.full((3 << 20,), -1.0)
     address = live.data_ptr()
-    found = read(laid.fd, laid.manifest, 0, prove(laid.fd, laid.manifest, 0), {laid.names["big"]: live})
+    found = read_tensors(laid.fd, laid.manifest, 0, prove_shard(laid.fd, laid.manifest, 0), {laid.names["big"]: live})
     assert found[laid.names["big"]] is live
     assert live.data_ptr() == address
     for name, tensor in laid.tensors.items():
@@ -102,15 +103,15 @@ def test_a_whole_shard_in_the_wrong_place_is_untrusted(laid: Laid, other: dict[s
     """A shard of another iteration, attempt, run or arrangement is refused, and the message says what it is."""
     wrong: Manifest = msgspec.structs.replace(laid.manifest, **other)
     with pytest.raises(Untrusted, match=next(iter(other))):
-        prove(laid.fd, wrong, 0)
+        prove_shard(laid.fd, wrong, 0)
 
 
 def test_what_changes_after_the_proof_is_not_used(laid: Laid) -> None:
     """Bytes that are not those that were proven are noticed as they are read."""
-    proof = prove(laid.fd, laid.manifest, 0)
+    proof = prove_shard(laid.fd, laid.manifest, 0)
     flip(laid.path, laid.span("big")[0] + 12)
     with pytest.raises(Corrupt):
-        read(laid.fd, laid.manifest, 0, proof, {})
+        read_tensors(laid.fd, laid.manifest, 0, proof, {})
 
 
 def test_a_shard_in_longer_memory_is_proven_where_it_lies() -> None:
@@ -118,11 +119,11 @@ def test_a_shard_in_longer_memory_is_proven_where_it_lies() -> None:
     staged = stage({"w": torch.randn(3 << 20)})
     manifest = manifest_of(staged)
     staged.arena.array[staged.num_bytes :] = 9
-    proof = prove(staged.arena.fd, manifest, 0, in_memory=True)
+    proof = prove_shard(staged.arena.fd, manifest, 0, in_memory=True)
     assert proof.spans
     staged.arena.array[CHUNK_BYTES + 5] ^= 1
     with pytest.raises(Corrupt, match="chunk 1"):
-        prove(staged.arena.fd, manifest, 0, in_memory=True)
+        prove_shard(staged.arena.fd, manifest, 0, in_memory=True)
     staged.arena.close()
 
 
@@ -138,7 +139,7 @@ def test_a_tiny_shard_is_proven_and_read(tmp_path: Path) -> None:
     tensors = {"w": torch.tensor([1.5, -2.5], dtype=torch.float16)}
     manifest = lay(tensors, tmp_path / "s")
     fd = os.open(tmp_path / "s", os.O_RDONLY)
-    found = read(fd, manifest, 0, prove(fd, manifest, 0), {})
+    found = read_tensors(fd, manifest, 0, prove_shard(fd, manifest, 0), {})
     os.close(fd)
     assert torch.equal(next(iter(found.values())), tensors["w"])
     assert manifest.iteration == IDENTITY.iteration

@@ -12,8 +12,9 @@ import torch
 from laid_shards import IDENTITY, bytes_of, flat_of, manifest_of, memfd, provide, stage
 
 from outlast.checkpoint.arena import Arena, Stager
+from outlast.checkpoint.restore import read_tensors
 from outlast.checkpoint.shard import ALIGNMENT, read_header
-from outlast.checkpoint.shard_reader import prove, read
+from outlast.checkpoint.verification import prove_shard
 
 MANY = 4 * (8 << 20)
 """Bytes from which two threads copy."""
@@ -65,7 +66,7 @@ def test_what_is_staged_is_the_value_at_the_save(stager: Stager, count: int) -> 
     kept = tensor.clone()
     tensor.fill_(-1)
     manifest = manifest_of(staged)
-    found = read(staged.arena.fd, manifest, 0, prove(staged.arena.fd, manifest, 0, in_memory=True), {})
+    found = read_tensors(staged.arena.fd, manifest, 0, prove_shard(staged.arena.fd, manifest, 0, in_memory=True), {})
     assert torch.equal(next(iter(found.values())), kept)
     staged.arena.close()
 
@@ -79,7 +80,7 @@ def test_deferred_tensors_are_as_they_were_until_the_wait(stager: Stager) -> Non
     staged.wait()
     late.fill_(-1)
     manifest = manifest_of(staged)
-    found = read(staged.arena.fd, manifest, 0, prove(staged.arena.fd, manifest, 0, in_memory=True), {})
+    found = read_tensors(staged.arena.fd, manifest, 0, prove_shard(staged.arena.fd, manifest, 0, in_memory=True), {})
     assert torch.equal(found[flat.tensors[0].name], torch.arange(1 << 20, dtype=torch.float32))
     assert torch.equal(found[flat.tensors[1].name], torch.arange(9, dtype=torch.float32))
     staged.arena.close()
@@ -139,6 +140,6 @@ def test_views_are_staged_as_what_they_show(stager: Stager) -> None:
     flat = flat_of(tensors)
     staged = stager.stage(flat, IDENTITY, provide)
     manifest = manifest_of(staged)
-    found = read(staged.arena.fd, manifest, 0, prove(staged.arena.fd, manifest, 0, in_memory=True), {})
+    found = read_tensors(staged.arena.fd, manifest, 0, prove_shard(staged.arena.fd, manifest, 0, in_memory=True), {})
     assert [torch.equal(found[named.name], named.tensor) for named in flat.tensors] == [True] * 3
     staged.arena.close()

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.coordinator import Coordinator, JobPhase
+from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
+from outlast.launch.protocol import JobPhase
 from outlast.policy.causes import Collective, Position
 from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.quarantine import Distrusted, Load

@@ -7,8 +7,9 @@ import pytest
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
-from outlast.launch.coordinator import Coordinator, JobPhase
+from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
+from outlast.launch.protocol import JobPhase
 from outlast.policy.ladder import LadderState, Limits
 
 FAULT = Incident(kind=IncidentKind.WORKER_FAILED, rank=3, evidence={"summary": "ValueError"})

@@ -31,11 +31,11 @@ with outlast.init(config) as run:
     for iteration in run.steps(state, total=30):
         begun = iteration if begun is None else begun
         if cycle == 0 and iteration == 16:
-            run._saves.wait()  # on every rank, before any of them leaves
+            run._saves.manager.wait()  # on every rank, before any of them leaves
             dist.barrier()
             os._exit(7)
         if what == "once" and cycle == 1 and iteration == 22 and run.global_rank == 1:
-            run._saves.wait()
+            run._saves.manager.wait()
             raise SystemExit(outlast.ExitReason.FAILED_VALIDATION)
         if what == "always" and cycle >= 1 and iteration == begun + 2:
             raise SystemExit(outlast.ExitReason.FAILED_VALIDATION)

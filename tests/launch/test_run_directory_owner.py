@@ -18,7 +18,7 @@ import torch
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.launch.options import parse_options
-from outlast.launch.run_owner import RunOwner
+from outlast.launch.run import RunOwner
 from outlast.policy.lease import LeaseOwner
 from outlast.runtime.lease import FolderRecords, decode_owner, encode_owner
 from outlast.runtime.processes import this_process

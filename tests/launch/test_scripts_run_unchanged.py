@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from outlast.incidents import EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 pytestmark = [pytest.mark.process, pytest.mark.cold, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -123,7 +123,7 @@ def test_scripts_end_the_same(tmp_path: Path) -> None:
             assert ours.log(attempt, 0, stream) == theirs.log(attempt, 0, stream), f"{stream}: {name}"
     assert files(ours.out) == files(theirs.out)
     codes = [int(code) for code in re.findall(r"exitcode: (-?\d+)", theirs.stderr)]
-    events = [event for event in read_journal(ours.run_dir) if event.kind == EventKind.WORKER_EXITED]
+    events = [event for event in read(ours.run_dir) if event.kind == EventKind.WORKER_EXITED]
     assert [event.data["exit_code"] for event in events][:-1] == codes
     assert len(codes) == len(names) - 1
 

@@ -12,25 +12,24 @@ import msgspec
 import pytest
 
 from outlast.config import FaultToleranceConfig
-from outlast.config.precedence import LayeredSettings
+from outlast.config.flags import LayeredSettings
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.agent_state import AgentState
+from outlast.launch.agent_events import Mailbox
 from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.cycle import Cycle
-from outlast.launch.in_process import InProcess
+from outlast.launch.in_process_recovery import InProcessRecovery
 from outlast.launch.membership import JobSettings
-from outlast.launch.node_agent import NodeAgent
+from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.options import parse_options
-from outlast.launch.worker_process import WorkerProcess
+from outlast.launch.workers import WorkerProcess
 from outlast.monitor import RankMonitor
-from outlast.monitor.learned import LearnedTimeouts
+from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
-from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Exited
 from outlast.testing import Cluster
@@ -121,15 +120,17 @@ def make_cycle(tmp_path: Path) -> Any:
     cycles = []
 
     def make(**layers: Any) -> Cycle:
-        parts: dict[str, Any] = dict.fromkeys(("start", "spec", "spawns"))
+        parts: dict[str, Any] = dict.fromkeys(("start", "spawns"))
         parts["start"] = SimpleNamespace(cycle=0, node_rank=0, num_nodes=1)
         parts["logs"] = SimpleNamespace(start=lambda: None, stop=lambda **_: None)
         parts["workers"] = {key: WorkerProcess(local_rank=key, global_rank=key) for key in range(2)}
         parts["board"] = board = Board.create_anonymous(num_ranks=2)
-        parts["in_process"] = InProcess(board=board, workers=parts["workers"], is_alone=True)
+        parts["in_process"] = InProcessRecovery(
+            board=board, workers=parts["workers"], is_alone=True, job="job", cycle=0, node="n"
+        )
         options: Any = SimpleNamespace(layers=LayeredSettings(**layers), run_dir=tmp_path)
         cycle = Cycle(**parts, options=options, job="job", node="n", postmortem=Postmortem(2))
-        cycle.watch(on_hang=lambda _: None, on_error=lambda _: None)
+        cycle.watch(lambda _: None)
         cycles.append(cycle)
         return cycle
 
@@ -147,7 +148,7 @@ def attach_only(cycle: Cycle, config: FaultToleranceConfig | None = None, local_
 def attach(cycle: Cycle, config: FaultToleranceConfig | None = None, local_rank: int = 0) -> None:
     """Have a rank come and go, and the agent look."""
     attach_only(cycle, config, local_rank)
-    cycle.settle()
+    cycle.apply_script_settings()
 
 
 class Watching:
@@ -158,11 +159,22 @@ class Watching:
         self.mailbox, self.zygote = Mailbox[object](), Mailbox[Exited]()
         self.on_receive = lambda: None
         """Called between the wait for news of the workers and the look at it."""
-        self.crew: Any = SimpleNamespace(workers=Mock(fileno=self.zygote.fileno, receive=self._receive))
-        self.go_on(cycle)
-        self.member = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
+        workers: Any = Mock(fileno=self.zygote.fileno, receive=self._receive)
+        self.client = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
         options: Any = SimpleNamespace(max_nodes=1, num_slots=1, torchrun=SimpleNamespace(max_restarts=3))
-        self.agent = NodeAgent(options, self.crew, self.member, None, self.mailbox)
+        self.agent = NodeAgent(
+            Mock(),
+            options=options,
+            command=("exec", ()),
+            base_env={},
+            logs_specs=Mock(),
+            workers=workers,
+            writer=None,
+            client=self.client,
+            checkups=None,
+            mailbox=self.mailbox,
+        )
+        self.go_on(cycle)
         self.agent._state = AgentState.RUNNING
 
     def _receive(self) -> Exited:
@@ -171,7 +183,7 @@ class Watching:
 
     def go_on(self, cycle: Cycle) -> None:
         """Have another cycle run."""
-        self.crew.cycle = self.crew.on_duty = cycle
+        self.agent._cycle = cycle
 
     def wait_once(self) -> None:
         """Wait for news, and handle it."""
@@ -210,7 +222,7 @@ def test_a_plain_script_is_told_once_that_its_hangs_are_not_noticed(
     watching = watch(ended)
     for cycle, num_said in ((ended, 0), (attached, 0), (plain, 1), (plain, 1)):
         watching.go_on(cycle)
-        watching.agent._say_protection()
+        watching.agent._log_protection()
         said = [one for one in caplog.records if "hang no" in one.message]
         assert len(said) == num_said
         assert all(one.levelname == "WARNING" for one in said)
@@ -241,7 +253,7 @@ def test_what_a_later_cycle_does_not_set_is_told_as_well(make_cycle: Any, watch:
         attach_only(cycle)
         watching.wait_once()
     assert watching.told == ['{"max_node_faults": 7}', ""]
-    watching.member.register(is_running=True, is_joining=False, has_finished=False)
+    watching.client.register(is_running=True, is_joining=False, has_finished=False)
     assert watching.told[2:] == [""]
 
 

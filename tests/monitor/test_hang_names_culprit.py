@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.monitor.examine import examine
+from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import Position, find_culprit
 from outlast.policy.deadlines import Expired, Subject, Timeouts
@@ -30,7 +30,7 @@ STATES = {"sleep": "S", "gil": "S", "stop": "T"}
 def _time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no reason to take a rank for a silent one."""
     for name in ("ANSWER_S", "DUMP_S", "BOOKS_S"):
-        monkeypatch.setattr(f"outlast.monitor.examine.{name}", 3.0)
+        monkeypatch.setattr(f"outlast.monitor.examination.{name}", 3.0)
 
 
 @pytest.mark.slow

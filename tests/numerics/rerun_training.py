@@ -13,7 +13,7 @@ import torch
 from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
 from outlast.numerics import RerunStateMachine
-from outlast.numerics.rerun_machine import StepDecision
+from outlast.numerics.rerun_machine import RerunDecision
 from outlast.policy.rerun import Replay
 from outlast.runtime.random_numbers import capture_random, restore_random
 
@@ -62,7 +62,7 @@ class Training:
         self.batches = self.machine.replayable(self.source)
         self.iteration = 0
 
-    def step(self, *, validate: bool = True) -> StepDecision:
+    def step(self, *, validate: bool = True) -> RerunDecision:
         """Do one step; the optimizer moves only if training goes on."""
         self.machine.begin_step(self.iteration, self.batches)
         run = 0

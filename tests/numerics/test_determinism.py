@@ -13,9 +13,10 @@ from rerun_training import Training, assert_same
 
 from outlast.config import RerunStateMachineConfig
 from outlast.incidents import EventKind
+from outlast.journal import read
 from outlast.numerics import RerunStateMachine
 from outlast.numerics.determinism import DeterminismStatistics, describe_differences
-from outlast.runtime.journal import Journal, read_journal
+from outlast.runtime.journal import Journal
 
 TWICE = RerunStateMachineConfig(rerun_mode="report_determinism_stats")
 
@@ -80,7 +81,7 @@ def test_report_goes_to_the_journal(tmp_path: Path) -> None:
         machine.validate(next(values))
     machine.report()
     journal.close()
-    (event,) = [event for event in read_journal(tmp_path) if event.kind is EventKind.DETERMINISM_REPORT]
+    (event,) = [event for event in read(tmp_path) if event.kind is EventKind.DETERMINISM_REPORT]
     assert event.data["report"]["loss"]["maximum"] == "inf"
 
 

@@ -10,7 +10,7 @@ from test_rerun_replay import replay_of
 
 from outlast.config import RerunStateMachineConfig
 from outlast.numerics.validation import ErrorInjector
-from outlast.policy.rerun import Finding, RunState
+from outlast.policy.rerun import Finding, StepRun
 
 
 def injecting(kind: str, rate: int = 8) -> RerunStateMachineConfig:
@@ -25,12 +25,12 @@ def test_one_of_so_many_is_struck() -> None:
         hits = set()
         for step in range(20_000):
             injector.begin_step()
-            hits |= {step} if injector.strikes(RunState.FIRST_RUN, step, 0) else set()
+            hits |= {step} if injector.strikes(StepRun.FIRST_RUN, step, 0) else set()
         assert 300 < len(hits) < 500
         struck.append(hits)
     assert struck[0] != struck[1]
     never = ErrorInjector(RerunStateMachineConfig(), "j-0-0")
-    assert not any(never.strikes(RunState.FIRST_RUN, step, 0) for step in range(1000))
+    assert not any(never.strikes(StepRun.FIRST_RUN, step, 0) for step in range(1000))
 
 
 def test_transient_errors_leave_no_trace() -> None:

@@ -13,9 +13,10 @@ from rerun_training import Training, assert_same
 from outlast.config import RerunStateMachineConfig
 from outlast.errors import OutlastError
 from outlast.incidents import EventKind
+from outlast.journal import read
 from outlast.numerics import ReplayableIterator, RerunStateMachine
 from outlast.policy.rerun import Finding
-from outlast.runtime.journal import Journal, read_journal
+from outlast.runtime.journal import Journal
 
 NUM_STEPS = 8
 
@@ -184,7 +185,7 @@ def test_what_was_found_is_in_the_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path, run_id="r", job="j", node="n", proc="rank-0")
     Training(disturb=nan_at(2), journal=journal).steps(4)
     journal.close()
-    (event,) = [event for event in read_journal(tmp_path) if event.kind is EventKind.INCIDENT]
+    (event,) = [event for event in read(tmp_path) if event.kind is EventKind.INCIDENT]
     assert event.iteration == 2
     assert event.data["verdict"]["rung"] == 0
     assert event.data["incident"]["kind"] == "invalid_result"

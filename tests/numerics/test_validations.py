@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
 from outlast.numerics.validation import StepValidation
-from outlast.policy.rerun import Action, RunOutcome, RunState, advance
+from outlast.policy.rerun import Action, RunOutcome, StepRun, advance
 
 RUNS = st.lists(st.tuples(st.sampled_from([1.0, 2.0, math.nan, math.inf]), st.booleans()), max_size=4)
 """Results of a run with whether each of their validations is fatal; those that are not finite are rejected."""
@@ -30,7 +30,7 @@ def test_no_rejected_result_is_trained_on(first: list[tuple[float, bool]], secon
     """
     validation = StepValidation(RerunStateMachineConfig(), WorkerEnv(), "cpu")
     validation.begin_step(0)
-    transition = advance(RunState.FIRST_RUN, run(validation, first))
+    transition = advance(StepRun.FIRST_RUN, run(validation, first))
     if transition.action is Action.GO_ON:
         assert all(math.isfinite(value) for value, _ in first)
         return

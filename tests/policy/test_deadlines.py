@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from outlast.config import FaultToleranceConfig
 from outlast.policy.deadlines import Subject, Timeouts, deadlines, expired, wake_at_ns
 from outlast.policy.inprocess_protocol import InProcessState
-from outlast.runtime.board import OpenSection, RankState
+from outlast.runtime.board import BoardSection, RankState
 
 S = 1_000_000_000
 ALL = Timeouts(
@@ -42,7 +42,7 @@ def test_first_heartbeat_has_its_own_timeout():
 def test_every_open_section_is_judged():
     """An outer section that takes too long is found although the inner one is within its own timeout."""
     state = rank(
-        last_heartbeat_ns=40 * S, sections=(OpenSection("setup", 20 * S), OpenSection("step", 40 * S, ordinal=1))
+        last_heartbeat_ns=40 * S, sections=(BoardSection("setup", 20 * S), BoardSection("step", 40 * S, ordinal=1))
     )
     assert subjects(state, ALL, 41) == [(Subject.SECTION, "setup")]
     assert subjects(state, ALL, 42) == [(Subject.SECTION, "setup"), (Subject.SECTION, "step")]
@@ -50,8 +50,8 @@ def test_every_open_section_is_judged():
 
 def test_warmup_iterations_are_not_enforced():
     """The cycle's first steps have no deadline, whatever is open around them."""
-    assert deadlines(rank(sections=(OpenSection("step", S, ordinal=0),)), replace(ALL, initial_heartbeat_s=None)) == []
-    assert deadlines(rank(sections=(OpenSection("step", S, ordinal=1),)), replace(ALL, initial_heartbeat_s=None))
+    assert deadlines(rank(sections=(BoardSection("step", S, ordinal=0),)), replace(ALL, initial_heartbeat_s=None)) == []
+    assert deadlines(rank(sections=(BoardSection("step", S, ordinal=1),)), replace(ALL, initial_heartbeat_s=None))
 
 
 def test_time_outside_sections_counts_once_sections_were_used():
@@ -59,18 +59,18 @@ def test_time_outside_sections_counts_once_sections_were_used():
     only = Timeouts(out_of_section_s=3, sections={"step": 2})
     assert subjects(rank(), only, 100) == []
     assert subjects(rank(left_ns=10 * S), only, 13) == [(Subject.OUT_OF_SECTION, None)]
-    assert subjects(rank(left_ns=10 * S, sections=(OpenSection("eval", 11 * S),)), only, 100) == []
+    assert subjects(rank(left_ns=10 * S, sections=(BoardSection("eval", 11 * S),)), only, 100) == []
 
 
 def test_unknown_sections_and_none_are_not_enforced():
     """A section without a timeout, or with none, has no deadline."""
-    state = rank(sections=(OpenSection("eval", S), OpenSection("data", S)))
+    state = rank(sections=(BoardSection("eval", S), BoardSection("data", S)))
     assert deadlines(state, Timeouts(sections={"data": None, "step": 1})) == []
 
 
 def test_finished_and_plain_ranks_are_never_reported():
     """A rank that finished, or never attached, has no deadline."""
-    late = rank(last_heartbeat_ns=S, sections=(OpenSection("setup", S),))
+    late = rank(last_heartbeat_ns=S, sections=(BoardSection("setup", S),))
     assert deadlines(late, ALL)
     assert deadlines(replace(late, finished=True), ALL) == []
     assert deadlines(replace(late, attached=False), ALL) == []
@@ -78,7 +78,7 @@ def test_finished_and_plain_ranks_are_never_reported():
 
 def test_report_line_is_the_one_users_search_for():
     """The line names rank, node, pid, section, timeout, time so far and iteration."""
-    state = rank(iteration=57, sections=(OpenSection("step", 0, ordinal=9),))
+    state = rank(iteration=57, sections=(BoardSection("step", 0, ordinal=9),))
     (one,) = expired(state, Timeouts(sections={"step": 180.0}), round(182.1 * S))
     assert one.describe("worker-1") == (
         "rank 3 (node worker-1, pid 4711): section 'step' exceeded 180.0 s (182.1 s so far, iteration 57)"
@@ -113,7 +113,7 @@ def test_defaults_hold_for_ranks_that_promise_heartbeats_alone():
     assert subjects(session, timeouts, 1801) == [(Subject.INITIAL_HEARTBEAT, None)]
     assert subjects(replace(session, last_heartbeat_ns=20 * S), timeouts, 1820) == [(Subject.HEARTBEAT, None)]
     assert deadlines(replace(session, left_ns=100 * S), timeouts) == [1900 * S]
-    inside = replace(session, last_heartbeat_ns=20 * S, sections=(OpenSection("evaluation", 500 * S),), depth=1)
+    inside = replace(session, last_heartbeat_ns=20 * S, sections=(BoardSection("evaluation", 500 * S),), depth=1)
     assert deadlines(inside, timeouts) == [2300 * S]
 
 
@@ -128,17 +128,17 @@ def test_a_default_never_ends_what_a_longer_timeout_allows():
     session = rank(promises_heartbeats=True)
     assert subjects(session, timeouts, 5400.9) == []
     assert subjects(session, timeouts, 5401) == [(Subject.INITIAL_HEARTBEAT, None)]
-    loading = replace(session, sections=(OpenSection("setup", 2 * S),), depth=1)
+    loading = replace(session, sections=(BoardSection("setup", 2 * S),), depth=1)
     assert subjects(loading, timeouts, 3601.9) == []
     assert (Subject.SECTION, "setup") in subjects(loading, timeouts, 3602)
-    step = OpenSection("step", 20 * S, ordinal=5)
+    step = BoardSection("step", 20 * S, ordinal=5)
     in_step = replace(session, last_heartbeat_ns=20 * S, sections=(step,), depth=1)
     assert subjects(in_step, timeouts, 7219.9) == []
     assert (Subject.SECTION, "step") in subjects(in_step, timeouts, 7220)
-    assert deadlines(replace(in_step, sections=(OpenSection("export", 20 * S),)), timeouts) == []
-    saving = replace(in_step, sections=(OpenSection("save", 20 * S),))
+    assert deadlines(replace(in_step, sections=(BoardSection("export", 20 * S),)), timeouts) == []
+    saving = replace(in_step, sections=(BoardSection("save", 20 * S),))
     assert deadlines(saving, timeouts) == [80 * S, 1820 * S]
-    nested = replace(in_step, sections=(step, OpenSection("save", 30 * S)), depth=2)
+    nested = replace(in_step, sections=(step, BoardSection("save", 30 * S)), depth=2)
     assert deadlines(nested, timeouts) == [90 * S, 7220 * S, 7230 * S]
     assert deadlines(replace(in_step, sections=(), depth=0, left_ns=30 * S), timeouts) == [5430 * S, 5430 * S]
     set_by_hand = replace(timeouts, heartbeat_s=1800.0, defaults=frozenset())
@@ -198,7 +198,7 @@ def play(script) -> list[tuple[int, RankState]]:
             state = replace(state, sections=inner, depth=len(inner), left_ns=state.left_ns if inner else now)
         elif event.startswith("enter"):
             name = event.split()[1]
-            opened = (*state.sections, OpenSection(name, now, counts.get(name, 0)))
+            opened = (*state.sections, BoardSection(name, now, counts.get(name, 0)))
             counts[name] = counts.get(name, 0) + 1
             state = replace(state, sections=opened, depth=len(opened))
         history.append((now, state))
@@ -257,7 +257,7 @@ def restarting(state: InProcessState, iteration: int = 1, **facts) -> RankState:
 
 def test_a_rank_in_a_restart_is_judged_by_that_alone():
     """Whatever was open or due when the restart began counts no more; the restart has a time limit of its own."""
-    open_sections = (OpenSection("step", 20 * S, ordinal=5),)
+    open_sections = (BoardSection("step", 20 * S, ordinal=5),)
     state = restarting(InProcessState.RESTARTING, last_heartbeat_ns=20 * S, sections=open_sections)
     assert subjects(state, ALL, 56.9) == []
     assert subjects(state, ALL, 57) == [(Subject.RESTART_IN_PROCESS, None)]
@@ -269,11 +269,11 @@ def test_a_rank_in_a_restart_is_judged_by_that_alone():
 
 def test_what_began_before_a_restart_does_not_count_after_it():
     """A rank that is back in the function starts anew: stale sections are passed over, all other clocks set back."""
-    stale = (OpenSection("setup", 20 * S),)
+    stale = (BoardSection("setup", 20 * S),)
     state = restarting(InProcessState.ACTIVE, last_heartbeat_ns=20 * S, sections=stale)
     assert subjects(state, ALL, 54.9) == []
     assert subjects(state, ALL, 55) == [(Subject.HEARTBEAT, None)]
-    fresh = replace(state, sections=(*stale, OpenSection("step", 51 * S, ordinal=1)), depth=2)
+    fresh = replace(state, sections=(*stale, BoardSection("step", 51 * S, ordinal=1)), depth=2)
     assert subjects(fresh, replace(ALL, heartbeat_s=None), 100) == [(Subject.SECTION, "step")]
     outside = restarting(InProcessState.ACTIVE, left_ns=20 * S)
     assert subjects(outside, Timeouts(out_of_section_s=3), 52.9) == []
@@ -282,7 +282,7 @@ def test_what_began_before_a_restart_does_not_count_after_it():
 
 def test_sections_around_a_wrapped_function_count_until_it_is_called_again():
     """In the first call nothing was restarted: what was opened before it is judged as ever."""
-    state = restarting(InProcessState.ACTIVE, iteration=0, sections=(OpenSection("setup", 20 * S),))
+    state = restarting(InProcessState.ACTIVE, iteration=0, sections=(BoardSection("setup", 20 * S),))
     assert (Subject.SECTION, "setup") in subjects(state, ALL, 60)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.interval import failures_per_s, iterations_between, optimal_interval_s
+from outlast.policy.checkpoint_plan import failures_per_s, iterations_between, optimal_interval_s
 
 COSTS = st.floats(1e-3, 1e3)
 RATES = st.floats(1e-9, 1e-2)

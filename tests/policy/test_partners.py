@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.partners import choose_partners, parity_groups
+from outlast.policy.checkpoint_plan import choose_partners, parity_groups
 
 WORLDS = st.lists(st.integers(1, 4), min_size=1, max_size=7).map(
     lambda sizes: [f"node{number}" for number, size in enumerate(sizes) for _ in range(size)]

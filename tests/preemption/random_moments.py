@@ -26,10 +26,9 @@ import torch
 import outlast
 from outlast import clock
 from outlast.checkpoint import CheckpointManager as _loaded_before_forks  # noqa: F401
-from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.catalogue.verification import verify
+from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.incidents import EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 from outlast.session import session as _too  # noqa: F401
 from outlast.testing.reaping import free_port
 
@@ -159,7 +158,7 @@ def play(number: int, moment: Moment, folder: Path, world_size: int, expected: i
 
 def judge(folder: Path, number: int, codes: list[int], expected: int, told_ns: int) -> dict[str, Any]:
     """Return where the run left, and what is wrong with that."""
-    events = list(read_journal(folder / f"run-{number}"))
+    events = list(read(folder / f"run-{number}"))
     ends = {event.iteration for event in events if event.kind == EventKind.SESSION_ENDED}
     restored = {event.iteration for event in events if event.kind == EventKind.RESTORED}
     notices = [event.mono_ns for event in events if event.kind == EventKind.NOTICE]

@@ -19,10 +19,10 @@ from ray_trainer import Trainer, batch_of, plan_fault, weights_after
 from outlast import CheckpointConfig, FaultToleranceConfig, clock
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, RolledBack
 from outlast.incidents import Event, EventKind
+from outlast.journal import read
 from outlast.ray import ActorGroup, RecoveryConfig
 from outlast.ray.recovery import RecoveryReport
 from outlast.ray.watch import LossKind
-from outlast.runtime.journal import read_journal
 
 pytestmark = [pytest.mark.process]
 SECTION_S = 6.0
@@ -201,7 +201,7 @@ def wait_for_spares(group: ActorGroup, num: int) -> None:
 
 def test_the_journal_has_each_loss(group: ActorGroup, folder: Path) -> None:
     """Every loss is an incident of the journal, with rank, process and evidence, and each recovery an event."""
-    events = list(read_journal(folder / "run"))
+    events = list(read(folder / "run"))
     incidents = [event.data["incident"] for event in events if event.kind == EventKind.INCIDENT]
     assert [(one["rank"], one["pid"]) for one in incidents] == [
         (lost.rank, lost.pid) for report in group.recoveries for lost in report.lost
@@ -233,7 +233,7 @@ def test_a_keeper_that_dies_costs_no_save(group: ActorGroup, folder: Path) -> No
 
 
 def journal_of(folder: Path, kind: EventKind) -> list[Event]:
-    return [event for event in read_journal(folder / "run") if event.kind == kind]
+    return [event for event in read(folder / "run") if event.kind == kind]
 
 
 def test_an_exception_that_comes_again_is_the_callers(group: ActorGroup) -> None:

@@ -17,8 +17,8 @@ from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig, InProcessRestartConfig  # noqa: E402
 from outlast.errors import BudgetExhausted, ConfigError, OutlastError  # noqa: E402
 from outlast.incidents import EventKind  # noqa: E402
+from outlast.journal import read  # noqa: E402
 from outlast.ray.train import TrainCallback, session  # noqa: E402
-from outlast.runtime.journal import read_journal  # noqa: E402
 
 STEP_TIMEOUT_S = 5.0
 WORKERS = 2
@@ -125,7 +125,7 @@ def steps(folder, rank):
 
 def incidents(folder):
     """Return the hangs in the journal, oldest first."""
-    found = (event.data["incident"] for event in read_journal(folder / "run") if event.kind == EventKind.INCIDENT)
+    found = (event.data["incident"] for event in read(folder / "run") if event.kind == EventKind.INCIDENT)
     return [incident for incident in found if incident["kind"] == "worker_hung"]
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import signal
-
 import pytest
+from outlast.config import FaultToleranceConfig
+from outlast.incidents import EventKind
+from outlast.ray.train_watch import RunFacts
+from outlast.ray.train_watch import TrainWatch
+from outlast.ray.train_watch import WorkerPlace
+from outlast.testing import RankProcesses
+from outlast.journal import read
+
+
 
 ray = pytest.importorskip("ray")
 
-from outlast.config import FaultToleranceConfig  # noqa: E402
-from outlast.incidents import EventKind  # noqa: E402
-from outlast.ray.train_watch import RunFacts, TrainWatch, WorkerPlace  # noqa: E402
-from outlast.runtime.journal import read_journal  # noqa: E402
-from outlast.testing import RankProcesses  # noqa: E402
 
 PATIENCE_S = 100.0
 
@@ -89,7 +92,7 @@ def test_culprit_is_found_on_another_machine_than_the_first_report(watches, work
     assert workers.running(0)
     facts = ray.get(watches[0].facts.remote(), timeout=PATIENCE_S)
     assert (facts.incident.rank, facts.incident.node, facts.incident.pid) == (1, "machine-1", workers.pid(1))
-    found = [event for event in read_journal(tmp_path / "run") if event.kind == EventKind.INCIDENT]
+    found = [event for event in read(tmp_path / "run") if event.kind == EventKind.INCIDENT]
     assert [(event.node, event.rank) for event in found] == [("machine-0", 1)]  # judged once, by the judge
 
 

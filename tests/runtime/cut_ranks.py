@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.runtime import connections, gloo_waits
-from outlast.runtime.group import Group
+from outlast.runtime.process_groups import Group
 
 HOW, FOLDER = sys.argv[1], Path(sys.argv[2])
 PATIENCE = timedelta(seconds=600)

@@ -187,13 +187,24 @@ def test_sections_of_other_threads_do_no_harm(board, page, caplog):
     assert len(caplog.records) == 1
 
 
-def test_stop_request_reaches_worker_even_before_it_attached(board):
-    """A notice that comes before the worker is ready is not lost."""
-    board.request_stop(0)
+def test_what_a_manager_reported_outlives_the_attachment_of_a_monitor(board):
+    """A checkpoint manager may report before a monitor attaches, as in a script that makes it first: what it committed
+    and loaded stays; a second attachment, as after a restart in process, begins anew."""
+    loaded = LoadedCopy(generation=5, attempt="job-0-aa.1", tier=Tier.LOCAL, suspect_window=20)
+    manager = board.rank(0)
+    manager.set_iteration(7)
+    manager.set_durable_iteration(5)
+    manager.set_restored(loaded)
+    assert not board.read(0).attached
+    assert board.read(0).reports_iteration
     page = board.rank(0)
     page.attach(pid=1, global_rank=0, cycle=0)
-    assert page.stop_requested()
-    assert not board.rank(1).stop_requested()
+    state = board.read(0)
+    assert (state.iteration, state.durable_iteration, state.reports_progress) == (7, 5, True)
+    assert state.loaded == loaded
+    page.attach(pid=1, global_rank=0, cycle=0)
+    state = board.read(0)
+    assert (state.iteration, state.durable_iteration, state.reports_progress, state.loaded) == (0, None, False, None)
 
 
 def test_assigned_page_names_its_process_until_worker_attaches(board):

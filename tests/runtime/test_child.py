@@ -66,24 +66,22 @@ class Answer(msgspec.Struct, tag=True):
     safe_path: bool
 
 
-@pytest.fixture
-def variables(tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of which the environment says that a module of ours lies in it."""
     (tmp_path / "child_of_test.py").write_text(textwrap.dedent(CHILD))
-    return {"PYTHONPATH": str(tmp_path)}
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
 
 
-def test_a_child_is_told_in_private_and_inherits_what_is_named(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_child_is_told_in_private_and_inherits_what_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task does not stand on the command line, the named descriptor is there, and this package is its parent's."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "msgspec.py").write_text("raise SystemExit('from the working directory')")
-    monkeypatch.chdir(tmp_path / "elsewhere")
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "msgspec.py").write_text("raise SystemExit('from the working directory')")
+    monkeypatch.chdir(folder / "elsewhere")
     fd = os.memfd_create("test")
     os.write(fd, b"content")
-    child = ChildProcess(
-        "child_of_test", "argument", task=Task("hush", fd), receives=Answer, fds=[fd], variables=variables
-    )
+    child = ChildProcess("child_of_test", "argument", task=Task("hush", fd), receives=Answer, fds=[fd])
     os.close(fd)
     answer = child.channel.receive(within_s=60)
     assert answer.secret == "hush"
@@ -98,19 +96,17 @@ def test_a_child_is_told_in_private_and_inherits_what_is_named(
         os.waitpid(child.pid, os.WNOHANG)
 
 
-def test_the_end_of_a_child_is_seen_on_its_channel(variables: dict[str, str]) -> None:
+def test_the_end_of_a_child_is_seen_on_its_channel() -> None:
     """A child that ends closes its channel, and its exit code is known after."""
-    child = ChildProcess("child_of_test", task=Task("die", 0), receives=Answer, variables=variables)
+    child = ChildProcess("child_of_test", task=Task("die", 0), receives=Answer)
     assert child.channel.receive(within_s=60) is None
     assert child.close(grace_s=60) == 7
 
 
-def test_what_a_child_started_ends_with_it(variables: dict[str, str]) -> None:
+def test_what_a_child_started_ends_with_it() -> None:
     """A child's process group is ended with it, also when the child itself died before."""
     read, write = os.pipe()
-    child = ChildProcess(
-        "child_of_test", task=Task("family", 0), receives=Answer, fds=[write], variables=variables, quiet=True
-    )
+    child = ChildProcess("child_of_test", task=Task("family", 0), receives=Answer, fds=[write], quiet=True)
     os.close(write)
     ended = os.pidfd_open(child.pid)
     os.waitid(os.P_PIDFD, ended, os.WEXITED | os.WNOWAIT)
@@ -120,9 +116,9 @@ def test_what_a_child_started_ends_with_it(variables: dict[str, str]) -> None:
     os.close(read)
 
 
-def test_a_child_that_does_not_end_is_killed(variables: dict[str, str]) -> None:
+def test_a_child_that_does_not_end_is_killed() -> None:
     """Who closes a child waits no longer than it says."""
-    child = ChildProcess("child_of_test", task=Task("stay", 1), variables=variables)
+    child = ChildProcess("child_of_test", task=Task("stay", 1))
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(0.05)
     assert child.close() == -signal.SIGKILL

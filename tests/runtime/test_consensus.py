@@ -28,7 +28,7 @@ import json, os, sys
 from outlast import env
 from outlast.errors import PeerLost
 from outlast.runtime.consensus import Consensus
-from outlast.runtime.group import connect_world
+from outlast.runtime.process_groups import connect_world
 
 place = env.read_worker()
 world = connect_world(place)

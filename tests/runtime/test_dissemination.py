@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from outlast import clock
 from outlast.errors import OutlastError, PeerLost
-from outlast.runtime.dissemination import _HELLO, Dissemination, _greet
+from outlast.runtime.consensus import Dissemination, authenticate_peers
+from outlast.runtime.wire import Handshake, MessageChannel
 
 
 @contextmanager
@@ -103,12 +105,54 @@ def test_ranks_that_ask_different_things_are_told() -> None:
         assert "agrees on 2 numbers, another one on 1" in str(second)
 
 
+def connect(listener: socket.socket, *, key: bytes, rank: int) -> socket.socket | None:
+    """Come to a rank as another one, with a key; return the connection if the rank proves the key, too."""
+    connection = socket.create_connection(listener.getsockname())
+    channel = MessageChannel[Any](connection, Any)
+    try:
+        channel.authenticate(Handshake(key, "consensus", is_server=False, client_id=rank), within_s=5)
+    except ConnectionError:
+        channel.close()
+        return None
+    return connection
+
+
 def test_a_stranger_is_nobody() -> None:
-    """Who does not know the secret, or leaves before it has said it, is not taken for a rank."""
-    token = b"t" * 16
-    for sent, rank in ((_HELLO.pack(token, 4), 4), (_HELLO.pack(b"u" * 16, 4), None), (b"short", None)):
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            theirs.sendall(sent)
-            theirs.shutdown(socket.SHUT_WR)
-            assert _greet(ours, token, timeout_s=5) == rank
+    """Who does not know the key, is silent, leaves early or is not expected is no rank, and delays none."""
+    key = b"k" * 32
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        silent = socket.create_connection(listener.getsockname())
+        early = socket.create_connection(listener.getsockname())
+        early.sendall(b"short")
+        early.close()
+        met = pool.submit(authenticate_peers, listener, [], {4, 5}, rank=0, key=key, end_s=clock.now_s() + 60)
+        others = [
+            connect(listener, key=other_key, rank=rank)
+            for other_key, rank in ((b"u" * 32, 4), (key, 6), (key, 4), (key, 4), (key, 5))
+        ]
+        came = met.result()
+        assert others[0] is None
+        assert came.keys() == {4, 5}
+        for rank, own in ((4, others[2]), (5, others[4])):
+            assert own is not None
+            assert came[rank].getpeername() == own.getsockname()
+        for one in (silent, *others, *came.values()):
+            if one is not None:
+                one.close()
+
+
+def test_peers_that_do_not_come_end_the_wait() -> None:
+    """Connecting has an end, also with a peer that accepts and says nothing, and with one of another run."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as peer:
+        to = socket.create_connection(peer.getsockname())
+        with to, pytest.raises(TimeoutError, match="not all ranks have come in time"):
+            authenticate_peers(listener, [to], set(), rank=0, key=b"k" * 32, end_s=clock.now_s() + 0.1)
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ours, theirs, ThreadPoolExecutor(1) as pool:
+        channel = MessageChannel[Any](theirs, Any)
+        other = Handshake(b"u" * 32, "consensus", is_server=True)
+        served = pool.submit(channel.authenticate, other, within_s=5)
+        pool_end = clock.now_s() + 60
+        served.add_done_callback(lambda _: channel.close())
+        with pytest.raises(ConnectionError):
+            authenticate_peers(listener, [ours], set(), rank=0, key=b"k" * 32, end_s=pool_end)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.runtime.zygote import Clear, Cleared, Exited, Ready, Spawn, Zygote
+from outlast.runtime.zygote import Clear, Cleared, Exited, Spawn, Zygote, ZygoteReady
 
 KEYS = count()
 pytestmark = [pytest.mark.process, pytest.mark.cold]
@@ -27,7 +27,7 @@ def ready_zygote(*preload: str, own: str = "", folder: str = "", **variables: st
         env={**os.environ, "TMPDIR": "/tmp", **variables},
     )
     assert select.select([zygote], [], [], 90)[0]
-    assert isinstance(zygote.receive(), Ready)
+    assert isinstance(zygote.receive(), ZygoteReady)
     return zygote
 
 

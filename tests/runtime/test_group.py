@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from outlast.env import WorkerEnv
-from outlast.runtime.group import Group, _first_node, meeting_point
+from outlast.runtime.process_groups import Group, _first_node, meeting_point
 
 
 @pytest.mark.parametrize(

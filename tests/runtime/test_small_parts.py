@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import ConfigError, RendezvousError
+from outlast.launch.agent_events import Mailbox
 from outlast.runtime import processes, store
 from outlast.runtime.addresses import Endpoint, parse_endpoints
 from outlast.runtime.files import write_atomically
-from outlast.runtime.mailbox import Mailbox
 
 
 def test_mailbox_wakes_its_owner_and_keeps_order() -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from outlast.errors import OutlastError
-from outlast.runtime.zygote import Clear, Cleared, Exited, Ready, SendSignal, Spawn, Started, Zygote
+from outlast.runtime.zygote import Clear, Cleared, Exited, SendSignal, Spawn, Started, Zygote, ZygoteReady
 
 pytestmark = [pytest.mark.process, pytest.mark.cold]
 
@@ -50,8 +50,8 @@ def spawn(zygote: Zygote, tmp_path: Path, code: str, *args: str, key: int = 0) -
 
 def test_worker_sees_what_a_fresh_interpreter_would(zygote: Zygote, tmp_path: Path) -> None:
     """A forked script is ``__main__``, has its argv, path and environment, a session of its own and fresh numbers."""
-    ready = receive(zygote, Ready)
-    assert isinstance(ready, Ready)
+    ready = receive(zygote, ZygoteReady)
+    assert isinstance(ready, ZygoteReady)
     assert list(ready.failed) == ["no_such_module"]
     code = (
         "import json, os, random, sys\n"
@@ -82,7 +82,7 @@ def test_lines_of_workers_that_share_an_output_are_whole(tmp_path: Path) -> None
         "    print('rank', os.environ['RANK'], 'at', number, file=(sys.stdout, sys.stderr)[number % 2])\n"
     )
     try:
-        receive(zygote, Ready)
+        receive(zygote, ZygoteReady)
         for key in range(2):
             environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RANK": str(key)}
             zygote.send(Spawn(key=key, argv=(str(script),), env=environment, stdout=out, stderr=out))
@@ -107,7 +107,7 @@ def test_lines_of_workers_that_share_an_output_are_whole(tmp_path: Path) -> None
 )
 def test_exit_is_told_as_it_was(code: str, exit_code: int, text: str, zygote: Zygote, tmp_path: Path) -> None:
     """Exit codes, signals and tracebacks are those of the script, without a line of ours."""
-    receive(zygote, Ready)
+    receive(zygote, ZygoteReady)
     spawn(zygote, tmp_path, code)
     exited = receive(zygote, Exited)
     assert isinstance(exited, Exited)
@@ -119,7 +119,7 @@ def test_exit_is_told_as_it_was(code: str, exit_code: int, text: str, zygote: Zy
 
 def test_clear_ends_workers_and_their_children(zygote: Zygote, tmp_path: Path) -> None:
     """After Cleared nothing of the workers is left, not even what they started and what ignores SIGTERM."""
-    receive(zygote, Ready)
+    receive(zygote, ZygoteReady)
     code = (
         "import os, signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -169,7 +169,7 @@ def test_owner_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
 
 def test_dead_zygote_is_an_error_not_a_hang(zygote: Zygote, tmp_path: Path) -> None:
     """A killed zygote's workers die with it; its owner reads the end and gets an error from the next request."""
-    receive(zygote, Ready)
+    receive(zygote, ZygoteReady)
     worker = psutil.Process(spawn(zygote, tmp_path, "import time; time.sleep(600)"))
     os.kill(zygote.pid, signal.SIGKILL)
     assert select.select([zygote], [], [], 60)[0]
@@ -207,7 +207,7 @@ def test_worker_does_not_ignore_what_its_launcher_was_told_to(tmp_path: Path) ->
         for number, handler in before.items():
             signal.signal(number, handler)
     try:
-        receive(zygote, Ready)
+        receive(zygote, ZygoteReady)
         code = "import os, signal; os.kill(os.getpid(), signal.SIG{}); signal.pause()"
         for key, number in enumerate(before):
             spawn(zygote, tmp_path, code.format(number.name[3:]), key=key)
@@ -225,7 +225,7 @@ def test_worker_that_has_just_been_forked_hears_sigterm(zygote: Zygote, tmp_path
     for key in range(40):
         zygote.send(Spawn(key=key, argv=(str(script),), env=dict(os.environ)))
         zygote.send(SendSignal(signal=signal.SIGTERM, key=key, group=key % 2 == 0))
-    receive(zygote, Ready)
+    receive(zygote, ZygoteReady)
     codes: dict[int, int] = {}
     while len(codes) < 40:
         assert select.select([zygote], [], [], 60)[0], f"only {sorted(codes)} were ended"

@@ -9,31 +9,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.config import CheckpointConfig
-from outlast.policy.interval import GLOBAL_SHARE, failures_per_s, iterations_between
-from outlast.session.rhythm import MIN_TIMED_STEPS, Due, Rhythm
+from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
+from outlast.session.saves import MIN_TIMED_STEPS, DueSave, SaveSchedule
 
 
-def rhythms(world_size: int = 1, *, has_near: bool = True, **settings: Any) -> list[Rhythm]:
+def rhythms(world_size: int = 1, *, has_near: bool = True, **settings: Any) -> list[SaveSchedule]:
     config = CheckpointConfig(directory="x", **settings)
-    return [Rhythm(config, decides=rank == 0, world_size=world_size, has_near=has_near) for rank in range(world_size)]
+    return [
+        SaveSchedule(config, decides=rank == 0, world_size=world_size, has_near=has_near) for rank in range(world_size)
+    ]
 
 
 def train(
-    ranks: list[Rhythm], steps: int, *, start: int = 0, step_s: list[float] | None = None, cost_s: float = 1.0
-) -> list[tuple[int, Due]]:
+    ranks: list[SaveSchedule], steps: int, *, start: int = 0, step_s: list[float] | None = None, cost_s: float = 1.0
+) -> list[tuple[int, DueSave]]:
     """Go through steps as a session does; return what was saved when. The ranks measure steps of their own length."""
     cost: float | None = None
     saved = []
     for rank in ranks:
         rank.start_from(start)
     for iteration in range(start + 1, start + steps + 1):
-        agreed = max(rank.wish(iteration, cost) for rank in ranks)
+        agreed = max(rank.request(iteration, cost) for rank in ranks)
         for number, rank in enumerate(ranks):
             rank.note_step((step_s or [1.0])[number % len(step_s or [1.0])])
         due = {rank.due(iteration, agreed) for rank in ranks}
         assert len(due) == 1, "the ranks do not save alike"
         (kind,) = due
-        if kind != Due.NOTHING:
+        if kind != DueSave.NOTHING:
             saved.append((iteration, kind))
             cost = cost_s
             for rank in ranks:
@@ -44,21 +46,24 @@ def train(
 def test_fixed_intervals_count_iterations_of_the_run() -> None:
     """Every N iterations of the run, not of the cycle; where both are due, one save goes to all tiers."""
     saved = train(rhythms(save_interval=10, non_persistent_save_interval=4), 24, start=6)
-    assert saved == [(8, Due.NEAR), (10, Due.ALL), (12, Due.NEAR), (16, Due.NEAR), (20, Due.ALL), (24, Due.NEAR),
-                     (28, Due.NEAR), (30, Due.ALL)]  # fmt: skip
+    near, both = DueSave.NEAR, DueSave.ALL
+    assert saved == [
+        *((8, near), (10, both), (12, near), (16, near), (20, both)),
+        *((24, near), (28, near), (30, both)),
+    ]
 
 
 def test_zero_never_saves() -> None:
     """Without intervals nothing is saved by itself, and nobody is told to expect progress."""
     (rhythm,) = rhythms()
-    assert not rhythm.saves_by_itself
+    assert not rhythm.is_automatic
     assert train([rhythm], 50) == []
 
 
 def test_no_near_tier_means_no_near_saves() -> None:
     """Where nothing near keeps a save, the interval for it is passed over."""
     (rhythm,) = rhythms(has_near=False, non_persistent_save_interval=2)
-    assert not rhythm.saves_by_itself
+    assert not rhythm.is_automatic
     assert train([rhythm], 10) == []
 
 
@@ -67,14 +72,14 @@ def test_auto_measures_first_and_then_keeps_the_optimum() -> None:
     saved = train(rhythms(save_interval="auto", rank_mttf_hours=100.0), 2500)
     number = iterations_between(1.0, 1.0, failures_per_s(1, 100.0))
     first = MIN_TIMED_STEPS + 2  # one step warms up, and a wish is uttered before its step
-    assert saved == [(at, Due.ALL) for at in range(first, 2501, number)]
+    assert saved == [(at, DueSave.ALL) for at in range(first, 2501, number)]
     assert len(saved) > 2
 
 
 def test_the_global_tier_is_needed_less_often_beside_near_ones() -> None:
     """With both automatic, most saves stay near: the global one is for failures that take the near copies along."""
     saved = train(rhythms(save_interval="auto", non_persistent_save_interval="auto", rank_mttf_hours=1.0), 4000)
-    num_all = sum(kind == Due.ALL for _, kind in saved)
+    num_all = sum(kind == DueSave.ALL for _, kind in saved)
     assert num_all >= 3
     assert len(saved) / num_all == pytest.approx(GLOBAL_SHARE**-0.5, rel=0.3)
 

@@ -14,7 +14,7 @@ from ranks import Ranks
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 pytestmark = [pytest.mark.process]
 
@@ -35,7 +35,7 @@ def invalid_results(folder: Path) -> list[Incident]:
     """Return the incidents of invalid results in the run's journal."""
     incidents = [
         msgspec.convert(event.data["incident"], Incident)
-        for event in read_journal(folder / "run")
+        for event in read(folder / "run")
         if event.kind == EventKind.INCIDENT
     ]
     return [incident for incident in incidents if incident.kind == IncidentKind.INVALID_RESULT]
@@ -92,7 +92,7 @@ def test_determinism_is_reported_at_the_end(tmp_path: Path) -> None:
     codes, measured = train(tmp_path / "twice", rerun={"rerun_mode": "report_determinism_stats"})
     assert codes == [0], measured
     assert measured["digest"] == calm["digest"]
-    (event,) = [e for e in read_journal(tmp_path / "twice" / "run") if e.kind == EventKind.DETERMINISM_REPORT]
+    (event,) = [e for e in read(tmp_path / "twice" / "run") if e.kind == EventKind.DETERMINISM_REPORT]
     found = event.data["report"]["loss"]
     assert (found["num_compared"], found["num_different"]) == (12, 0)
 

@@ -12,7 +12,7 @@ import pytest
 
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind, IncidentKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 from outlast.testing import Cluster
 from outlast.testing.ranks import RankProcesses
 
@@ -42,12 +42,10 @@ class Played:
         self.begins = [one for one in said if "begins" in one]
         self.ends = {(one["digest"], one["rate"]) for one in said if "digest" in one}
         self.tiers = {
-            (event.rank, event.data["tier"])
-            for event in read_journal(folder / "run")
-            if event.kind == EventKind.RESTORED
+            (event.rank, event.data["tier"]) for event in read(folder / "run") if event.kind == EventKind.RESTORED
         }
         self.incidents = [
-            event.data["incident"]["kind"] for event in read_journal(folder / "run") if event.kind == EventKind.INCIDENT
+            event.data["incident"]["kind"] for event in read(folder / "run") if event.kind == EventKind.INCIDENT
         ]
 
     def at(self, call: int) -> dict[int, tuple[int, int]]:
@@ -117,7 +115,7 @@ def test_under_the_launcher_nothing_but_the_dead_rank_is_lost(tmp_path: Path, ca
     assert {rank for rank in before if before[rank][1] != after[rank][1]} == {2}
     assert played.tiers == {(rank, "peer" if rank == 2 else "in_place") for rank in range(4)}
     assert played.ends == calm
-    assert {event.cycle for event in read_journal(tmp_path / "run") if event.kind == EventKind.RESTORED} == {0}
+    assert {event.cycle for event in read(tmp_path / "run") if event.kind == EventKind.RESTORED} == {0}
 
 
 @pytest.mark.campaign

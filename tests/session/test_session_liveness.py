@@ -8,7 +8,7 @@ import pytest
 from ranks import PATIENCE_S, Ranks
 
 from outlast.incidents import EventKind, IncidentKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 SCRIPT = """
 import os, signal, sys
@@ -64,7 +64,7 @@ def run(folder: Path, what: str, *, timeout_s: float) -> dict[int, str]:
 
 
 def incidents(folder: Path) -> list[tuple[str, int, list[int]]]:
-    found = [event.data["incident"] for event in read_journal(folder) if event.kind == EventKind.INCIDENT]
+    found = [event.data["incident"] for event in read(folder) if event.kind == EventKind.INCIDENT]
     return [(one["kind"], one["rank"], one["evidence"]["ranks"]) for one in found]
 
 

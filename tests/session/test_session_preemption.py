@@ -11,10 +11,9 @@ import pytest
 from ranks import Ranks
 
 from outlast import clock
-from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.catalogue.verification import verify
+from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.incidents import Event, EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 SCRIPT = """
 import ctypes, os, sys, time
@@ -74,7 +73,7 @@ def _script(tmp_path: Path) -> Path:
 
 
 def _events(tmp_path: Path, kind: EventKind) -> list[Event]:
-    return [event for event in read_journal(tmp_path / "run") if event.kind == kind]
+    return [event for event in read(tmp_path / "run") if event.kind == kind]
 
 
 def _newest_whole(tmp_path: Path) -> int:

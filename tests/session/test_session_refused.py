@@ -9,7 +9,7 @@ from ranks import Ranks
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 pytestmark = [pytest.mark.process]
 
@@ -47,5 +47,5 @@ def test_a_session_refused_by_its_directory_ends_on_all_ranks(tmp_path: Path, in
         assert "Traceback" not in output
     assert "/ckpt belongs to run run-other, which saves there; this training is run run-" in outputs[0]
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["owner", "run.json"]
-    ends = [event for event in read_journal(tmp_path / "run") if event.kind == EventKind.SESSION_ENDED]
+    ends = [event for event in read(tmp_path / "run") if event.kind == EventKind.SESSION_ENDED]
     assert {event.data["exit_code"] for event in ends} == {ExitReason.NO_PROGRESS}

@@ -12,9 +12,9 @@ from slowed import SCRIPT
 
 from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.journal import read
 from outlast.policy.rerun import Finding
 from outlast.runtime.diagnoses import read_diagnosis
-from outlast.runtime.journal import read_journal
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 SLOWED_AT = 28
@@ -34,7 +34,7 @@ def slow_from(iteration: int, rank: int) -> list[dict[str, Any]]:
 
 
 def events(folder: Path, kind: EventKind) -> list[Event]:
-    return [event for event in read_journal(folder / "run") if event.kind == kind]
+    return [event for event in read(folder / "run") if event.kind == kind]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from ranks import Ranks
 
 from outlast.incidents import EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 SCRIPT = """
 import json, sys
@@ -91,7 +91,7 @@ def test_break_leaves_the_loop_without_a_save(tmp_path: Path) -> None:
     code, output = _start(tmp_path, 8, "break")
     assert code == 0, output
     assert _result(output)["at"] == 3
-    kinds = [event.kind for event in read_journal(tmp_path / "run")]
+    kinds = [event.kind for event in read(tmp_path / "run")]
     assert EventKind.SESSION_STARTED in kinds
     assert EventKind.SESSION_ENDED not in kinds
 
@@ -113,7 +113,7 @@ def test_the_journal_tells_start_progress_and_end(tmp_path: Path) -> None:
     assert code == 0, output
     events = [
         (event.kind, event.iteration)
-        for event in read_journal(tmp_path / "run")
+        for event in read(tmp_path / "run")
         if event.kind in (EventKind.SESSION_STARTED, EventKind.PROGRESS, EventKind.SESSION_ENDED)
     ]
     assert events == [

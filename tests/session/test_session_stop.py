@@ -14,7 +14,7 @@ from ranks import PATIENCE_S, Ranks
 
 from outlast.errors import DeadlineExceeded
 from outlast.incidents import Event, EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 from outlast.testing import RankProcesses
 
 SCRIPT = """
@@ -59,7 +59,7 @@ def _script(tmp_path: Path) -> Path:
 
 
 def _ends(tmp_path: Path) -> dict[int | None, Event]:
-    return {event.rank: event for event in read_journal(tmp_path / "run") if event.kind == EventKind.SESSION_ENDED}
+    return {event.rank: event for event in read(tmp_path / "run") if event.kind == EventKind.SESSION_ENDED}
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_sigterm_to_one_rank_under_torchrun_stops_all_after_the_same_iteration(t
     (iteration,) = {event.iteration for event in ends.values()}
     assert iteration is not None
     assert iteration > 5
-    committed = [event for event in read_journal(tmp_path / "run") if event.kind == EventKind.SAVE_COMMITTED]
+    committed = [event for event in read(tmp_path / "run") if event.kind == EventKind.SAVE_COMMITTED]
     assert {event.iteration for event in committed} == {iteration}
     with Ranks(_script(tmp_path), str(tmp_path), "look", world_size=2) as ranks:
         codes, outputs = ranks.end()

@@ -10,8 +10,8 @@ from ranks import Ranks
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
+from outlast.journal import read
 from outlast.policy.quarantine import Distrusted, encode_distrusted
-from outlast.runtime.journal import read_journal
 
 pytestmark = [pytest.mark.process]
 
@@ -83,7 +83,7 @@ def test_local_saves_need_no_global_tier(tmp_path: Path) -> None:
     code, output = _train(tmp_path, 12, settings)
     assert code == 0, output
     assert "at 12 12.0 True" in output
-    restored = [event.iteration for event in read_journal(tmp_path / "run") if event.kind == EventKind.RESTORED]
+    restored = [event.iteration for event in read(tmp_path / "run") if event.kind == EventKind.RESTORED]
     assert restored == [10]
 
 
@@ -108,5 +108,5 @@ def test_a_distrusted_generation_is_passed_over_and_without_another_the_run_stop
     code, output = _train(tmp_path, 6, settings, OUTLAST_UNTRUSTED=encode_distrusted([bad[8]]))
     assert code == 0, output
     assert "at 6 6.0 True" in output
-    restored = [event.iteration for event in read_journal(tmp_path / "run") if event.kind == EventKind.RESTORED]
+    restored = [event.iteration for event in read(tmp_path / "run") if event.kind == EventKind.RESTORED]
     assert restored == [4]

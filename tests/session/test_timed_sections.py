@@ -20,7 +20,7 @@ from outlast.policy.timings import Timing
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.journal import Journal
-from outlast.session.slow_ranks import SlowRanks
+from outlast.session.checks import SlowRanks
 from outlast.straggler import Report
 
 STEPS = 8
@@ -68,7 +68,7 @@ def test_sections_of_the_script_are_timed_and_marked(slow_ranks: SlowRanks, mark
     data, step = slow_ranks.timed("data", timer(marked, "data")), timer(marked, "step")
     assert slow_ranks.timed("step", step) is step
     work = slow_ranks.timed("work", timer(marked, "work"))(lambda: None)
-    assert slow_ranks.wish() == 0
+    assert not slow_ranks.wants_report()
     for iteration in range(STEPS):
         slow_ranks.begin_step(iteration)
         with data:
@@ -76,12 +76,12 @@ def test_sections_of_the_script_are_timed_and_marked(slow_ranks: SlowRanks, mark
         work()
         slow_ranks.end_step()
         slow_ranks.note_wait()
-    assert slow_ranks.wish() == 1
+    assert slow_ranks.wants_report()
     found = timings(slow_ranks)
     assert list(found) == ["data", "work", "step"]
     assert {timing.count for timing in found.values()} == {STEPS - 3}
     assert marked == ["data", "/data", "work", "/work"] * STEPS
-    assert slow_ranks.wish() == 0
+    assert not slow_ranks.wants_report()
 
 
 @pytest.mark.parametrize("name", ["checkpointing", "setup", "evaluation", "validation"])
@@ -153,7 +153,7 @@ def test_the_launcher_is_told_who_is_slow(tmp_path: Path, consensus: Consensus, 
     """Every rank leaves word of the slowest one and its node; that one adds what it computes on."""
     place = WorkerEnv(global_rank=rank, node=f"node-{rank}", job="job", run_dir=str(tmp_path))
     slow_ranks = watch_for_slow_ranks(place, consensus)
-    slow_ranks.leave_word(report_of(slow_ranks, 2, 1))
+    slow_ranks.diagnose(report_of(slow_ranks, 2, 1))
     slow_ranks.close()
     found = read_diagnosis(tmp_path, "job", 0, rank)
     assert found is not None

@@ -10,7 +10,7 @@ import pytest
 from outlast.checkpoint import CheckpointManager
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
-from outlast.session.place import has_near_tier, say_what_is_off
+from outlast.session.environment import has_near_tier, warn_of_missing_protection
 
 
 def test_near_saves_without_a_near_tier_are_said_to_be_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -18,7 +18,7 @@ def test_near_saves_without_a_near_tier_are_said_to_be_off(caplog: pytest.LogCap
     the two ways to have it."""
     checkpoint = CheckpointConfig(directory="x", non_persistent_save_interval=5)
     with caplog.at_level(logging.WARNING):
-        say_what_is_off(
+        warn_of_missing_protection(
             Config(checkpoint=checkpoint), WorkerEnv(launcher="torchrun"), FaultToleranceConfig(), watches_signals=True
         )
     (record,) = caplog.records

@@ -21,7 +21,7 @@ from outlast.policy.rank_assignment import Assignment, Member
 from outlast.policy.stragglers import Streaks, judge
 from outlast.policy.timings import RankTimings, summarise
 from outlast.straggler import Report, StragglerDetector
-from outlast.straggler.publisher import Publisher
+from outlast.straggler.report import publish
 
 # -- restarts in process -------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ def published(scene: Scene, config: StragglerDetectionConfig) -> tuple[list[tupl
     metrics = Mock()
     scene.log.clear()
     scene.log.set_level(logging.INFO)
-    Publisher(config, WorkerEnv(), None, metrics).publish(report())
+    publish(report(), config, WorkerEnv(), None, metrics)
     return [(record.name, record.getMessage()) for record in scene.log.records], metrics.called
 
 
@@ -251,7 +251,7 @@ def is_on_in_a_session(scene: Scene) -> None:
     from outlast.config import Config
 
     with scene.session(Config(straggler_detection=StragglerDetectionConfig())) as run:
-        assert run._has.slow_ranks is None
+        assert run._slow_ranks is None
 
 
 T = StragglerDetectionConfig

@@ -51,9 +51,9 @@ class Scene:
         finally:
             if run is not None:
                 if run._saves is not None:
-                    run._saves.close()
-                run._departure.close()
-                run._has.let_go()
+                    run._saves.manager.close()
+                run._preemption.close()
+                run._let_go()
             elif rank_monitor._open_monitor is not None:  # it was refused on the way
                 rank_monitor._open_monitor.close()
             for number, handler in before.items():

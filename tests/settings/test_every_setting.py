@@ -25,7 +25,7 @@ from outlast.config import (
     RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
-from outlast.config.recovery import RecoveryConfig
+from outlast.config.training import RecoveryConfig
 
 PROOFS: dict[type, dict[str, Proof]] = {
     CheckpointConfig: training_proofs.CHECKPOINT,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from outlast.config import Config, FaultToleranceConfig, HealthConfig, InProcessRestartConfig
-from outlast.config.fault_tolerance import LAUNCHERS_OWN
+from outlast.config.launching import LAUNCHERS_OWN
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
-from outlast.session.place import say_what_is_off
+from outlast.session.environment import warn_of_missing_protection
 
 ray = pytest.importorskip("ray", reason="groups of actors need Ray")
 from outlast.ray import ActorGroup  # noqa: E402
@@ -86,7 +86,7 @@ def test_a_session_names_what_its_launcher_would_have_to_read(name: str, caplog:
     assert config.fault_tolerance is not None
     for place, is_said in ((WorkerEnv(launcher="torchrun"), True), (WorkerEnv(board="b", config_file=""), False)):
         caplog.clear()
-        say_what_is_off(config, place, config.fault_tolerance, watches_signals=True)
+        warn_of_missing_protection(config, place, config.fault_tolerance, watches_signals=True)
         said = f"without effect here: fault_tolerance.{name} (start the script with outlast run)"
         assert (said in caplog.text) is is_said
 
@@ -97,7 +97,7 @@ def test_learning_without_a_run_directory_is_named(caplog: pytest.LogCaptureFixt
     for run_dir, is_said in ((None, True), (str(tmp_path), False)):
         caplog.clear()
         config = Config(fault_tolerance=learns, run_dir=run_dir)
-        say_what_is_off(config, WorkerEnv(), learns, watches_signals=True)
+        warn_of_missing_protection(config, WorkerEnv(), learns, watches_signals=True)
         assert ("fault_tolerance.calc_ft_timeouts (what is learned is kept in run_dir" in caplog.text) is is_said
 
 
@@ -106,7 +106,7 @@ def test_a_session_under_an_agent_is_watched_by_default(caplog: pytest.LogCaptur
     caplog.set_level(logging.WARNING)
     for place, is_off in ((WorkerEnv(launcher="torchrun"), True), (WorkerEnv(board="b", config_file=""), False)):
         caplog.clear()
-        say_what_is_off(Config(), place, FaultToleranceConfig(), watches_signals=True)
+        warn_of_missing_protection(Config(), place, FaultToleranceConfig(), watches_signals=True)
         assert ("a hung rank is not noticed" in caplog.text) is is_off
 
 

@@ -36,13 +36,13 @@ from outlast.config import (
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 from outlast.inprocess import Wrapper
+from outlast.journal import read
 from outlast.numerics.validation import ErrorInjector, StepValidation
-from outlast.policy.rerun import RunState
+from outlast.policy.rerun import StepRun
 from outlast.runtime.diagnoses import read_diagnosis
-from outlast.runtime.journal import read_journal
-from outlast.session import departure
-from outlast.session.enclosure import Enclosure
-from outlast.session.rhythm import MIN_TIMED_STEPS, Due, Rhythm
+from outlast.session import preemption
+from outlast.session.inprocess_scope import InProcessScope
+from outlast.session.saves import MIN_TIMED_STEPS, DueSave, SaveSchedule
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -74,10 +74,10 @@ def saves_to_near_tiers_in_between(scene: Scene) -> None:
 
 
 def chosen_interval(config: CheckpointConfig) -> int:
-    rhythm = Rhythm(config, decides=True, world_size=1024, has_near=False)
+    rhythm = SaveSchedule(config, decides=True, world_size=1024, has_near=False)
     for _ in range(MIN_TIMED_STEPS + 2):
         rhythm.note_step(1.0)
-    return next(number for number in range(1, 100_000) if rhythm.wish(number, cost_s=2.0) == Due.ALL)
+    return next(number for number in range(1, 100_000) if rhythm.request(number, cost_s=2.0) == DueSave.ALL)
 
 
 def waits_for_the_commit(scene: Scene) -> None:
@@ -166,7 +166,7 @@ def stops_after_failed_saves(scene: Scene) -> None:
         config = CheckpointConfig(directory=str(scene.folder / str(limit)), max_consecutive_save_failures=limit)
         with scene.session(Config(checkpoint=config)) as run:
             assert run._saves is not None
-            outcomes = run._saves._manager._pipeline.outcomes
+            outcomes = run._saves.manager._outcomes
             outcomes.num_failures, outcomes.last_error = 2, CheckpointError("disk full")
             for _ in run.steps({"weight": torch.zeros(1)}, total=1):
                 if stops:
@@ -184,7 +184,7 @@ def gives_a_save_its_time(scene: Scene) -> None:
         config = CheckpointConfig(directory=str(scene.folder / str(timeout)), save_timeout=timeout)
         with scene.session(Config(checkpoint=config)) as run:
             assert run._saves is not None
-            limits.append(run._saves._manager._limit_s)
+            limits.append(run._saves.manager._limit_s)
     assert limits[0] - limits[1] == 2 * 595.0
 
 
@@ -343,7 +343,7 @@ def leaves_on_the_named_signal(scene: Scene) -> None:
 def told(scene: Scene, **settings: Any) -> dict[str, Any]:
     """Return with what a session listens."""
     listener = Mock(is_requested=False)
-    scene.patch.setattr(departure, "ShutdownListener", listener)
+    scene.patch.setattr(preemption, "ShutdownListener", listener)
     with scene.session(Config(preemption=PreemptionConfig(**settings))):
         pass
     scene.patch.undo()
@@ -363,7 +363,7 @@ def leaves_before_the_job_ends(scene: Scene) -> None:
     """preempt_time before Slurm ends the job the run leaves; with 0 it does not look."""
     scene.patch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 4000))
     end = Mock(return_value=Mock(poll=lambda: None))
-    scene.patch.setattr(departure, "EndTime", end)
+    scene.patch.setattr(preemption, "EndTime", end)
     for seconds in (60.0, 90.0, 0.0):
         scene.train(Config(preemption=PreemptionConfig(preempt_time=seconds)), total=2)
     assert [call.kwargs["lead_s"] for call in end.call_args_list] == [60.0, 90.0]
@@ -485,8 +485,8 @@ def struck(config: RerunStateMachineConfig) -> list[bool]:
     injector, found = ErrorInjector(config, "job-0-0"), []
     for call in range(20):
         injector.begin_step()
-        found.append(injector.strikes(RunState.FIRST_RUN, call, 0))
-        found.append(injector.strikes(RunState.SECOND_RUN, call, 0))
+        found.append(injector.strikes(StepRun.FIRST_RUN, call, 0))
+        found.append(injector.strikes(StepRun.SECOND_RUN, call, 0))
     return found
 
 
@@ -533,7 +533,7 @@ def has(part: str, **settings: Any) -> Proof:
             with scene.session(Config(**given)) as run:
                 for _ in run.steps({"model": torch.nn.Linear(2, 2)}, total=1):
                     pass
-                found.append(getattr(run._has, part) is not None)
+                found.append(getattr(run, f"_{part}") is not None)
         assert found == [False, True]
 
     return proof
@@ -542,10 +542,10 @@ def has(part: str, **settings: Any) -> Proof:
 def writes_its_journal(scene: Scene) -> None:
     """The journal is in run_dir; a launcher's comes before it, which is said."""
     scene.train(Config(run_dir=str(scene.folder / "run")))
-    assert list(read_journal(scene.folder / "run"))
+    assert list(read(scene.folder / "run"))
     scene.patch.setenv("OUTLAST_RUN_DIR", str(scene.folder / "launchers"))
     scene.train(Config(run_dir=str(scene.folder / "other")))
-    assert list(read_journal(scene.folder / "launchers"))
+    assert list(read(scene.folder / "launchers"))
     assert "without effect here: run_dir" in scene.log.text
     assert "--run-dir" in scene.log.text
 
@@ -577,9 +577,9 @@ def has_the_wrappers_settings(scene: Scene) -> None:
     scene.train(config)
     assert "without effect here: in_process_restart.soft_timeout" in scene.log.text
     call: Any = SimpleNamespace(config=InProcessRestartConfig())
-    scene.patch.setattr("outlast.session.enclosure.current_handle", lambda: call)
+    scene.patch.setattr("outlast.session.inprocess_scope.current_handle", lambda: call)
     with pytest.raises(ConfigError, match=r"soft_timeout=5.0 of the session differs from the Wrapper's 60.0"):
-        Enclosure(config)
+        InProcessScope(config)
 
 
 def says_that_nodes_are_not_looked_at(scene: Scene) -> None:

@@ -11,24 +11,24 @@ from scenes import Proof, Scene, differs
 
 from outlast.chaos.armed import arm_configured, simulated_fault
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.precedence import LayeredSettings
+from outlast.config.flags import LayeredSettings
 from outlast.env import WorkerEnv
 from outlast.health import check_gpu, check_node
 from outlast.health.result import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import Timers
+from outlast.launch.agent_events import NodeRefused, Timers
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
-from outlast.launch.node_health import CheckedUp, Fitness, Occasion
+from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
 from outlast.launch.options import parse_options
 from outlast.monitor import RankMonitor, side_process
-from outlast.monitor.learned import FILE_NAME, LearnedTimeouts, Observation
+from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation
 from outlast.monitor.watchdog import HangReport
 from outlast.policy import ladder
 from outlast.policy.deadlines import Expired, Subject, Timeouts, deadlines
 from outlast.policy.ladder import CycleEnd, LadderState
-from outlast.runtime.board import Board, OpenSection, RankState
+from outlast.runtime.board import Board, BoardSection, RankState
 from outlast.runtime.journal import Journal
 
 S = 1_000_000_000
@@ -36,8 +36,8 @@ PLACE = WorkerEnv(world_size=8, run_id="run")
 STATES = (
     RankState(local_rank=0, attached=True, attached_ns=S),
     RankState(local_rank=0, attached=True, attached_ns=S, last_heartbeat_ns=2 * S),
-    RankState(local_rank=0, attached=True, attached_ns=S, sections=(OpenSection("step", S, 0),), depth=1),
-    RankState(local_rank=0, attached=True, attached_ns=S, sections=(OpenSection("step", S, 5),), depth=1),
+    RankState(local_rank=0, attached=True, attached_ns=S, sections=(BoardSection("step", S, 0),), depth=1),
+    RankState(local_rank=0, attached=True, attached_ns=S, sections=(BoardSection("step", S, 5),), depth=1),
     RankState(local_rank=0, attached=True, attached_ns=S, left_ns=3 * S),
 )
 
@@ -136,11 +136,11 @@ def beats_as_often_as_told(scene: Scene) -> None:
         raise ConnectionError
 
     scene.patch.chdir(scene.folder)
-    scene.patch.setattr(coordinator_client, "Link", connect)
+    scene.patch.setattr(coordinator_client, "ControlLink", connect)
     (scene.folder / "train.py").touch()
     for argv in ([], ["--ft-node-heartbeat-timeout=1"]):
         try:
-            run._make_agent(parse_options([*argv, "train.py"]), Mock(), "job", *[Mock()] * 5, ("script", ()), {})  # type: ignore[arg-type]
+            run._make_client(parse_options([*argv, "train.py"]), Mock(), "job", Mock(), nproc=1)
         except ConnectionError:
             pass
     assert intervals == [1.0, 0.2]
@@ -152,9 +152,9 @@ def leaves_within_the_agents_grace(scene: Scene) -> None:
     scene.patch.setenv("OUTLAST_RUN_ID", "run")
     scene.patch.setenv("OUTLAST_BOARD", board.path)
     with scene.session(Config(fault_tolerance=FaultToleranceConfig(shutdown_grace=7.0))) as run:
-        assert run._departure._listener.deadline_s == 7.0
+        assert run._preemption._listener.deadline_s == 7.0
     with scene.session(Config()) as run:
-        assert run._departure._listener.deadline_s == 60.0
+        assert run._preemption._listener.deadline_s == 60.0
     board.close()
 
 
@@ -220,25 +220,28 @@ def asked_of_gpu(config: HealthConfig) -> Any:
 def life_of_a_node(config: HealthConfig) -> Any:
     """Return what an agent does with its node: before it joins, after two faults, and when it is found unfit."""
     checkups, timers = SimpleNamespace(config=config, begin=Mock(), close=Mock()), Timers()
-    fitness = Fitness(
+    health = NodeHealth(
         checkups,  # type: ignore[arg-type]
-        member=Mock(node="n"),
+        client=Mock(node="n"),
         journal=Mock(**{"incident.return_value": Incident(kind=IncidentKind.NODE_UNHEALTHY)}),
         timers=timers,
         is_alone=False,
-        join=Mock(),
-        start=Mock(),
-        leave=(leave := Mock()),
+        mailbox=(mailbox := Mock()),
     )
-    was_admitted = fitness.is_admitted
+    was_admitted = health.is_admitted
     for _ in range(2):
-        fitness.suspect()
-        fitness.note_cleared()
+        health.suspect()
+        health.note_cleared()
     failed = CheckResult(name="disk", target="/", status=Status.FAILED, reason="full", took_s=0.0)
     if not was_admitted:
-        fitness.meet(is_host=False)
-        fitness.take(CheckedUp(Occasion.JOINING, (failed,)))
-    return was_admitted, checkups.begin.mock_calls, sorted(timers._deadlines), bool(leave.mock_calls)
+        health.note_connected(is_host=False)
+        health.take(CheckedUp(Occasion.JOINING, (failed,)))
+    return (
+        was_admitted,
+        checkups.begin.mock_calls,
+        sorted(timers._deadlines),
+        any(isinstance(call.args[0], NodeRefused) for call in mailbox.put.mock_calls),
+    )
 
 
 def looks_before_it_joins(scene: Scene) -> None:
@@ -260,13 +263,13 @@ def looks_before_it_joins(scene: Scene) -> None:
 
 def asks_the_ranks(scene: Scene) -> None:
     """All ranks are asked after every interval of steps, and may take the timeout."""
-    from outlast.session import liveness
+    from outlast.session import checks
 
     check = Mock(return_value=Mock(run=Mock(return_value=Mock(has_failed=False))))
-    scene.patch.setattr(liveness, "ProcessGroupCheck", check)
+    scene.patch.setattr(checks, "ProcessGroupCheck", check)
     for interval, times in ((1, 6), (3, 2)):
         check.return_value.run.reset_mock()
-        asks = liveness.Liveness(
+        asks = checks.RankLiveness(
             HealthConfig(process_group_interval=interval, process_group_timeout=11.0), PLACE, Mock(spec=Journal)
         )
         for iteration in range(1, 7):

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from outlast.cli.slurm import slurm
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.slurm import BatchScript
-from outlast.integrations.slurm.submitting import submit, with_known_exclusions
+from outlast.integrations.slurm.jobs import submit, with_known_exclusions
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
 

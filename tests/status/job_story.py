@@ -9,7 +9,7 @@ import msgspec
 
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.policy.ladder import LadderState
-from outlast.status.evidence import Evidence, Process, processes_in
+from outlast.status.evidence import Evidence, JobProcess, processes_in
 from outlast.status.facts import judge
 from outlast.status.report import StatusReport
 
@@ -150,7 +150,7 @@ class Story:
 
     def evidence(self, *, alive: bool | None = True, **given: Any) -> Evidence:
         """Return the events as evidence; ``alive``: whether the processes run, or whether those of a node do."""
-        living: dict[Process, bool | None] = dict.fromkeys(processes_in(self.events), alive)
+        living: dict[JobProcess, bool | None] = dict.fromkeys(processes_in(self.events), alive)
         living |= {one: given["nodes"][one.node] for one in living if one.node in given.get("nodes", {})}
         given.pop("nodes", None)
         given.setdefault("ladder", LadderState())

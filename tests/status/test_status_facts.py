@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from job_story import Story, died, names_of
 
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
-from outlast.launch.live import LiveBudgets, LiveLack, LiveNode, LiveStatus
+from outlast.launch.protocol import LiveBudgets, LiveLack, LiveNode, LiveStatus
 from outlast.policy.ladder import LadderState
 from outlast.status.evidence import Evidence
 from outlast.status.facts import judge
-from outlast.status.report import GenerationReport, RunState, StatusReport
-from outlast.status.view import render
+from outlast.status.report import GenerationReport, RunState, StatusReport, render
 
 
 def running() -> Story:

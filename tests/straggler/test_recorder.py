@@ -12,7 +12,7 @@ import torch
 from outlast.errors import OutlastError
 from outlast.policy.timings import Timing
 from outlast.straggler import StragglerDetector, recorder
-from outlast.straggler.recorder import Recorder
+from outlast.straggler.recorder import SectionRecorder
 
 
 class Time:
@@ -107,7 +107,7 @@ def test_what_raises_is_not_counted(detector: StragglerDetector, time: Time) -> 
 
 def test_an_open_section_does_not_outlive_what_is_around_it() -> None:
     """What was entered and never left, as by a hook of a forward that raised, ends with the section around it."""
-    made = Recorder()
+    made = SectionRecorder()
     made.active = True
     outer, inner = made.index("outer"), made.index("inner")
     made.enter(outer)
@@ -220,7 +220,7 @@ def test_modules_and_optimizers_are_watched_by_hooks(detector: StragglerDetector
 def test_the_newest_times_make_the_median_and_all_are_counted(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
     """Memory is bounded: of very many times the newest count for the median, and the count is that of all."""
     monkeypatch.setattr(recorder, "MAX_SAMPLES", 8)
-    made = Recorder()
+    made = SectionRecorder()
     made.active = True
     index = made.index("forward")
     for number in range(40):

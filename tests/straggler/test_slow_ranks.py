@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outlast.incidents import EventKind, IncidentKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 from outlast.testing.ranks import RankProcesses
 
 SCRIPT = Path(__file__).with_name("slow_ranks.py")
@@ -118,7 +118,7 @@ def test_rank_0_logs_the_report_and_keeps_it_in_the_journal(folder: Path) -> Non
     assert "STRAGGLER DETECTION WARNING: the performance of some CPUs dropped. Affected ranks: 2" in output
     assert "Rank=2 Node=node-2: the machine is slow (matrix product 2.00 and memory copy 1.00 times" in output
     assert "gpu_relative_perf/min 0." in output
-    events = list(read_journal(folder / "run"))
+    events = list(read(folder / "run"))
     reports = [event for event in events if event.kind == EventKind.STRAGGLER_REPORT]
     assert [event.data["named"] for event in reports] == [[]] * 6 + [[2]] * 2
     (incident,) = [event.data["incident"] for event in events if event.kind == EventKind.INCIDENT]

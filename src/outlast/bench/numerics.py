@@ -33,7 +33,7 @@ from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
 from outlast.numerics import RerunStateMachine
 from outlast.numerics.tensor_digest import digest_tensors
-from outlast.runtime.group import Group
+from outlast.runtime.process_groups import Group
 
 __all__ = ["SmallTraining", "cost_in_percent", "measure", "measure_digests", "measure_steps"]
 

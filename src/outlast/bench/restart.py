@@ -22,7 +22,7 @@ from outlast.bench.measuring import ONE_THREAD, Say, median, plain_environment, 
 from outlast.bench.result import Bar, BenchResult
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.incidents import Event, EventKind, IncidentKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 __all__ = ["RestartTiming", "measure", "stages_of"]
 
@@ -161,7 +161,7 @@ def _kill_one(
         os.kill(marks[_VICTIM]["pid"], SIGKILL)
         cycle, marks = job.wait_for_marks((1, 2, 3), ranks, timeout_s=_RESTART_TIMEOUT_S)
         job.wait(_END_TIMEOUT_S)
-    events = list(read_journal(folder / "run")) if journal else []
+    events = list(read(folder / "run")) if journal else []
     stages_s = stages_of(killed_ns, marks, events)
     return RestartTiming(stages_s["all-reduced"], cycle, stages_s)
 
@@ -191,7 +191,7 @@ def _hang(repeats: int, say: Say) -> list[float]:
             job.wait(_END_TIMEOUT_S)
         noticed_ns = {
             event.cycle: event.mono_ns
-            for event in read_journal(folder / "run")
+            for event in read(folder / "run")
             if event.kind == EventKind.INCIDENT
             and event.data["incident"].get("kind") == IncidentKind.WORKER_HUNG
             and event.proc == "agent"

@@ -26,7 +26,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from outlast import __version__, clock
+from outlast import clock
+from outlast.version import __version__
 
 __all__ = ["Bar", "BenchResult", "describe_machine"]
 

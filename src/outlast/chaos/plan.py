@@ -22,7 +22,7 @@ from outlast.config.files import load_values
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 
 __all__ = ["FaultPlan", "MissingFault", "Occurrence", "PlannedFault", "planned_faults", "verify_fired"]
 
@@ -211,7 +211,7 @@ def verify_fired(plan: FaultPlan, run_dir: str | os.PathLike[str]) -> list[Missi
     """
     struck: defaultdict[str, set[int]] = defaultdict(set)
     reached = 0
-    for event in read_journal(run_dir):
+    for event in read(run_dir):
         reached = max(reached, event.iteration or 0)
         if event.kind == EventKind.FAULT_SIMULATED and event.iteration is not None:
             struck[str(event.data.get("fault_id"))].add(event.iteration)

@@ -1,20 +1,26 @@
-"""A run's claim to a directory: made once, atomically, and compared at every save. Nothing here imports torch.
+"""A run's claim to a directory and its lease on it. Nothing here imports torch.
 
-Whose a directory is, ``policy.directory_owner`` says; here it is asked, and ``run.json`` is read and written.
+The claim, ``run.json``, is made once, atomically, and compared at every save; ``policy.directory_owner`` decides whose
+a directory is. The lease keeps other living writers away: it is taken before anything is loaded or saved and renewed;
+see :mod:`outlast.runtime.lease`. The rank that leads a directory holds both: rank 0 those of the global tier, one rank
+of each node those of the node's folder.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+from msgspec import structs
 
 from outlast.decoding import from_json
-from outlast.errors import Untrusted
-from outlast.policy.lease import ClaimStep, DirectoryRun, find_owner, judge_claim
+from outlast.errors import CheckpointError, OutlastError, Untrusted
+from outlast.policy.lease import ClaimStep, DirectoryRun, LeaseOwner, find_owner, is_same_training, judge_claim
+from outlast.runtime.lease import InUse, Lease, Records
 
 __all__ = [
     "NEW",
@@ -22,18 +28,20 @@ __all__ = [
     "Claim",
     "ClaimedPlace",
     "DirectoryContent",
+    "DirectoryLease",
     "DirectoryRefused",
-    "Held",
     "decode_hint",
     "encode_hint",
     "look_at",
     "owner_of",
 ]
 
+log = logging.getLogger(__name__)
 RUN = "run.json"
 """Names the run that a directory belongs to; a hint, since it has no digest."""
 MAX_TRIES = 3
 """To be the first in a directory where others try, too."""
+_REMEDY = "give it a directory of its own"
 
 
 class DirectoryRefused(Untrusted):
@@ -46,6 +54,9 @@ class ClaimedPlace(Protocol):
     @property
     def url(self) -> str: ...
 
+    @property
+    def owners(self) -> Records: ...
+
     def generations(self) -> list[int]: ...
 
     def hint(self) -> str | None: ...
@@ -55,12 +66,6 @@ class ClaimedPlace(Protocol):
     def create_hint(self, run: str) -> bool: ...
 
     def write_hint(self, run: str) -> None: ...
-
-
-class Held(Protocol):
-    """A lease on a directory."""
-
-    def hold(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,92 @@ def owner_of(place: ClaimedPlace) -> DirectoryRun | None:
     return find_owner(place.hint(), place.named_runs())
 
 
+class DirectoryLease:
+    """The lease on one directory of generations.
+
+    Args:
+        place: The directory.
+        own: How this run describes itself.
+        may_resume_other: Generations that another run saved there may be loaded.
+        on_lost: Called once, in a thread of the lease's, when the directory was taken over.
+
+    Thread: any.
+    """
+
+    def __init__(
+        self,
+        place: ClaimedPlace,
+        own: LeaseOwner,
+        *,
+        may_resume_other: bool,
+        on_lost: Callable[[DirectoryRefused], None],
+    ) -> None:
+        self._place, self._own, self._may_resume_other = place, own, may_resume_other
+        self._lease = Lease(place.owners, own, follow=self._follow, on_lost=lambda lost: on_lost(self._refused(lost)))
+
+    def hold(self) -> None:
+        """Take the directory, or compare: the directory is still this run's.
+
+        Raises:
+            DirectoryRefused: It is another run's.
+            CheckpointError: A store does not answer.
+            OSError: A folder cannot be written to.
+        """
+        try:
+            self._lease.hold()
+        except InUse as error:
+            raise self._refused(error) from None
+        except CheckpointError:
+            raise
+        except OutlastError as error:
+            raise CheckpointError(str(error)) from error
+
+    def release(self, *, is_idle: bool) -> None:
+        """Let go of the directory; see :meth:`Lease.release`."""
+        self._lease.release(is_idle=is_idle)
+
+    def _refused(self, error: InUse) -> DirectoryRefused:
+        is_named = error.owner.series != self._own.series  # else it would go on from what that one saved
+        who = f"this training is run {self._own.series} and" if is_named else "this training"
+        remedy = "end one of the two" if error.was_lost else "wait until that one has ended"
+        if error.owner.process == self._own.process:
+            remedy = "close the manager or session of this process that has it"
+        return DirectoryRefused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
+
+    def _follow(self, before: LeaseOwner) -> LeaseOwner:
+        """Check whose generations this run resumes from, if they are not its own.
+
+        Returns:
+            How this run describes itself: without a name of its own it has that of the training that it continues.
+
+        Raises:
+            DirectoryRefused: They are another training's.
+        """
+        is_same = is_same_training(before, self._own)
+        own = self._own if self._own.names or not is_same else structs.replace(self._own, names=before.names)
+        if is_same and (not set(before.names).isdisjoint(self._own.names) or before.run == self._own.run):
+            return own
+        if not self._goes_on():
+            return self._own
+        what = f"{self._place.url} holds what {_name(before, self._own)} saved"
+        if is_same:
+            why = ", as it runs the same script" if before.script is not None and self._own.script is not None else ""
+            log.warning("%s; training goes on from there%s", what, why)
+        elif self._may_resume_other:
+            log.warning("%s; training goes on from there, since resume_from_other_run is on", what)
+        else:
+            own_name = _name(self._own, before).rstrip(",")
+            option = " (--resume-from-other-run)" if self._own.outlives else ""
+            remedy = f"to go on from there set checkpoint.resume_from_other_run = true{option}, else {_REMEDY}"
+            raise DirectoryRefused(f"{what}; this is {own_name}; {remedy}")
+        return own
+
+    def _goes_on(self) -> bool:
+        """Return whether the directory holds generations that this run takes for its own."""
+        owner = owner_of(self._place)
+        return owner is not None and owner.is_proven and owner.run == self._own.series
+
+
 class Claim:
     """A run's right to save into a directory.
 
@@ -118,11 +209,23 @@ class Claim:
     Thread: one.
     """
 
-    def __init__(self, place: ClaimedPlace, run: str, seen: DirectoryContent | None, lease: Held | None = None) -> None:
+    def __init__(
+        self, place: ClaimedPlace, run: str, seen: DirectoryContent | None, lease: DirectoryLease | None = None
+    ) -> None:
         self._place, self._run, self._seen, self._lease = place, run, seen, lease
         self._left: Counter[str] | None = None
         self.is_held = False
         """Whether the directory was this run's when it was last looked at."""
+
+    def acquire(self) -> None:
+        """Take the lease, before anything there is resumed from; see :meth:`DirectoryLease.hold`."""
+        if self._lease is not None:
+            self._lease.hold()
+
+    def release(self, *, is_idle: bool) -> None:
+        """Release the lease. Idempotent. Blocks: up to 2 s where the directory does not answer."""
+        if self._lease is not None:
+            self._lease.release(is_idle=is_idle)
 
     def hold(self) -> None:
         """Make the claim, or compare it with what lies there now; a hint that is lost or wrong is written again.
@@ -132,8 +235,7 @@ class Claim:
             CheckpointError: A store does not answer.
             OSError: A folder cannot be written to.
         """
-        if self._lease is not None:
-            self._lease.hold()
+        self.acquire()
         for _ in range(MAX_TRIES):
             if self._place.hint() == self._run and self.is_held and self._is_as_left():
                 return
@@ -174,3 +276,11 @@ class Claim:
                 "and saves nothing there; give it a directory of its own"
             )
         return True
+
+
+def _name(owner: LeaseOwner, other: LeaseOwner) -> str:
+    """Return who a run is, by what tells it from another one."""
+    name = f"the run with {' and '.join(owner.names)}" if owner.names else f"run {owner.run}"
+    if owner.script is None or (owner.names and other.names):
+        return name
+    return f"{name}, script {owner.script},"

@@ -23,7 +23,7 @@ from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import create_atomically, fsync_folder, write_atomically
 from outlast.runtime.lease import FolderRecords
 
-__all__ = ["SUSPECT", "TRACKER", "Directory", "SaveAttempt", "part_name"]
+__all__ = ["SUSPECT", "TRACKER", "Directory", "GenerationFolder", "SaveAttempt", "part_name"]
 
 SUSPECT = "suspect"
 """Folder of what was saved for diagnosis."""
@@ -43,6 +43,18 @@ class SaveAttempt:
     """Random, agreed by the ranks of one set of processes."""
     ordinal: int
 
+    def makes_stale(self, match: re.Match[str] | None) -> bool:
+        """Return whether a name is of an attempt of this job that is decided, or whose processes are gone.
+
+        Args:
+            match: The groups ``job``, ``cycle``, ``token`` and ``ordinal`` of the name; ``None`` = it names no attempt.
+        """
+        if match is None or match["job"] != clean_name(self.job):
+            return False
+        if match["token"] == self.token:
+            return int(match["ordinal"]) < self.ordinal
+        return int(match["cycle"]) <= self.cycle
+
     def __str__(self) -> str:
         return f"{clean_name(self.job)}-{self.cycle}-{self.token}.{self.ordinal}"
 
@@ -52,8 +64,8 @@ def part_name(key: CopyKey) -> str:
     return shard_name(key.rank) if key.part == SHARD_PART else f"{clean_name(key.part)}-{key.rank:05d}.bin"
 
 
-class Directory:
-    """One folder, as this rank sees it."""
+class GenerationFolder:
+    """A folder of generations, as this rank sees it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
@@ -74,21 +86,6 @@ class Directory:
             return []
         return sorted((int(match[1]) for name in names if (match := _GENERATION.fullmatch(name))), reverse=True)
 
-    def manifest(self, iteration: int) -> tuple[Manifest, str]:
-        """Read a generation's manifest; return it and its SHA-256.
-
-        Raises:
-            CheckpointError: There is none, or it cannot be trusted.
-        """
-        path = self.generation(iteration) / MANIFEST
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            raise Incomplete("there is no manifest") from None
-        except OSError as error:
-            raise CheckpointError(f"the manifest cannot be read ({error.strerror})") from error
-        return decode_manifest(data)
-
     @property
     def url(self) -> str:
         """The folder, as people are told of it."""
@@ -108,7 +105,7 @@ class Directory:
 
     def named_runs(self) -> Iterator[str]:
         """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
-        for folder in (self, Directory(self.path / SUSPECT)):
+        for folder in (self, GenerationFolder(self.path / SUSPECT)):
             for iteration in folder.generations():
                 try:
                     run = run_of((folder.generation(iteration) / MANIFEST).read_bytes(), iteration)
@@ -134,7 +131,7 @@ class Directory:
         """Name the run that the folder belongs to, whatever it was named before."""
         write_atomically(self.path / RUN, encode_hint(run))
 
-    def commit(self, iteration: int, attempt: SaveAttempt) -> None:
+    def promote(self, iteration: int, attempt: SaveAttempt) -> None:
         """Give an attempt its final name; what has that name already is set aside, not written to."""
         final = self.generation(iteration)
         if final.exists():
@@ -153,18 +150,8 @@ class Directory:
         cycles and processes of this job, which are gone. Another job's leftovers stay.
         """
         removed = []
-        for name in os.listdir(self.path):
-            if _DOOMED.fullmatch(name):
-                shutil.rmtree(self.path / name, ignore_errors=True)
-                removed.append(name)
-                continue
-            if (match := _PASSED.fullmatch(name)) is None or match["job"] != clean_name(attempt.job):
-                continue
-            if match["token"] == attempt.token:
-                stale = int(match["ordinal"]) < attempt.ordinal
-            else:
-                stale = int(match["cycle"]) <= attempt.cycle
-            if stale:
+        for name in os.listdir(self.path) if self.path.is_dir() else ():
+            if _DOOMED.fullmatch(name) or attempt.makes_stale(_PASSED.fullmatch(name)):
                 shutil.rmtree(self.path / name, ignore_errors=True)
                 removed.append(name)
         return removed
@@ -180,3 +167,22 @@ class Directory:
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+class Directory(GenerationFolder):
+    """The folder of a node's generations in the local tier."""
+
+    def manifest(self, iteration: int) -> tuple[Manifest, str]:
+        """Read a generation's manifest; return it and its SHA-256.
+
+        Raises:
+            CheckpointError: There is none, or it cannot be trusted.
+        """
+        path = self.generation(iteration) / MANIFEST
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise Incomplete("there is no manifest") from None
+        except OSError as error:
+            raise CheckpointError(f"the manifest cannot be read ({error.strerror})") from error
+        return decode_manifest(data)

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from outlast.checkpoint.shard import CHUNK_BYTES, digest, digest_pieces, num_chunks
+from outlast.runtime.injection import reach
 
 __all__ = ["MAY_BE_INFINITE", "Numbers", "digest_image", "is_finite", "write_image"]
 
@@ -181,6 +182,8 @@ def _write(fd: int, image: memoryview, look: Look | None, num_threads: int, path
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
     def write_chunk(index: int) -> None:
+        if index == num_chunks(size) // 2:
+            reach("checkpoint.file.halfway", path=path)
         start = index * CHUNK_BYTES
         with image[start : start + CHUNK_BYTES] as chunk:
             _write_at(fd, chunk, start)

@@ -1,44 +1,55 @@
-"""What the ranks tell each other about saves: keys of a store, never collectives.
+"""A lane: the way of saves to some of their tiers, in a thread of its own, in step with the same lane of all ranks.
 
-Training's collectives and these words cannot get into each other's way, and nobody waits longer than he said."""
+There are two: :mod:`outlast.checkpoint.near_lane` (memory, local, replicas) and, behind it,
+:mod:`outlast.checkpoint.dcp.global_lane`. What both need is here: the thread and its queue, the exchange between the
+ranks, the claim to a directory, the outcome that all ranks share, and what follows a commit (tracker, retention,
+sweeping up).
+
+The ranks exchange keys of a store, never collectives: training's collectives and these messages cannot mix, and nobody
+waits longer than its deadline.
+"""
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from outlast import clock
-from outlast.checkpoint.claim import DirectoryRefused
+from outlast.checkpoint.claim import Claim, DirectoryRefused
+from outlast.checkpoint.directory import SaveAttempt
+from outlast.checkpoint.outcomes import Outcomes
+from outlast.checkpoint.protocol import CopyFailure
+from outlast.checkpoint.save import Committed, PeerSilent, Save
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError
+from outlast.policy.recovery_point import Tier
+from outlast.policy.retention import RetentionRules, choose_removed
+from outlast.runtime.injection import reach
 
-__all__ = ["NoWord", "PeerSilent", "SaveExchange", "SaveOutcome", "Stopped", "deadline"]
-
+__all__ = ["GRACE_S", "Lane", "NoAnswer", "RankAnswer", "Reached", "SaveExchange", "SaveOutcome", "Stopped", "deadline"]
 
 log = logging.getLogger(__name__)
+GRACE_S = 10.0
+"""Ranks wait this much longer for rank 0's messages than rank 0 does for theirs: better late than contradictory."""
 POLL_S = 0.02
 T = TypeVar("T", bound=msgspec.Struct)
+A = TypeVar("A", bound="RankAnswer")
 
 
-class _Heard(msgspec.Struct, frozen=True):
-    """Nothing needs to be said."""
+class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has of a save, or why it has nothing."""
 
-
-class NoWord(Exception):
-    """A peer said nothing in time."""
-
-
-class Stopped(Exception):
-    """This rank leaves; nobody waits any more."""
-
-
-class PeerSilent(CheckpointError):
-    """A save failed because a rank is gone, or says nothing: not for want of a place to write to."""
+    iteration: int
+    error: str | None = None
+    is_refused: bool = False
+    """The error is that the directory is another run's."""
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
@@ -46,7 +57,7 @@ class SaveOutcome(msgspec.Struct, frozen=True):
 
     error: str | None = None
     is_silence: bool = False
-    """A rank is gone, or said nothing in time."""
+    """A rank is gone, or did not answer in time."""
     is_refused: bool = False
     """The directory is another run's."""
 
@@ -63,8 +74,224 @@ class SaveOutcome(msgspec.Struct, frozen=True):
         return kind(f"{what}: {self.error}", rank=rank, iteration=iteration)
 
 
+class Reached(NamedTuple):
+    """What a lane has done for a save."""
+
+    tiers: frozenset[Tier]
+    """Tiers that the save is committed to now and was not before."""
+    failures: tuple[CopyFailure, ...] = ()
+    """Copies on other nodes that failed."""
+    next_lane: Lane | None = None
+    """Which lane takes the save further; ``None``: the save is finished."""
+
+
+class LanePlace(Protocol):
+    """A directory of generations, as what follows a commit needs it."""
+
+    @property
+    def url(self) -> str: ...
+
+    def generations(self) -> list[int]: ...
+
+    def point_to(self, iteration: int) -> None: ...
+
+    def remove(self, iteration: int) -> None: ...
+
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]: ...
+
+
+class Lane(ABC):
+    """Take saves to some of their tiers, in their order.
+
+    Args:
+        name: Of the thread.
+        store: A connection to the ranks' store for this thread alone.
+        namespace: Of the keys; unique for the ranks' processes and this lane.
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout_s: Longest time from the beginning of a save to its outcome.
+        claim: To the directory, on a rank that commits there; ``None`` = this rank commits in none.
+        retention: What is kept of the directory's generations.
+        outcomes: Is called in the lane's thread with what became of each save.
+
+    Collective: all ranks, with the same saves in the same order.
+    """
+
+    _tier: Tier
+    """Whose generations the retention counts."""
+    _sweeps_each_time = True
+    """Remove stale files after every commit, not only after a failed save."""
+
+    def __init__(
+        self,
+        name: str,
+        store: Any,
+        namespace: str,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        claim: Claim | None,
+        retention: RetentionRules,
+        outcomes: Outcomes,
+    ) -> None:
+        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
+        self._claim, self._retention, self._outcomes = claim, retention, outcomes
+        self._committed = Committed()
+        self._must_sweep = True
+        self._end_ns = 0
+        """When the save under way has to be decided."""
+        self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._exchange = SaveExchange(store, namespace, self._stop, rank=rank)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()  # it waits for the first save, which comes after the constructor
+
+    def start_from(self, committed: Committed) -> None:
+        """Count on these generations, and no others, as committed. Only before the first save."""
+        self._committed = committed.copy()
+
+    def has(self, save: Save) -> bool:
+        """Return whether a save's iteration is known to be in all of its tiers. Thread: any."""
+        return not self._committed.missing(save)
+
+    def submit(self, save: Save) -> None:
+        """Commit a save. Thread: any, but on all ranks in the same order."""
+        self._saves.put(save)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Give up what is not committed yet and end the thread; return whether it ended in time."""
+        self._stop.set()
+        self._saves.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (save := self._saves.get()) is not None:
+            reached: Reached | None = None
+            error: CheckpointError | None = None
+            try:
+                reached = self._commit(save)
+            except CheckpointError as failure:
+                error = failure
+            except Exception as failure:  # noqa: BLE001 - whatever it is, it must not end saving without a report
+                text = f"saving iteration {save.iteration} failed: {type(failure).__name__}: {failure}"
+                error = CheckpointError(text, rank=self._rank, iteration=save.iteration)
+            try:
+                if error is not None:
+                    self._clear_up(save)
+                    self._outcomes.failed(save, error)
+                elif reached is not None:
+                    self._outcomes.committed(save, reached.tiers, reached.failures)
+                    if reached.next_lane is not None:
+                        reached.next_lane.submit(save)
+                    else:
+                        self._outcomes.finished(save)
+            except Exception:  # such an error is not the save's, and the next save must be tried
+                log.exception("reporting the save of iteration %d failed", save.iteration)
+
+    @abstractmethod
+    def _commit(self, save: Save) -> Reached:
+        """Commit one save to this lane's tiers, on all ranks. Raises: CheckpointError, the same on all ranks."""
+
+    @abstractmethod
+    def _clear_up(self, save: Save) -> None:
+        """Remove what a failed save left, where the commit has not."""
+
+    # -- between the ranks -------------------------------------------------------------------------------------
+
+    def _left_s(self) -> float:
+        """Return the seconds left for the save under way."""
+        return (self._end_ns - clock.now_ns()) / 1e9
+
+    def _post(self, save: Save, name: str, value: msgspec.Struct) -> None:
+        """Send all ranks something about a save. Raises: PeerSilent, when the ranks' store is gone."""
+        self._exchange.post(save.attempt.ordinal, name, value)
+
+    def _receive(self, save: Save, name: str, kind: type[T], *, grace_s: float = 0.0) -> T:
+        """Return what a rank posted. Raises: CheckpointError, when it posted nothing in time, or this rank leaves."""
+        try:
+            return self._exchange.receive(save.attempt.ordinal, name, kind, lambda: self._left_s() + grace_s)
+        except Stopped:
+            raise CheckpointError(
+                f"the save of iteration {save.iteration} is abandoned: this rank is closing",
+                rank=self._rank,
+                iteration=save.iteration,
+            ) from None
+        except NoAnswer:
+            raise PeerSilent(
+                f"iteration {save.iteration}: no answer ({name}) after {self._timeout_s:g} s (save_timeout); "
+                "see the log of that rank",
+                rank=self._rank,
+                iteration=save.iteration,
+            ) from None
+
+    def _gather(self, save: Save, name: str, kind: type[A]) -> Iterator[A]:
+        """Yield what each rank has, by rank. Raises: CheckpointError, when one has nothing, or another iteration."""
+        for rank in range(self._world_size):
+            answer = self._receive(save, f"{name}/{rank}", kind)
+            if answer.iteration != save.iteration:
+                raise CheckpointError(
+                    f"rank {rank} saves iteration {answer.iteration} meanwhile; all ranks must save the same ones"
+                )
+            if answer.error is not None:
+                raise (DirectoryRefused if answer.is_refused else CheckpointError)(answer.error)
+            yield answer
+
+    def _conclude(self, save: Save, what: str) -> None:
+        """Wait for the outcome that rank 0 posts. Raises: CheckpointError, when the save failed."""
+        outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S)
+        if outcome.is_refused:
+            self._exchange.part(save.attempt.ordinal, self._world_size, deadline(GRACE_S))
+        if outcome.error is not None:
+            raise outcome.failure(what, rank=self._rank, iteration=save.iteration)
+        self._exchange.forget(save.attempt.ordinal)
+
+    # -- after a commit ----------------------------------------------------------------------------------------
+
+    def _follow_up(self, save: Save, place: LanePlace) -> None:
+        """Move the tracker, remove old generations and stale files; none of it can undo the commit."""
+        try:
+            if not save.suspect:
+                self._committed.add(save.iteration, frozenset({self._tier}))
+                reach("checkpoint.tracker", attempt=str(save.attempt))
+                place.point_to(save.iteration)
+                self._remove_old(save, place)
+            if self._must_sweep:
+                if removed := place.remove_stale(save.attempt):
+                    log.debug("removed files of earlier attempts: %s", ", ".join(removed))
+                self._must_sweep = self._sweeps_each_time
+        except (CheckpointError, OSError) as error:
+            log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
+
+    def _remove_old(self, save: Save, place: LanePlace) -> None:
+        present = place.generations()
+        valid = self._committed.generations(self._tier)
+        newest = self._newest(save, present)
+        not_finite = self._committed.not_finite
+        for generation in choose_removed(present, valid, newest=newest, rules=self._retention, not_finite=not_finite):
+            place.remove(generation)
+            log.debug("removed generation %d from %s", generation, place.url)
+
+    def _newest(self, save: Save, present: list[int]) -> int:
+        """Return the generation below which old ones may be removed."""
+        return save.iteration
+
+
+class NoAnswer(Exception):
+    """A peer posted nothing in time."""
+
+
+class Stopped(Exception):
+    """This rank leaves; nobody waits any more."""
+
+
+class _Acknowledged(msgspec.Struct, frozen=True):
+    """An outcome was received; there is nothing to add."""
+
+
 class SaveExchange:
-    """One thread's words to its peers.
+    """One thread's messages to its peers.
 
     Args:
         store: A store connection for this thread alone.
@@ -80,7 +307,7 @@ class SaveExchange:
         self._posted: list[tuple[int, str]] = []
 
     def post(self, ordinal: int, name: str, value: msgspec.Struct) -> None:
-        """Say something about the save of that ordinal.
+        """Send all ranks something about the save of that ordinal.
 
         Raises:
             PeerSilent: The ranks' store is gone.
@@ -90,8 +317,8 @@ class SaveExchange:
             self._store.set(key, msgspec.json.encode(value).decode())
         self._posted.append((ordinal, key))
 
-    def await_word(self, ordinal: int, name: str, kind: type[T], left_s: Callable[[], float]) -> T:
-        """Return what was said under that name.
+    def receive(self, ordinal: int, name: str, kind: type[T], left_s: Callable[[], float]) -> T:
+        """Return what was posted under that name.
 
         Args:
             ordinal: Number of the save.
@@ -100,11 +327,11 @@ class SaveExchange:
             left_s: Seconds to wait from now on.
 
         Raises:
-            NoWord: Nothing was said in time.
+            NoAnswer: Nothing was posted in time.
             PeerSilent: The ranks' store is gone.
             Stopped: This rank leaves.
 
-        Blocks: until it is said, up to ``left_s()``.
+        Blocks: until it is posted, up to ``left_s()``.
         """
         key = self._key(ordinal, name)
         pause_s = 0.001
@@ -113,49 +340,15 @@ class SaveExchange:
                 if self._stop.wait(pause_s):
                     raise Stopped
                 if left_s() <= 0:
-                    raise NoWord(name)
+                    raise NoAnswer(name)
                 pause_s = min(POLL_S, 2 * pause_s)
             word = bytes(self._store.get(key))
         return from_json(word, kind)
 
-    def hear(
-        self, iteration: int, ordinal: int, name: str, kind: type[T], left_s: Callable[[], float], *, timeout_s: float
-    ) -> T:
-        """Do as :meth:`await_word`, with errors that tell people of the save.
-
-        Args:
-            iteration: What is saved.
-            ordinal: Number of the save.
-            name: As given to :meth:`post`.
-            kind: Type of the value.
-            left_s: Seconds to wait from now on.
-            timeout_s: The save's own limit, which the error names.
-
-        Raises:
-            CheckpointError: Nothing was said in time, or this rank leaves.
-
-        Blocks: until it is said, up to ``left_s()``.
-        """
-        try:
-            return self.await_word(ordinal, name, kind, left_s)
-        except Stopped:
-            raise CheckpointError(
-                f"the save of iteration {iteration} is abandoned: this rank is closing",
-                rank=self._rank,
-                iteration=iteration,
-            ) from None
-        except NoWord:
-            raise PeerSilent(
-                f"iteration {iteration}: no answer ({name}) after {timeout_s:g} s (save_timeout); "
-                "see the log of that rank",
-                rank=self._rank,
-                iteration=iteration,
-            ) from None
-
     def part(self, ordinal: int, num_ranks: int, left_s: Callable[[], float]) -> None:
-        """Say that this rank has heard the last word about a save after which ranks leave.
+        """Acknowledge the outcome of a save after which ranks leave.
 
-        Rank 0, which may host the store, waits for all others, that none of them finds it gone.
+        Rank 0, which may host the store, waits for all others, so that none of them finds it gone.
 
         Args:
             ordinal: Number of the save.
@@ -163,20 +356,20 @@ class SaveExchange:
             left_s: Seconds to wait from now on.
         """
         try:
-            self.post(ordinal, f"heard/{self._rank}", _Heard())
+            self.post(ordinal, f"acknowledged/{self._rank}", _Acknowledged())
             for rank in range(num_ranks) if self._rank == 0 else ():
-                self.await_word(ordinal, f"heard/{rank}", _Heard, left_s)
-        except (NoWord, Stopped, PeerSilent):
-            return  # the last word is what counts
+                self.receive(ordinal, f"acknowledged/{rank}", _Acknowledged, left_s)
+        except (NoAnswer, Stopped, PeerSilent):
+            return  # the outcome is what counts
 
     def forget(self, before: int) -> None:
-        """Delete what this rank said about earlier saves: all ranks have taken part in a later one since."""
+        """Delete what this rank posted about earlier saves: all ranks have taken part in a later one since."""
         try:
             for ordinal, key in self._posted:
                 if ordinal < before:
                     self._store.delete_key(key)
         except RuntimeError as error:
-            log.debug("the store is gone, and what was said there with it: %s", error)
+            log.debug("the store is gone, with all that was posted there: %s", error)
         self._posted = [(ordinal, key) for ordinal, key in self._posted if ordinal >= before]
 
     def _key(self, ordinal: int, name: str) -> str:
@@ -185,7 +378,7 @@ class SaveExchange:
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
-    """Tell the errors of a store whose host is gone as what they are."""
+    """Raise the errors of a store whose host is gone as PeerSilent."""
     try:
         yield
     except RuntimeError as error:  # torch's DistNetworkError and others
@@ -194,6 +387,6 @@ def _store_errors() -> Iterator[None]:
 
 
 def deadline(seconds: float) -> Callable[[], float]:
-    """Return a function that tells the seconds left of ``seconds`` from now."""
+    """Return a function that returns the seconds left of ``seconds`` from now."""
     end_ns = clock.now_ns() + int(seconds * 1e9)
     return lambda: (end_ns - clock.now_ns()) / 1e9

@@ -10,97 +10,40 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from outlast import clock
-from outlast.checkpoint.arena import CopyGuard, changed_only_by_step
+from outlast.checkpoint.arena import Arena, ArenaPool, CopyGuard, Stager, changed_only_by_step
 from outlast.checkpoint.claim import DirectoryRefused
+from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.leases import Leases
-from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.near_lane import GRACE_S
-from outlast.checkpoint.outcomes import Reporter
+from outlast.checkpoint.lane import GRACE_S
+from outlast.checkpoint.launcher_report import LauncherReport
+from outlast.checkpoint.near_lane import NearLane
+from outlast.checkpoint.outcomes import Outcomes, Reporter
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.pipeline import Pipeline
-from outlast.checkpoint.places import Places, agree_places, say_what_is_off
-from outlast.checkpoint.recovery import Loaded, Loader, Restored
-from outlast.checkpoint.save import Save, SaveHandle, SaveResult, wait_for_all
-from outlast.checkpoint.state import capture, flatten, without_collection
+from outlast.checkpoint.places import Claims, agree_places, plan_replication, warn_of_copies
+from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
+from outlast.checkpoint.save import Committed, Save, SaveHandle, SaveResult, wait_for_all
+from outlast.checkpoint.shard import Identity
+from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
-from outlast.runtime.group import current_place, is_initialised
+from outlast.policy.retention import RetentionRules
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.random_numbers import capture_random
 
-__all__ = ["CheckpointManager", "check_may_save", "checked_iteration", "wanted_tiers"]
-
-
-def check_may_save(places: Places, *, is_closed: bool, is_loaded: bool) -> None:
-    """Refuse a save where it could not be told apart from what others saved.
-
-    Beside generations that were not loaded, those would be taken for newer than what this training saves, and be
-    loaded in its place.
-
-    Args:
-        places: What there is.
-        is_closed: The manager is closed.
-        is_loaded: What there is was loaded, or nothing is there.
-
-    Raises:
-        CheckpointError: So it is.
-    """
-    if is_closed:
-        raise CheckpointError("the manager is closed")
-    if not is_loaded:
-        newest = max(places.generations, default="unknown")
-        raise CheckpointError(
-            f"there are generations (newest: {newest}) that this training did not load; call load_latest() first, "
-            "or give an empty directory"
-        )
-
-
-def checked_iteration(iteration: int) -> int:
-    """Return a number of optimizer steps. Raises: ConfigError, when it is none."""
-    try:
-        number = operator.index(iteration)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ConfigError(f"iteration={iteration!r} must be the number of optimizer steps done, 0 or more")
-    return number
-
-
-def wanted_tiers(places: Places, tiers: Collection[str] | None) -> frozenset[Tier]:
-    """Return those of the tiers asked for that exist here.
-
-    Args:
-        places: What there is.
-        tiers: Their names; ``None`` = all.
-
-    Raises:
-        ConfigError: There is no such tier, or none of them is configured.
-    """
-    there = {Tier.MEMORY} if places.memory else set[Tier]()
-    there |= {Tier.LOCAL} if places.local is not None else set()
-    there |= {Tier.REPLICA} if places.targets else set()
-    there |= {Tier.GLOBAL} if places.directory is not None else set()
-    if tiers is None:
-        return frozenset(there)
-    names = {str(tier): tier for tier in Tier}
-    if unknown := [name for name in tiers if name not in names]:
-        raise ConfigError(f"there is no tier {unknown[0]!r}; the tiers are {', '.join(names)}")
-    wanted = frozenset(names[name] for name in tiers) & there
-    if not wanted:
-        raise ConfigError(f"none of the tiers {', '.join(tiers)} is configured; there are {sorted(map(str, there))}")
-    return wanted
-
+__all__ = ["CheckpointManager"]
 
 log = logging.getLogger(__name__)
 KEEPER_PATIENCE_S = 20.0
 """Seconds in which a node of Ray gets another writer, where the actor that kept the first one died."""
 COST_WEIGHT = 0.3
 """Of the newest save in the mean of what saves cost."""
+ANSWER_S = 30.0
+"""A writer that gives no memory within this hangs."""
 
 
 class CheckpointManager:
@@ -110,9 +53,6 @@ class CheckpointManager:
         config: Where and how.
         env: This worker's place; ``None``: as the environment and ``torch.distributed`` say.
         journal: Where events are written; ``None`` = nowhere.
-        at_stage: For fault injection: called in the committer's thread just before ``data``, ``manifest``,
-            ``rename`` and ``tracker``.
-        writer_arguments: For fault injection: more arguments for a writer process of this worker's own.
 
     Raises:
         ConfigError: There are several ranks, and ``torch.distributed`` is not initialised; or a setting cannot work.
@@ -129,59 +69,44 @@ class CheckpointManager:
         *,
         env: WorkerEnv | None = None,
         journal: Journal | None = None,
-        at_stage: Callable[[str], None] | None = None,
-        writer_arguments: tuple[str, ...] = (),
     ) -> None:
         self.config = config
-        self.on_commit: Callable[[int], None] | None = None
-        """Called in a thread of its own with each generation that this process saved, once some tier has it."""
         self._place = place = env if env is not None else current_place()
         self._reporter = Reporter(place, journal)
         if place.world_size > 1 and not is_initialised():
             raise ConfigError(
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
+        self._launcher = LauncherReport(place, config.suspect_window)
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
         self._writer = WriterClient(
-            place.writer,
-            writer_arguments,
-            owner=f"rank {place.global_rank}",
-            node=place.node,
-            patience_s=patience_s,
+            place.writer, owner=f"rank {place.global_rank}", node=place.node, patience_s=patience_s
         )
         self._peers = Peers(place.global_rank, place.world_size, timeout_s=config.save_timeout)
+        self._global: GlobalLane | None = None
         try:
-            self._places = agree_places(config, place, self._peers, self._writer)
-            self._leases = Leases(config, place, self._places, on_lost=self._note_refused)
-            self._pipeline = Pipeline(
-                config,
-                self._places,
-                self._peers,
+            self._places = places = agree_places(config, place, self._peers, self._writer)
+            self._claims = Claims(config, place, places, on_lost=self._note_refused)
+            self._stager = Stager()
+            self._arenas = ArenaPool(
                 self._writer,
-                self._reporter,
-                rank=place.global_rank,
+                place.global_rank,
                 limit_s=self._limit_s,
-                on_durable=lambda iteration: self.on_commit and self.on_commit(iteration),
-                leases=self._leases,
-                at_stage=at_stage,
+                answer_s=min(ANSWER_S, config.save_timeout),
+                may_steal=places.local is not None or not places.memory,
             )
+            self._outcomes = Outcomes(self._reporter, self._arenas, self._launcher)
+            self._open_lanes()
         except BaseException:  # nothing that was opened stays, whatever failed
             self._peers.close()
             self._writer.close()
             raise
         if place.is_first:
-            say_what_is_off(config, self._places)
-        self._loader = Loader(
-            config,
-            self._places,
-            self._peers,
-            self._writer,
-            self._pipeline.arenas,
-            topology=topology_digest(place.world_size),
-        )
+            warn_of_copies(config, places)
+        self._recovery = CheckpointRecovery(config, places, self._peers, self._writer, self._arenas)
         self._guard = CopyGuard()
         self._ordinal = 0
-        self._may_save = not self._places.generations and self._places.global_error is None
+        self._may_save = not places.generations and places.global_error is None
         self._newest: SaveHandle | None = None
         self._pending: list[SaveHandle] = []
         self._restored: Restored | None = None
@@ -190,15 +115,52 @@ class CheckpointManager:
         self._closed = False
         atexit.register(self._at_exit)
 
+    def _open_lanes(self) -> None:
+        """Start the lanes, the last one first: each hands saves on to the next."""
+        config, places, rank, outcomes = self.config, self._places, self._place.global_rank, self._outcomes
+        if places.directory is not None:
+            self._global = GlobalLane(
+                places,
+                rank=rank,
+                store=self._peers.store(timeout_s=config.save_timeout),
+                writer=self._writer,
+                timeout_s=config.save_timeout,
+                claim=self._claims.far,
+                retention=RetentionRules(
+                    most_recent_k=config.most_recent_k,
+                    retain_interval=config.save_retain_interval,
+                    suspect_window=config.suspect_window,
+                ),
+                outcomes=outcomes,
+            )
+        local_rules = RetentionRules(most_recent_k=config.local_most_recent_k, suspect_window=config.suspect_window)
+        try:
+            self._near = NearLane(
+                places,
+                rank=rank,
+                store=self._peers.store(timeout_s=config.save_timeout),
+                writer=self._writer,
+                timeout_s=config.save_timeout,
+                claim=self._claims.near,
+                retention=local_rules,
+                replication=plan_replication(config, places, rank),
+                outcomes=outcomes,
+                global_lane=self._global,
+            )
+        except BaseException:  # no thread stays, whatever failed
+            if self._global is not None:
+                self._global.stop(0.2)
+            raise
+
     @property
     def durable_iteration(self) -> int | None:
         """The newest generation known to be committed, loaded or saved; ``None`` = none yet. Thread: any."""
-        return self._pipeline.outcomes.durable
+        return self._outcomes.durable
 
     @property
     def refusal(self) -> CheckpointError | None:
         """Why no save can succeed any more: a directory is another run's. ``None``: they can. Thread: any."""
-        return self._pipeline.outcomes.refusal
+        return self._outcomes.refusal
 
     @property
     def save_cost_s(self) -> float | None:
@@ -222,7 +184,7 @@ class CheckpointManager:
         Collective: all ranks, before they load.
         Blocks: where only time can tell whether an owner on another machine lives, 10 s; 50 s in an object store.
         """
-        refused = self._leases.acquire()
+        refused = self._claims.acquire()
         told = self._peers.gather(str(refused or "").encode())
         if text := next(filter(None, told), b"").decode():
             error = DirectoryRefused(text)
@@ -252,7 +214,7 @@ class CheckpointManager:
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
         begin_ns = clock.now_ns()
-        loaded, is_ours = self._loader.newest(state, decode_distrusted(self._place.untrusted), has)
+        loaded, is_ours = self._recovery.newest(state, decode_distrusted(self._place.untrusted), has)
         if loaded is not None:
             loaded.restore(state)
             self._note_loaded(loaded, begin_ns, is_ours=is_ours)
@@ -274,9 +236,13 @@ class CheckpointManager:
         Collective: all ranks, before the first save.
         Blocks: until all ranks have looked at what there is.
         """
-        known, not_finite = self._loader.known(iteration, decode_distrusted(self._place.untrusted))
+        committed = self._recovery.committed(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
-        self._take_for_committed(known, not_finite, iteration)
+        if self._restored is not None:
+            self._launcher.loaded(self._restored)
+        self._start_from(committed, iteration)
+        if self.durable_iteration is not None:
+            self._launcher.committed(self.durable_iteration)
         self._may_save = True
         self._prepare(state)
 
@@ -298,7 +264,7 @@ class CheckpointManager:
         Blocks: until all ranks have read and verified their parts.
         """
         started_ns = clock.now_ns()
-        loaded = self._loader.suspect(state, iteration, decode_distrusted(self._place.untrusted))
+        loaded = self._recovery.suspect(state, iteration, decode_distrusted(self._place.untrusted))
         if loaded is None:
             return None
         loaded.restore(state)
@@ -340,8 +306,8 @@ class CheckpointManager:
             the save is committed or has failed.
         """
         started_ns = clock.now_ns()
-        iteration = checked_iteration(iteration)
-        wanted = wanted_tiers(self._places, tiers)
+        iteration = _checked_iteration(iteration)
+        wanted = self._wanted_tiers(tiers)
         self._check_may_save(iteration, suspect=suspect)
         self.finish_staging()
         restored = self._restored
@@ -350,6 +316,8 @@ class CheckpointManager:
             handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=restored.attempt)
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
+        if not suspect:
+            self._launcher.saving(iteration)
         attempt = self._next_attempt()
         handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=str(attempt))
         save = Save(
@@ -370,7 +338,7 @@ class CheckpointManager:
             self._submit(dataclasses.replace(save, error=str(error)))
             raise
         deferred = changed_only_by_step(state, flat) if self.config.overlap_staging else frozenset[str]()
-        save = self._pipeline.stage(save, flat, deferred)
+        save = self._stage(save, flat, deferred)
         if save.guard is not None:
             self._guard.watch(state, save.guard)
         self._submit(save)
@@ -378,7 +346,7 @@ class CheckpointManager:
         if not self.config.async_save:
             wait_for_all([handle], self._limit_s)
         elif save.attempt.ordinal == 0 and save.arena is not None:
-            self._pipeline.arenas.prepare(save.arena.num_bytes)
+            self._arenas.prepare(save.arena.num_bytes)
         if self.refusal is not None:  # only now: other ranks may not know it yet, and count on this one
             raise self.refusal
         return handle
@@ -414,15 +382,17 @@ class CheckpointManager:
         self._closed = True
         atexit.unregister(self._at_exit)
         self._guard.close()
-        self._pipeline.arenas.stop()
+        self._arenas.stop()
         is_idle = all(handle.done for handle in self._pending)
-        ended = self._pipeline.stop(0.5 if is_idle else 0.2)
+        ended = self._stop_lanes(0.5 if is_idle else 0.2)
         self._writer.close()
-        if not (ended := ended or self._pipeline.stop(2.0)):
+        if not (ended := ended or self._stop_lanes(2.0)):
             log.warning("the store does not answer, so a checkpoint thread still runs; it ends with the process")
-        self._leases.release(is_idle=ended)
+        self._claims.release(is_idle=ended)
         self._peers.close()
-        self._pipeline.close()
+        self._stager.close()
+        self._arenas.close()
+        self._launcher.close()
 
     def give_up(self) -> None:
         """Fail whatever waits for a save, as the call around it is left; :meth:`close` follows. Idempotent.
@@ -431,34 +401,37 @@ class CheckpointManager:
         """
         for handle in self._pending:
             handle.fail(CheckpointError(f"the save of iteration {handle.iteration} is abandoned"))
-        self._pipeline.arenas.give_up()
+        self._arenas.give_up()
         self._peers.cut()
 
-    def let_fail_when(self, is_left: Callable[[], bool]) -> None:
-        """Take saves that fail while this says so, or begins to within 2 s, for abandoned ones.
+    def treat_failures_as_abandoned(self, is_left: Callable[[], bool]) -> None:
+        """Count saves that fail while ``is_left()``, or that becomes true within 2 s, as abandoned.
 
         They are no incidents then, and do not count as failures. Called by threads of the manager's own.
         """
-        self._pipeline.outcomes.is_left = is_left
+        self._outcomes.is_left = is_left
 
     # -- loading -----------------------------------------------------------------------------------------------
 
     def _note_refused(self, error: DirectoryRefused) -> None:
         """Take note of why no save can succeed. Thread: any."""
-        self._pipeline.outcomes.refusal = error
+        self._outcomes.refusal = error
 
-    def _note_loaded(self, loaded: Loaded, started_ns: int, *, is_ours: bool) -> None:
+    def _note_loaded(self, loaded: ProvenGeneration, started_ns: int, *, is_ours: bool) -> None:
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
         if is_ours:
-            self._take_for_committed(loaded.known, loaded.not_finite, restored.generation)
+            self._start_from(loaded.committed, restored.generation)
         self._reporter.restored(restored)
+        self._launcher.loaded(restored)
 
-    def _take_for_committed(self, known: dict[int, set[Tier]], not_finite: frozenset[int], iteration: int) -> None:
+    def _start_from(self, committed: Committed, iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
-        self._restored_tiers = frozenset(known.get(iteration, ()))
-        self._pipeline.outcomes.durable = max(known, default=None)
-        self._pipeline.start_from(known, not_finite)
+        self._restored_tiers = frozenset(committed.tiers.get(iteration, ()))
+        self._outcomes.durable = max(committed.tiers, default=None)
+        self._near.start_from(committed)
+        if self._global is not None:
+            self._global.start_from(committed)
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -468,10 +441,19 @@ class CheckpointManager:
         return 2 * (self.config.save_timeout + GRACE_S)
 
     def _check_may_save(self, iteration: int, *, suspect: bool) -> None:
-        check_may_save(self._places, is_closed=self._closed, is_loaded=self._may_save or suspect)
+        if self._closed:
+            raise CheckpointError("the manager is closed")
+        if not self._may_save and not suspect:
+            # Beside generations that were not loaded, those would count as newer than what this training saves, and
+            # be loaded in its place.
+            newest = max(self._places.generations, default="unknown")
+            raise CheckpointError(
+                f"there are generations (newest: {newest}) that this training did not load; call load_latest() first, "
+                "or give an empty directory"
+            )
         if not suspect:
             limit = self.config.max_consecutive_save_failures
-            self._pipeline.outcomes.check(limit, rank=self._place.global_rank, iteration=iteration)
+            self._outcomes.check(limit, rank=self._place.global_rank, iteration=iteration)
 
     def _next_attempt(self) -> SaveAttempt:
         """Name an attempt; failed ones count, so that the ranks' counts stay alike."""
@@ -482,23 +464,101 @@ class CheckpointManager:
     def _submit(self, save: Save) -> None:
         self._pending = [*(pending for pending in self._pending if not pending.done), save.handle]
         self._newest = save.handle
-        if save.error is None and not self._pipeline.has(save):
+        if save.error is None and not self._near.has(save):
             is_async = self.config.async_save
             self._reporter.scheduled(save.iteration, save.tiers, stall_s=save.stall_s, is_async=is_async)
-        self._pipeline.submit(save)
+        self._near.submit(save)
+
+    def _wanted_tiers(self, tiers: Collection[str] | None) -> frozenset[Tier]:
+        """Return those of the tiers asked for that exist here; ``None`` = all.
+
+        Raises:
+            ConfigError: There is no such tier, or none of them is configured.
+        """
+        there = self._places.tiers
+        if tiers is None:
+            return there
+        names = {str(tier): tier for tier in Tier}
+        if unknown := [name for name in tiers if name not in names]:
+            raise ConfigError(f"there is no tier {unknown[0]!r}; the tiers are {', '.join(names)}")
+        wanted = frozenset(names[name] for name in tiers) & there
+        if not wanted:
+            raise ConfigError(
+                f"none of the tiers {', '.join(tiers)} is configured; there are {sorted(map(str, there))}"
+            )
+        return wanted
 
     def _prepare(self, state: Mapping[str, Any]) -> None:
         """Have memory ready for the first save, which is going to be about as large as the state is now."""
-        self._pipeline.prepare(
-            flatten({"state": capture(state), "random": capture_random()}),
-            SaveAttempt(job=self._place.job, cycle=0, token=self._places.token, ordinal=0),
+        flat = flatten({"state": capture(state), "random": capture_random()})
+        attempt = SaveAttempt(job=self._place.job, cycle=0, token=self._places.token, ordinal=0)
+        self._arenas.prepare(self._stager.size_of(flat, self._identity(0, attempt)) + (1 << 16))
+
+    def _stage(self, save: Save, flat: FlatState, deferred: frozenset[str]) -> Save:
+        """Copy a state; what goes wrong is the save's error, for all ranks.
+
+        Args:
+            save: What it is for.
+            flat: The state.
+            deferred: Names of tensors that may be copied after the return; they must not change before the save's
+                ``guard`` has returned.
+
+        Blocks: while the bytes that are not deferred are copied, and while both arenas are in use.
+        """
+        taken: list[Arena] = []
+
+        def provide(num_bytes: int) -> Arena:
+            taken.append(self._arenas.take(num_bytes))
+            return taken[0]
+
+        try:
+            staged = self._stager.stage(flat, self._identity(save.iteration, save.attempt), provide, deferred=deferred)
+        except BaseException as error:  # also a signal's, in the middle of the copy: the memory serves the next save
+            for arena in taken:
+                self._arenas.give_back(arena)
+            if isinstance(error, CheckpointError | RuntimeError | OSError | MemoryError):
+                return dataclasses.replace(save, error=str(error))
+            raise
+        return dataclasses.replace(
+            save,
+            arena=staged.arena,
+            num_bytes=staged.num_bytes,
+            tensors=staged.tensors,
+            guard=staged.wait if deferred else None,
+            stall_s=(clock.now_ns() - save.started_ns) / 1e9,
+        )
+
+    def _identity(self, iteration: int, attempt: SaveAttempt) -> Identity:
+        return Identity(
+            run=self._places.run,
+            topology=self._places.topology,
+            rank=self._place.global_rank,
+            world_size=len(self._places.nodes),
+            iteration=iteration,
+            attempt=str(attempt),
         )
 
     # -- ending ------------------------------------------------------------------------------------------------
 
     def _at_exit(self) -> None:
         """Leave fast, in the middle of whatever: the process ends, and perhaps a peer hangs."""
-        self._pipeline.arenas.stop()
+        self._arenas.stop()
         self._peers.cut()
         self._writer.close()
-        self._leases.release(is_idle=self._pipeline.stop(0.5))
+        self._claims.release(is_idle=self._stop_lanes(0.5))
+
+    def _stop_lanes(self, timeout_s: float) -> bool:
+        """Give up what is not committed yet and end the lanes' threads; return whether they ended in time."""
+        ended = self._near.stop(timeout_s)
+        return (self._global is None or self._global.stop(timeout_s)) and ended
+
+
+def _checked_iteration(iteration: int) -> int:
+    """Return a number of optimizer steps. Raises: ConfigError, when it is none."""
+    try:
+        number = operator.index(iteration)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"iteration={iteration!r} must be the number of optimizer steps done, 0 or more")
+    return number

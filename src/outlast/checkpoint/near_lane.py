@@ -12,187 +12,115 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
-import msgspec
-
-from outlast import clock
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.claim import Claim, DirectoryRefused, Held
+from outlast.checkpoint.claim import Claim, DirectoryRefused
 from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.durable import MAY_BE_INFINITE, is_finite
-from outlast.checkpoint.lane import SaveExchange, SaveOutcome, deadline
+from outlast.checkpoint.lane import Lane, RankAnswer, Reached, SaveOutcome
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, CopyKey, Manifest, ShardEntry, TensorEntry, encode_manifest
+from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.places import Places, Replication
-from outlast.checkpoint.save import Known, Save
+from outlast.checkpoint.save import Save
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
-from outlast.policy.retention import choose_kept
+from outlast.policy.retention import RetentionRules
 from outlast.runtime.files import fsync_folder
+from outlast.runtime.injection import reach
 
-__all__ = ["Committer", "Retention"]
-
+__all__ = ["NearLane"]
 
 log = logging.getLogger(__name__)
-GRACE_S = 10.0
-"""Ranks wait this much longer for the outcome than rank 0 does for its causes: better late than contradictory."""
 KEEP_TIMEOUT_S = 30.0
-MAX_TOLD = 3
+MAX_NAMED = 3
 """Tensors of a rank, and ranks, that a warning names."""
 _Infinite: TypeAlias = dict[int, tuple[str, ...]]
 """Rank to its first tensors that hold numbers that are infinite or NaN."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """How many generations of the local tier are kept."""
+class ShardReady(RankAnswer, frozen=True, kw_only=True):
+    """What a rank posts when its shard is digested, and durable if there is a local tier; or is not going to be."""
 
-    most_recent_k: int
-    suspect_window: int
-
-
-class _Ready(msgspec.Struct, frozen=True):
-    """What a rank says when its shard is digested, and durable if there is a local tier; or is not going to be."""
-
-    iteration: int
     shard: ShardEntry | None = None
     num_copies: int = 0
     not_finite: tuple[str, ...] = ()
-    """Names of tensors that hold numbers that are infinite or NaN; not more than are told."""
-    error: str | None = None
-    is_refused: bool = False
-    """The error is that the folder is another run's."""
+    """Names of tensors that hold numbers that are infinite or NaN; not more than are named."""
 
 
-class Committer:
-    """Commit saves to memory, local tier and replicas, in their order, in a thread of its own.
+class NearLane(Lane):
+    """Commit saves to memory, local tier and replicas.
 
     Args:
         places: Where, and who is there.
         rank: This rank.
-        topology: Digest of the ranks' arrangement.
-        store: A store connection for this thread alone.
+        store: A store connection for this lane's thread alone.
         writer: The writer process.
         timeout_s: Longest time from a save's start to its outcome.
+        claim: To this node's folder, on the rank that leads it; ``None`` = it leads none.
         retention: What is kept of the local tier.
         replication: What of this rank's shards goes to which other nodes.
-        on_committed: Called in this thread with each save that is committed to the near tiers, its tiers that are
-            still missing, and failures of its copies.
-        on_failed: Called in this thread with each save that is not, and its error.
-        lease: On this node's folder, on the rank that leads it; ``None`` = there is none.
-        at_stage: For fault injection: called with a stage's name just before it.
+        outcomes: Is called in the lane's thread with what became of each save.
+        global_lane: Takes saves further that are meant for the global tier, too; ``None`` = there is none.
     """
+
+    _tier = Tier.LOCAL
 
     def __init__(
         self,
         places: Places,
         *,
         rank: int,
-        topology: str,
         store: Any,
         writer: WriterClient,
         timeout_s: float,
-        retention: Retention,
+        claim: Claim | None,
+        retention: RetentionRules,
         replication: Replication,
-        on_committed: Callable[[Save, frozenset[Tier], tuple[f.CopyFailure, ...]], None],
-        on_failed: Callable[[Save, CheckpointError], None],
-        lease: Held | None = None,
-        at_stage: Callable[[str], None] | None = None,
+        outcomes: Outcomes,
+        global_lane: Lane | None,
     ) -> None:
-        self._places, self._rank, self._topology = places, rank, topology
-        self._writer, self._timeout_s, self._retention = writer, timeout_s, retention
-        self._on_committed, self._on_failed = on_committed, on_failed
-        self._at_stage = at_stage or (lambda name: None)
-        self._replication = replication
-        self._known = Known()
-        self._not_finite: set[int] = set()
+        self._places, self._writer, self._replication, self._global = places, writer, replication, global_lane
         self._infinite_tensors: tuple[str, ...] = ()
-        self._told_of = _Infinite()
-        leads = places.local is not None and places.is_leader(rank)
-        self._claim = Claim(places.local, places.run, places.seen_local, lease) if leads and places.local else None
-        self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self._exchange = SaveExchange(store, places.token, self._stop, rank=rank)
-        self._thread = threading.Thread(target=self._run, name="outlast-commit", daemon=True)
-        self._thread.start()
+        self._warned_of = _Infinite()
+        super().__init__(
+            "outlast-commit",
+            store,
+            places.token,
+            rank=rank,
+            world_size=len(places.nodes),
+            timeout_s=timeout_s,
+            claim=claim,
+            retention=retention,
+            outcomes=outcomes,
+        )
 
-    def start_from(self, known: dict[int, set[Tier]], not_finite: frozenset[int]) -> None:
-        """Take generations, and no others, for committed to these tiers. Only before the first save.
+    def _commit(self, save: Save) -> Reached:
+        missing = self._committed.missing(save)
+        if not missing:
+            log.debug("iteration %d is committed already; it is not written again", save.iteration)
+            return Reached(missing)
+        failures = self._commit_near(replace(save, tiers=missing))
+        # Every rank notes it here, in the order of the saves, whatever becomes of the global copy: what is missing
+        # must be the same for all.
+        self._committed.add(save.iteration, missing)
+        return Reached(missing - {Tier.GLOBAL}, failures, self._global if Tier.GLOBAL in missing else None)
 
-        Args:
-            known: Each generation's tiers.
-            not_finite: Generations that hold numbers that are infinite or NaN.
-        """
-        self._known, self._not_finite = Known(dict(known)), set(not_finite)
-
-    def has(self, save: Save) -> bool:
-        """Return whether a save's iteration is known to be in all of its tiers. Thread: any."""
-        return not self._known.missing(save)
-
-    def submit(self, save: Save) -> None:
-        """Commit a staged save. Thread: the training thread."""
-        self._saves.put(save)
-
-    def stop(self, timeout_s: float) -> bool:
-        """Give up what is not committed yet and end the thread; return whether it ended in time."""
-        self._stop.set()
-        self._saves.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (save := self._saves.get()) is not None:
-            missing = self._known.missing(save)
-            failures: tuple[f.CopyFailure, ...] = ()
-            try:
-                if missing:
-                    failures = self._commit(replace(save, tiers=missing))
-                    # Every rank notes it here, in the order of the saves, whatever becomes of the global copy: what is
-                    # missing must be the same for all.
-                    self._known.add(save.iteration, missing)
-                else:
-                    log.debug("iteration %d is committed already; it is not written again", save.iteration)
-            except CheckpointError as error:
-                self._fail(save, error)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a word
-                text = f"saving iteration {save.iteration} failed: {type(error).__name__}: {error}"
-                self._fail(save, CheckpointError(text, rank=self._rank, iteration=save.iteration))
-            else:
-                self._tell(self._on_committed, save, missing, failures)
-
-    def _fail(self, save: Save, error: CheckpointError) -> None:
-        self._clear_up(save)
-        self._tell(self._on_failed, save, error)
-
-    def _tell(self, listener: Callable[..., None], save: Save, *what: Any) -> None:
-        try:
-            listener(save, *what)
-        except Exception:  # a caller's own code, whose error is not the save's
-            log.exception("a callback after the save of iteration %d failed", save.iteration)
-
-    def _commit(self, save: Save) -> tuple[f.CopyFailure, ...]:
+    def _commit_near(self, save: Save) -> tuple[f.CopyFailure, ...]:
+        self._end_ns = save.started_ns + int(self._timeout_s * 1e9)
         ready, failures = self._write(save)
-        self._exchange.post(save.attempt.ordinal, f"ready/{self._rank}", ready)
+        self._post(save, f"ready/{self._rank}", ready)
         leads = self._places.is_leader(self._rank)
         manifest, infinite = self._lead(save) if leads else (None, {})
-        outcome = self._await(save, "outcome", SaveOutcome, grace_s=GRACE_S)
-        if outcome.is_refused:
-            self._exchange.part(save.attempt.ordinal, len(self._places.nodes), deadline(GRACE_S))
-        if outcome.error is not None:
-            what = f"iteration {save.iteration} is not saved"
-            raise outcome.failure(what, rank=self._rank, iteration=save.iteration)
-        self._exchange.forget(save.attempt.ordinal)
+        self._conclude(save, f"iteration {save.iteration} is not saved")
         self._keep(save, manifest)
         if leads and not save.suspect:
             self._note_infinite(save.iteration, infinite)
-        if leads and self._folder(save) is not None:
-            self._follow_up(save)
+        if leads and (folder := self._folder(save)) is not None:
+            self._follow_up(save, folder)
         return failures
 
     # -- this rank's part --------------------------------------------------------------------------------------
@@ -204,13 +132,13 @@ class Committer:
             return None
         return Directory(local.path / SUSPECT) if save.suspect else local
 
-    def _write(self, save: Save) -> tuple[_Ready, tuple[f.CopyFailure, ...]]:
+    def _write(self, save: Save) -> tuple[ShardReady, tuple[f.CopyFailure, ...]]:
         try:
             if save.guard is not None:
                 save.guard()
             if save.arena is None:
                 raise CheckpointError(save.error or "nothing was staged")
-            self._at_stage("data")
+            reach("checkpoint.data", attempt=str(save.attempt))
             self._hold_claim(save)
             folder, file = self._folder(save), shard_name(self._rank)
             path = folder.temporary(save.iteration, save.attempt) / file if folder is not None else None
@@ -224,11 +152,11 @@ class Committer:
                 holders=self._replication.holders if replicates else (),
                 timeout_s=self._replication.timeout_s,
             )
-            written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(save), fd=save.arena.fd)
+            written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(), fd=save.arena.fd)
         except DirectoryRefused as error:
-            return _Ready(save.iteration, error=str(error), is_refused=True), ()
+            return ShardReady(iteration=save.iteration, error=str(error), is_refused=True), ()
         except (CheckpointError, OSError) as error:
-            return _Ready(save.iteration, error=f"rank {self._rank}: {error}"), ()
+            return ShardReady(iteration=save.iteration, error=f"rank {self._rank}: {error}"), ()
         shard = ShardEntry(
             rank=self._rank,
             file=file,
@@ -241,7 +169,13 @@ class Committer:
             self._infinite_tensors = ()
         elif not self._infinite_tensors:  # once: with masks, say, each save would cost another look at everything
             self._infinite_tensors = _find_infinite(save)
-        return _Ready(save.iteration, shard, written.num_copies, self._infinite_tensors), written.failures
+        ready = ShardReady(
+            iteration=save.iteration,
+            shard=shard,
+            num_copies=written.num_copies,
+            not_finite=self._infinite_tensors,
+        )
+        return ready, written.failures
 
     def _hold_claim(self, save: Save) -> None:
         """Be sure that the node's folder is this run's, before data is written and again before the commit.
@@ -294,31 +228,24 @@ class Committer:
         except (OSError, CheckpointError) as failure:
             text = f"rank {self._rank}: {failure}" if isinstance(failure, OSError) else str(failure)
             mine = SaveOutcome.of(failure, text)
-        self._exchange.post(save.attempt.ordinal, f"renamed/{self._rank}", mine)
+        self._post(save, f"renamed/{self._rank}", mine)
         if self._rank == 0:
             outcome = mine
             for leader in self._places.leaders:
                 if outcome.error is None:
                     try:
-                        outcome = self._await(save, f"renamed/{leader}", SaveOutcome)
+                        outcome = self._receive(save, f"renamed/{leader}", SaveOutcome)
                     except CheckpointError as failure:
                         outcome = SaveOutcome.of(failure)
-            self._exchange.post(save.attempt.ordinal, "outcome", outcome)
+            self._post(save, "outcome", outcome)
         return manifest, infinite
 
     def _describe(self, save: Save) -> tuple[Manifest, _Infinite]:
         """Gather all ranks' shards."""
         replicates = self._replicates(save)
         shards, num_copies, infinite = [], [], _Infinite()
-        for rank in range(len(self._places.nodes)):
-            ready = self._await(save, f"ready/{rank}", _Ready)
-            if ready.iteration != save.iteration:
-                raise CheckpointError(
-                    f"rank {rank} saves iteration {ready.iteration} meanwhile; all ranks must save the same ones"
-                )
-            if ready.shard is None:
-                kind = DirectoryRefused if ready.is_refused else CheckpointError
-                raise kind(ready.error or f"rank {rank} has nothing")
+        for rank, ready in enumerate(self._gather(save, "ready", ShardReady)):
+            assert ready.shard is not None  # there is one, or an error
             shards.append(ready.shard)
             if not ready.shard.finite:
                 infinite[rank] = ready.not_finite
@@ -326,8 +253,8 @@ class Committer:
         manifest = Manifest(
             schema=SCHEMA,
             run=self._places.run,
-            topology=self._topology,
-            world_size=len(self._places.nodes),
+            topology=self._places.topology,
+            world_size=self._world_size,
             iteration=save.iteration,
             attempt=str(save.attempt),
             restored_from=save.restored_from,
@@ -341,18 +268,18 @@ class Committer:
 
     def _note_infinite(self, iteration: int, infinite: _Infinite) -> None:
         """Warn of numbers that are infinite or NaN, on rank 0, once until other ranks or tensors hold some."""
-        (self._not_finite.add if infinite else self._not_finite.discard)(iteration)
-        if infinite and infinite != self._told_of and self._rank == 0:
+        self._committed.note_finite(iteration, finite=not infinite)
+        if infinite and infinite != self._warned_of and self._rank == 0:
             named = [f"rank {rank} in {', '.join(names)}" for rank, names in sorted(infinite.items())]
-            more = f"; and {len(named) - MAX_TOLD} more ranks" if len(named) > MAX_TOLD else ""
+            more = f"; and {len(named) - MAX_NAMED} more ranks" if len(named) > MAX_NAMED else ""
             log.warning(
                 "iteration %d is saved with numbers that are infinite or NaN: %s%s; a load takes an older generation "
                 "without them where there is one, unless prefer_finite is off",
                 iteration,
-                "; ".join(named[:MAX_TOLD]),
+                "; ".join(named[:MAX_NAMED]),
                 more,
             )
-        self._told_of = infinite
+        self._warned_of = infinite
 
     def _place(self, save: Save, manifest: bytes) -> None:
         folder = self._folder(save)
@@ -363,67 +290,21 @@ class Committer:
             path = temporary / shard_name(rank)
             if not path.exists():
                 raise CheckpointError(f"rank {self._rank} does not see {path}; is it the same file system?")
-        self._at_stage("manifest")
+        reach("checkpoint.manifest", attempt=str(save.attempt))
         self._hold_claim(save)
         with open(temporary / MANIFEST, "xb") as file:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
         fsync_folder(temporary)
-        self._at_stage("rename")
-        folder.commit(save.iteration, save.attempt)
-
-    def _follow_up(self, save: Save) -> None:
-        """What a leader does once a generation is committed; none of it can undo that."""
-        folder = self._folder(save)
-        assert folder is not None
-        try:
-            if not save.suspect:
-                self._at_stage("tracker")
-                folder.point_to(save.iteration)
-                self._remove_old(folder, save.iteration)
-            if removed := folder.remove_stale(save.attempt):
-                log.debug("removed files of earlier attempts: %s", ", ".join(removed))
-        except OSError as error:
-            log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
-
-    def _remove_old(self, folder: Directory, newest: int) -> None:
-        """Remove what the newest commit makes superfluous; what is newer and was refused stays for whoever looks."""
-        present = folder.generations()
-        known = self._known.tiers
-        valid = [number for number in present if Tier.LOCAL in known.get(number, ()) or number == newest]
-        kept = choose_kept(
-            valid,
-            most_recent_k=self._retention.most_recent_k,
-            retain_interval=0,
-            suspect_window=self._retention.suspect_window,
-            not_finite=self._not_finite,
-        )
-        for generation in present:
-            if generation not in kept and generation < newest:
-                folder.remove(generation)
-                log.debug("removed generation %d; the newest %d are kept", generation, self._retention.most_recent_k)
-
-    # -- words -------------------------------------------------------------------------------------------------
-
-    def _await(self, save: Save, name: str, kind: type[Any], *, grace_s: float = 0.0) -> Any:
-        return self._exchange.hear(
-            save.iteration,
-            save.attempt.ordinal,
-            name,
-            kind,
-            lambda: self._left_s(save) + grace_s,
-            timeout_s=self._timeout_s,
-        )
+        reach("checkpoint.rename", attempt=str(save.attempt))
+        folder.promote(save.iteration, save.attempt)
 
     def _replicates(self, save: Save) -> bool:
         return Tier.REPLICA in save.tiers and not save.suspect
 
     def _key(self, save: Save) -> CopyKey:
         return CopyKey(save.iteration, str(save.attempt), self._rank)
-
-    def _left_s(self, save: Save) -> float:
-        return self._timeout_s - (clock.now_ns() - save.started_ns) / 1e9
 
 
 def _numbers(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, int, int], ...]:
@@ -440,7 +321,7 @@ def _find_infinite(save: Save) -> tuple[str, ...]:
         return ()
     with save.arena.view(save.num_bytes) as image:
         for tensor in save.tensors:
-            if tensor.dtype not in MAY_BE_INFINITE or len(found) == MAX_TOLD:
+            if tensor.dtype not in MAY_BE_INFINITE or len(found) == MAX_NAMED:
                 continue
             with image[tensor.offset : tensor.offset + tensor.num_bytes] as data:
                 if not is_finite(data, tensor.dtype):

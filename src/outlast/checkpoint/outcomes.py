@@ -14,10 +14,10 @@ from typing import Any
 from outlast import clock
 from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.claim import DirectoryRefused
-from outlast.checkpoint.lane import PeerSilent
+from outlast.checkpoint.launcher_report import LauncherReport
 from outlast.checkpoint.protocol import CopyFailure
 from outlast.checkpoint.recovery import Restored
-from outlast.checkpoint.save import Save, SaveResult
+from outlast.checkpoint.save import PeerSilent, Save, SaveResult
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
 from outlast.incidents import EventKind, Incident, IncidentKind
@@ -27,9 +27,9 @@ from outlast.wording import count
 
 __all__ = ["Outcomes", "Reporter"]
 
-
-_HEARSAY_S = 2.0
-"""Seconds in which a process hears that it has to leave what its peers have left already."""
+log = logging.getLogger(__name__)
+_LEAVING_S = 2.0
+"""Seconds in which a process learns that it has to leave what its peers have left already."""
 _LOOK_S = 0.01
 
 
@@ -39,23 +39,14 @@ class Outcomes:
     Args:
         reporter: Writes log and journal.
         arenas: Where a save's memory goes back to.
-        to_global: Hands a save that is committed nearby on to the global tier.
-        on_durable: Called with the iteration of each generation that a tier has committed.
+        launcher: Reports committed generations to the node's agent.
     """
 
-    def __init__(
-        self,
-        reporter: Reporter,
-        arenas: ArenaPool,
-        *,
-        to_global: Callable[[Save], None],
-        on_durable: Callable[[int], None],
-    ) -> None:
-        self._reporter, self._arenas = reporter, arenas
-        self._to_global, self._on_durable = to_global, on_durable
+    def __init__(self, reporter: Reporter, arenas: ArenaPool, launcher: LauncherReport) -> None:
+        self._reporter, self._arenas, self._launcher = reporter, arenas, launcher
         self._lock = threading.Lock()
         self._reached: dict[int, frozenset[Tier]] = {}
-        """Near tiers of the saves that are on their way to the global one, by their ordinal."""
+        """Tiers of the saves that are under way, by their ordinal."""
         self.durable: int | None = None
         """The newest generation known to be committed, loaded or saved."""
         self.num_failures = 0
@@ -64,7 +55,7 @@ class Outcomes:
         self.refusal: DirectoryRefused | None = None
         """Why no save of this run can succeed: a directory is another run's."""
         self.is_left: Callable[[], bool] | None = None
-        """Says whether the call that saves is left, and with it what is not committed; ``None``: there is no call."""
+        """Whether the call that saves is left, and with it what is not committed; ``None``: there is no call."""
 
     def check(self, limit: int, *, rank: int, iteration: int) -> None:
         """Raise :class:`CheckpointError` when ``limit`` saves in a row have failed; 0 = never."""
@@ -79,27 +70,28 @@ class Outcomes:
                 iteration=iteration,
             )
 
-    def near(self, save: Save, missing: frozenset[Tier], failures: tuple[CopyFailure, ...]) -> None:
-        """A save is committed to the near tiers, or was before; ``missing`` were the tiers that it still lacked."""
+    def committed(self, save: Save, tiers: frozenset[Tier], failures: tuple[CopyFailure, ...]) -> None:
+        """A save was committed to more tiers; empty: it was in all of them before."""
         for failure in failures:
             self._reporter.not_copied(save.iteration, failure)
-        near = missing - {Tier.GLOBAL}
-        if near and not save.suspect:
-            self._note_durable(save, near)
-        if Tier.GLOBAL in missing:
-            self._reached[save.attempt.ordinal] = near
-            self._to_global(save)
-        else:
-            self._succeed(save, near)
-
-    def far(self, save: Save, error: CheckpointError | None) -> None:
-        """A save reached the global tier, or did not."""
-        if error is not None:
-            self.failed(save, error)
+        self._reached[save.attempt.ordinal] = self._reached.get(save.attempt.ordinal, frozenset()) | tiers
+        if not tiers or save.suspect:
             return
-        if not save.suspect:
-            self._note_durable(save, frozenset({Tier.GLOBAL}))
-        self._succeed(save, self._reached.pop(save.attempt.ordinal, frozenset()) | {Tier.GLOBAL})
+        with self._lock:
+            self.durable = durable = max(self.durable or 0, save.iteration)
+        self._reporter.committed(_result(save), tiers)
+        self._launcher.committed(durable)
+
+    def finished(self, save: Save) -> None:
+        """A save is in all of its tiers."""
+        self._release(save)
+        reached = self._reached.pop(save.attempt.ordinal, frozenset())
+        with self._lock:
+            self.num_failures = 0
+        if reached and not save.suspect:
+            self._reporter.saved(_result(save), reached)
+        # Last, so that whoever waited finds the outcome logged and in the journal.
+        save.handle.succeed(_result(save))
 
     def failed(self, save: Save, error: CheckpointError) -> None:
         """A save did not reach a tier that it was meant for."""
@@ -117,30 +109,15 @@ class Outcomes:
         save.handle.fail(error)
 
     def _is_given_up(self) -> bool:
-        """Say whether a save failed because the call was left, here or at a peer. Blocks: up to 2 s."""
+        """Return whether a save failed because the call was left, here or at a peer. Blocks: up to 2 s."""
         if self.is_left is None:
             return False
-        end_ns = clock.now_ns() + int(_HEARSAY_S * 1e9)
+        end_ns = clock.now_ns() + int(_LEAVING_S * 1e9)
         while not self.is_left():
             if clock.now_ns() >= end_ns:
                 return False
             time.sleep(_LOOK_S)
         return True
-
-    def _succeed(self, save: Save, reached: frozenset[Tier]) -> None:
-        self._release(save)
-        with self._lock:
-            self.num_failures = 0
-        if reached and not save.suspect:
-            self._reporter.saved(_result(save), reached)
-        # Last, so that whoever waited finds the outcome logged and in the journal.
-        save.handle.succeed(_result(save))
-
-    def _note_durable(self, save: Save, tiers: frozenset[Tier]) -> None:
-        with self._lock:
-            self.durable = max(self.durable or 0, save.iteration)
-        self._reporter.committed(_result(save), tiers)
-        self._on_durable(save.iteration)
 
     def _release(self, save: Save) -> None:
         if save.arena is not None:
@@ -154,9 +131,6 @@ def _result(save: Save) -> SaveResult:
         duration_s=(clock.now_ns() - save.started_ns) / 1e9,
         stall_s=save.stall_s,
     )
-
-
-log = logging.getLogger(__name__)
 
 
 class Reporter:

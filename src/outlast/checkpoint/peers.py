@@ -6,8 +6,7 @@ import datetime
 from typing import Any
 
 from outlast.errors import PeerLost
-from outlast.runtime.gathering import gather_bytes
-from outlast.runtime.group import Group
+from outlast.runtime.process_groups import Group, gather_bytes
 
 __all__ = ["OwnStore", "Peers"]
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.claim import DirectoryContent, look_at
+from outlast.checkpoint.claim import Claim, DirectoryContent, DirectoryLease, DirectoryRefused, look_at
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import Directory
-from outlast.checkpoint.manifest import decode_manifest
+from outlast.checkpoint.manifest import decode_manifest, topology_digest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.replica.parity import holders_of
 from outlast.checkpoint.replica.replicator import Holder, Target
@@ -26,20 +26,25 @@ from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.env import WorkerEnv, clean_name
 from outlast.errors import CheckpointError, ConfigError, OutlastError, Unavailable
+from outlast.policy.checkpoint_plan import choose_partners, parity_groups
+from outlast.policy.lease import LeaseOwner as LeaseOwner
 from outlast.policy.lease import RunEvidence, choose_run, find_owner
-from outlast.policy.partners import choose_partners, parity_groups
+from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import own_address
+from outlast.runtime.processes import this_process, this_program
 
 __all__ = [
+    "Claims",
     "Places",
     "Replication",
     "agree_places",
     "group_of",
     "plan_replication",
-    "say_what_is_off",
+    "warn_of_copies",
 ]
 
 
+log = logging.getLogger(__name__)
 SECRET_BYTES = 32
 SERVE_TIMEOUT_S = 30.0
 _PROBE_BYTES = 64 * 1024
@@ -74,6 +79,22 @@ class Places:
     """What lay in this node's folder at the start; ``None``: there is none."""
     seen_global: DirectoryContent | None
     """What lay in the global tier then, on rank 0; ``None``: it could not be looked into, or there is none."""
+
+    @property
+    def topology(self) -> str:
+        """Digest of the ranks' arrangement."""
+        return topology_digest(len(self.nodes))
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        """The tiers that there are."""
+        there = {
+            Tier.MEMORY: self.memory,
+            Tier.LOCAL: self.local is not None,
+            Tier.REPLICA: bool(self.targets),
+            Tier.GLOBAL: self.directory is not None,
+        }
+        return frozenset(tier for tier, is_there in there.items() if is_there)
 
     def is_leader(self, rank: int) -> bool:
         """Return whether a rank acts for its node."""
@@ -111,7 +132,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
 
     Collective: all ranks.
     """
-    directory = GlobalDirectory(config.directory) if config.directory is not None else None
+    directory = GlobalDirectory.open(config.directory) if config.directory is not None else None
     local = None
     if config.local_directory is not None:
         local = Directory(Path(config.local_directory) / clean_name(place.node))
@@ -283,7 +304,75 @@ def _raise_first(errors: list[str]) -> None:
             raise Unavailable(f"the checkpoint directory cannot be used: {error}")
 
 
-log = logging.getLogger(__name__)
+class Claims:
+    """This rank's claims: to its node's folder if it leads the node, and on rank 0 to the global tier.
+
+    Args:
+        config: Whether another run's generations may be resumed from.
+        place: This rank's place.
+        places: Where the ranks save.
+        on_lost: Called in a thread of a lease's, when a directory was taken over.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, place: WorkerEnv, places: Places, *, on_lost: Callable[[DirectoryRefused], None]
+    ) -> None:
+        own = _describe_run(place, places.run)
+        may_resume_other = config.resume_from_other_run or place.resumes_other
+
+        def claim(directory: Directory | GlobalDirectory, seen: DirectoryContent | None) -> Claim:
+            lease = DirectoryLease(directory, own, may_resume_other=may_resume_other, on_lost=on_lost)
+            return Claim(directory, places.run, seen, lease)
+
+        leads = places.local is not None and places.is_leader(place.global_rank)
+        self.near = claim(places.local, places.seen_local) if leads and places.local is not None else None
+        """To this node's folder."""
+        is_first = places.directory is not None and place.global_rank == 0
+        self.far = claim(places.directory, places.seen_global) if is_first and places.directory is not None else None
+        """To the global tier."""
+        self._is_far_reachable = places.global_error is None
+
+    def acquire(self) -> DirectoryRefused | None:
+        """Take the leases on this rank's directories; return why that is refused.
+
+        One that cannot be written to may be loaded from all the same: its saves are going to fail with that error.
+
+        Blocks: where only time can tell whether an owner on another machine lives: 10 s, 50 s in an object store.
+        """
+        for claim, is_reachable in ((self.near, True), (self.far, self._is_far_reachable)):
+            try:
+                if claim is not None and is_reachable:
+                    claim.acquire()
+            except DirectoryRefused as error:
+                return error
+            except (CheckpointError, OSError) as error:
+                log.debug("a directory cannot be taken yet: %s", error)
+        return None
+
+    def release(self, *, is_idle: bool) -> None:
+        """Release the leases. Idempotent. Blocks: up to 2 s for each directory that does not answer."""
+        for claim in (self.near, self.far):
+            if claim is not None:
+                claim.release(is_idle=is_idle)
+
+
+def _describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
+    """Return how a worker's run describes itself in the record of a lease."""
+    has_job = place.launcher in ("outlast", "ray")
+    return LeaseOwner(
+        token="",
+        process=this_process(),
+        run=place.run_id,
+        run_dir=place.run_dir,
+        series=series,
+        names=place.names,
+        script=None if place.launcher == "ray" else this_program(),
+        job=f"{place.run_id} {place.job} {place.run_dir}" if has_job else None,
+        stage=(place.cycle, place.call),
+        allocation=place.allocation,
+        requeues=place.requeues,
+        outlives=place.config_file is not None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,8 +408,8 @@ def group_of(nodes: Sequence[str], parity: int, rank: int) -> tuple[int, ...]:
     return next(group for group in parity_groups(nodes, parity) if rank in group)
 
 
-def say_what_is_off(config: CheckpointConfig, places: Places) -> None:
-    """Say in the log why there are fewer copies than one might think, or others. Rank 0 does."""
+def warn_of_copies(config: CheckpointConfig, places: Places) -> None:
+    """Log why there are fewer copies than the settings suggest, or others. On rank 0."""
     if config.non_persistent_local_ckpt_algo == "fully_parallel" and places.local is not None:
         log.info(
             "non_persistent_local_ckpt_algo=fully_parallel is understood as atomic: each rank's local file holds all "

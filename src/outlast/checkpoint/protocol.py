@@ -1,12 +1,11 @@
-"""What a worker and the writer process say to each other: msgpack frames and descriptors over a Unix socket.
+"""What a worker and the writer process send each other over a Unix socket; see :mod:`outlast.runtime.wire`.
 
-A connection carries one request at a time. Nothing here imports torch."""
+A connection carries one request at a time, and its reply. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
-import os
-import socket
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -14,9 +13,9 @@ from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.parity import ParityMember
 from outlast.checkpoint.replica.replicator import Holder, Target
-from outlast.decoding import from_msgpack
 
 __all__ = [
+    "MAX_MESSAGE_BYTES",
     "CopyFailure",
     "Discard",
     "Done",
@@ -39,22 +38,20 @@ __all__ = [
     "Write",
     "WriterRefusal",
     "Written",
-    "receive_reply",
-    "receive_request",
-    "send_message",
 ]
 
 
-MAX_FRAME_BYTES = 1 << 28
+MAX_MESSAGE_BYTES = 1 << 28
+"""A manifest of many tensors, or the description of a file that consists of many."""
 
 
 class Take(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give me memory to stage a shard in. Reply: :class:`Taken`."""
+    """Provide memory to stage a shard in. Reply: :class:`Taken`."""
 
     rank: int
     num_bytes: int
     busy: tuple[int, ...] = ()
-    """Inodes of the memory that I still use."""
+    """Inodes of the memory that the worker still uses."""
     may_steal: bool = False
     """The kept generation is durable elsewhere: its memory may be given."""
 
@@ -117,7 +114,7 @@ class Discard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class List(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What do you hold in memory? Reply: :class:`Listed`."""
+    """List what is held in memory. Reply: :class:`Listed`."""
 
 
 class InMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +131,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give me a part that you hold. Reply: :class:`Opened`."""
+    """Open a part that is held. Reply: :class:`Opened`."""
 
     key: CopyKey
 
@@ -206,65 +203,3 @@ class WriterRefusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Request: TypeAlias = Take | Write | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
 Reply: TypeAlias = Taken | Written | Listed | Opened | Serving | Fetched | GotPart | Done | WriterRefusal | Assembled
-
-
-def send_message(connection: socket.socket, message: msgspec.Struct, fd: int | None = None) -> None:
-    """Send a message, with a descriptor if there is one.
-
-    Raises:
-        ConnectionError: The other end is gone.
-        TimeoutError: The connection's timeout passed.
-    """
-    data = msgspec.msgpack.encode(message)
-    head = len(data).to_bytes(4, "little")
-    if fd is None:
-        connection.sendall(head + data)
-        return
-    sent = socket.send_fds(connection, [head], [fd])
-    connection.sendall(head[sent:] + data)
-
-
-def receive_request(connection: socket.socket) -> tuple[Request, int | None] | None:
-    """Wait for a request; see :func:`_receive`."""
-    received: tuple[Request, int | None] | None = _receive(connection, Request)
-    return received
-
-
-def receive_reply(connection: socket.socket) -> tuple[Reply, int | None] | None:
-    """Wait for a reply; see :func:`_receive`."""
-    received: tuple[Reply, int | None] | None = _receive(connection, Reply)
-    return received
-
-
-def _receive(connection: socket.socket, kind: Any) -> Any:
-    """Wait for a message; return it and its descriptor, or ``None`` at the connection's end.
-
-    Raises:
-        ConnectionError: The connection broke, or carries nothing of ours.
-        TimeoutError: The connection's timeout passed.
-    """
-    head, fds, _, _ = socket.recv_fds(connection, 4, 1, socket.MSG_CMSG_CLOEXEC)
-    if not head:
-        return None
-    try:
-        head += _receive_exactly(connection, 4 - len(head))
-        data = _receive_exactly(connection, int.from_bytes(head, "little"))
-        return from_msgpack(data, kind), fds[0] if fds else None
-    except BaseException as error:  # whatever ends it, the descriptors came to stay nowhere
-        for fd in fds:
-            os.close(fd)
-        if isinstance(error, msgspec.MsgspecError):
-            raise ConnectionError(f"a message is none of ours ({error})") from error
-        raise
-
-
-def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    if num_bytes > MAX_FRAME_BYTES:
-        raise ConnectionError(f"a frame of {num_bytes} bytes is none of ours")
-    data = bytearray()
-    while len(data) < num_bytes:
-        part = connection.recv(min(1 << 20, num_bytes - len(data)))
-        if not part:
-            raise ConnectionError("the connection ended")
-        data += part
-    return bytes(data)

@@ -1,8 +1,8 @@
 """Recovery: all ranks agree on one generation, and every rank proves its copy before any live state is touched.
 
 Every rank lists what it could load, and all lists are gathered (:mod:`outlast.checkpoint.tiers`). All ranks choose
-alike (``policy.recovery_point``), each proves its copy, all vote; one "no" refuses that copy, and all choose again.
-Which tier a copy comes from may differ from rank to rank, the generation never.
+alike (``policy.recovery_point``), each proves its copy (:mod:`outlast.checkpoint.restore`), all vote; one "no" refuses
+that copy, and all choose again. Which tier a copy comes from may differ from rank to rank, the generation never.
 
 A rank whose live state is a generation already needs no copy of it while others load it. Such a state counts as one
 more copy of its rank, the nearest of all, of exactly one attempt, so that the choice is made as always.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.layouts import OtherLayout
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
-from outlast.checkpoint.restore import Opener, ProvenCopy
+from outlast.checkpoint.restore import CopyProver, ProvenCopy
+from outlast.checkpoint.save import Committed
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
@@ -34,70 +35,11 @@ from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
 from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_best_point, choose_recovery_point
 from outlast.runtime.random_numbers import restore_random
 
-__all__ = [
-    "LiveStateCopy",
-    "Loaded",
-    "Loader",
-    "Rejection",
-    "Restored",
-    "agree_and_prove",
-    "gather_kept",
-    "is_kept",
-    "known_generations",
-    "not_finite_generations",
-]
-
-
-_HOLDER = ""
-"""Of a live state, in a tier whose copies all have a holder; it sorts before every node's name."""
-
-
-class LiveStateCopy:
-    """In place of a proven copy: the live state, which stays as it is."""
-
-    num_bytes_read = 0
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """It is this very state."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Leave it as it is."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def is_kept(copy: Copy) -> bool:
-    """Return whether a copy is its rank's live state."""
-    return copy.tier == Tier.MEMORY and copy.holder == _HOLDER
-
-
-def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list[Copy | None]:
-    """Return by rank which generation its live state is; ``None`` = of none that counts.
-
-    What is committed nowhere does not count, nor what was saved by another number of ranks: all load that together.
-
-    Args:
-        has: Iteration and attempt, of this rank.
-        table: What all ranks could load.
-
-    Raises:
-        PeerLost: A peer left.
-
-    Collective: all ranks.
-    """
-    told = peers.gather(msgspec.json.encode(has))
-    everyone = [from_json(data, tuple[int, str] | None) for data in told]
-    committed = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
-    return [
-        Copy(one[0], one[1], Tier.MEMORY, _HOLDER)
-        if one is not None and one in committed and table.world_sizes.get(one[1], peers.world_size) == peers.world_size
-        else None
-        for one in everyone
-    ]
-
+__all__ = ["CheckpointRecovery", "ProvenGeneration", "Rejection", "Restored", "gather_kept", "is_kept"]
 
 log = logging.getLogger(__name__)
+_LIVE_STATE = ""
+"""Holder of a live state, in a tier whose copies all have a holder; it sorts before every node's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +57,7 @@ class Restored:
     tiers: tuple[str, ...]
     """The same for every rank."""
     rejected: list[Rejection]
-    """Copies that were passed over, of this generation and newer ones, of all ranks; the same on every rank."""
+    """Copies that were rejected, of this generation and newer ones, of all ranks; the same on every rank."""
     load_s: float
     bytes_read: dict[str, int]
     """Bytes that this rank read, by tier."""
@@ -124,7 +66,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class ProvenGeneration:
     """A generation that all ranks have proven."""
 
     point: RecoveryPoint
@@ -132,17 +74,15 @@ class Loaded:
     rejected: list[Rejection]
     finite: bool
     """Whether no number in it is infinite or NaN."""
-    known: dict[int, set[Tier]]
-    """This generation and older ones that all ranks could load, as far as can be told unread: the tiers that have all
-    of it, the near ones taken together."""
-    not_finite: frozenset[int]
-    """Generations, newer ones too, that hold numbers that are infinite or NaN."""
+    committed: Committed
+    """This generation and older ones that all ranks could load, as far as the listings show: the tiers that have all
+    of each, the near ones taken together; and the generations, newer ones too, that are not finite."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load it into a state that it was found to fit, and let go of it.
+        """Load it into a state that it was found to fit, and release it.
 
         Raises:
-            CheckpointError: A file changed since its proof, and ``state`` is of no use any more.
+            CheckpointError: A file changed since its proof, and ``state`` is unusable.
         """
         try:
             random = self.copy.restore(state)
@@ -150,107 +90,338 @@ class Loaded:
             self.copy.close()
         if random is not None:
             restore_random(random)
-        elif not isinstance(self.copy, LiveStateCopy):
-            log.info("loaded in another layout than it was saved in: every rank's random numbers start from a new seed")
 
     def describe(self, rank: int, *, load_s: float) -> Restored:
-        """Return what a rank's caller is told of it.
+        """Return what the caller of a load gets.
 
         Args:
-            rank: Which.
+            rank: Its rank.
             load_s: Seconds that the load took.
         """
-        mine = self.point.copies[rank]
+        tiers = tuple("kept" if is_kept(copy) else str(copy.tier) for copy in self.point.copies)
         return Restored(
             iteration=self.point.generation,
             generation=self.point.generation,
             attempt=self.point.attempt,
-            tier=_tier_word(mine),
-            tiers=tuple(_tier_word(copy) for copy in self.point.copies),
+            tier=tiers[rank],
+            tiers=tiers,
             rejected=self.rejected,
             load_s=load_s,
-            bytes_read={} if is_kept(mine) else {str(mine.tier): self.copy.num_bytes_read},
+            bytes_read={} if tiers[rank] == "kept" else {tiers[rank]: self.copy.num_bytes_read},
             finite=self.finite,
         )
 
 
 class _Vote(msgspec.Struct, frozen=True):
-    rejection: Rejection | None
+    rejection: Rejection | None = None
     fatal: str | None = None
+    """Why the generation does not fit the live state; nothing older is tried."""
     other_layout: bool = False
-    """It was saved in another layout over the ranks: the near tiers are of no use, the global one is resharded."""
+    """It was saved in another layout over the ranks: the near tiers are unusable, the global one is resharded."""
 
 
-def agree_and_prove(
-    table: Table,
-    places: Places,
-    peers: Peers,
-    obtain_copy: Callable[[Copy, bool], ProvenCopy],
-    usable: Callable[[ProvenCopy], None],
-    distrusted: Sequence[Distrusted],
-    kept: Sequence[Copy | None] = (),
-    *,
-    prefer_finite: bool = True,
-) -> Loaded | None:
-    """Find the newest generation that all ranks can prove, and return this rank's proven copy of it.
+class CheckpointRecovery:
+    """Find, prove and agree on a generation.
 
     Args:
+        config: Another place to load from, and timeouts.
+        places: Where this run saves.
+        peers: The ranks.
+        writer: Holds memory and communicates with other nodes.
+        arenas: Where copies from other nodes go.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        places: Places,
+        peers: Peers,
+        writer: WriterClient,
+        arenas: ArenaPool,
+    ) -> None:
+        self._config, self._places, self._peers = config, places, peers
+        self._writer, self._arenas = writer, arenas
+
+    def newest(
+        self, state: Mapping[str, Any], distrusted: Sequence[Distrusted], has: tuple[int, str] | None = None
+    ) -> tuple[ProvenGeneration | None, bool]:
+        """Prove the newest generation that all ranks can.
+
+        Where nothing can be loaded, but a save into memory was cut short (by a restart before all ranks had it, or by
+        the loss of a node that had the only copy) and nothing was ever committed to a directory, nothing that was
+        promised is lost: the run begins anew.
+
+        Args:
+            state: The live state, for which it must fit.
+            distrusted: Copies that led to invalid results.
+            has: Iteration and attempt that the live state of this rank is; ``None`` = of none.
+
+        Returns:
+            The generation, ``None`` if there is none at all; and whether it lies where this run saves.
+
+        Raises:
+            CheckpointError: There are generations, but none that all ranks can load, or it does not fit.
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        table = self._gather(self._places)
+        kept = gather_kept(has, table, self._peers)
+        if table.seen:
+            rejected = list(table.rejected)
+            proven = self._agree(table, self._places, state, distrusted, rejected, kept)
+            if proven is not None:
+                return proven, True
+            if table.is_durable or any(rejection.kind != Incomplete.__name__ for rejection in rejected):
+                raise _nothing_left(self._places, rejected)
+            if self._peers.rank == 0:
+                log.warning(
+                    "the run begins anew: nothing was ever committed to a directory, and what was saved in memory is "
+                    "not whole: %s",
+                    _reasons(rejected),
+                )
+        if self._config.load is None:
+            return None, True
+        other = self._other_place(self._config.load)
+        table = self._gather(other)
+        return self._prove(table, other, state, distrusted), False
+
+    def suspect(
+        self, state: Mapping[str, Any], iteration: int, distrusted: Sequence[Distrusted]
+    ) -> ProvenGeneration | None:
+        """Prove the generation of ``iteration`` that was saved for diagnosis; ``None`` when not all ranks have it.
+
+        What is known to be committed beside it are the generations up to that iteration.
+
+        Raises:
+            CheckpointError: It does not fit the live state.
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        committed = self.committed(iteration, distrusted)
+        places = self._places
+        local = Directory(places.local.path / SUSPECT) if places.local is not None else None
+        directory = places.directory.suspects if places.directory is not None else None
+        places = dataclasses.replace(places, directory=directory, local=local, memory=False, targets={})
+        table = self._gather(places)
+        table.not_finite.clear()  # that is what it was saved for
+        for copies in table.copies:
+            copies.intersection_update([copy for copy in copies if copy.generation == iteration])
+        try:
+            proven = self._prove(table, places, state, ())
+        except CheckpointError as error:
+            log.warning("the state that was saved for diagnosis is unavailable: %s", error)
+            return None
+        return None if proven is None else dataclasses.replace(proven, committed=committed)
+
+    def committed(self, newest: int, distrusted: Sequence[Distrusted]) -> Committed:
+        """Return what is committed where this run saves: the generations up to ``newest`` that all ranks could load.
+
+        Raises:
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        """
+        table = self._gather(self._places)
+        return _committed(table, _distrusted_copies(table, distrusted), newest)
+
+    def _gather(self, places: Places) -> Table:
+        return gather_copies(places, self._peers, self._writer)
+
+    def _other_place(self, url: str) -> Places:
+        """Return the places with another run's global tier, and nothing else, to load from."""
+        directory = GlobalDirectory.open(url)
+        run = ""
+        if self._peers.rank == 0:
+            try:
+                run = directory.run() or ""
+            except (CheckpointError, OSError) as error:
+                log.warning("%s cannot be read: %s", url, error)
+        run = self._peers.gather(run.encode())[0].decode()
+        return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
+
+    def _prove(
+        self, table: Table, places: Places, state: Mapping[str, Any], distrusted: Sequence[Distrusted]
+    ) -> ProvenGeneration | None:
+        """Prove the newest generation that all ranks can; ``None``: there is none at all."""
+        rejected = list(table.rejected)
+        proven = self._agree(table, places, state, distrusted, rejected)
+        if proven is None and table.seen:
+            raise _nothing_left(places, rejected)
+        return proven
+
+    def _agree(
+        self,
+        table: Table,
+        places: Places,
+        state: Mapping[str, Any],
+        distrusted: Sequence[Distrusted],
+        rejected: list[Rejection],
+        kept: Sequence[Copy | None] = (),
+    ) -> ProvenGeneration | None:
+        """Find the newest generation that all ranks can prove, and return this rank's proven copy of it.
+
+        Args:
+            table: What all ranks could load.
+            places: Where.
+            state: The live state.
+            distrusted: Copies that led to invalid results, with what descends from them.
+            rejected: Copies that are rejected already; those that are from now on are added.
+            kept: By rank, the generation that its live state is already; it then needs no copy of that.
+
+        Raises:
+            Mismatch: The generation does not fit a rank's live state; then nothing older is tried.
+            PeerLost: A peer left.
+
+        Collective: all ranks.
+        Blocks: until all ranks have read their copies.
+        """
+        committed, refused = table, _distrusted_copies(table, distrusted)
+        for rank, copies in refused.items():
+            for copy in sorted(copies):
+                error = Untrusted("led to invalid results, or descends from what did")
+                rejected.append(reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}"))
+        if any(kept):
+            table = dataclasses.replace(table, copies=_with_kept(table, kept, distrusted))
+        prover = CopyProver(
+            places=places,
+            peers=self._peers,
+            writer=self._writer,
+            arenas=self._arenas,
+            table=committed,
+            state=state,
+            timeout_s=self._config.replication_timeout,
+            fetch_limit_s=self._config.save_timeout,
+        )
+        resharded: set[str] = set()
+        doubtful = [{copy for copy in copies if is_doubtful(copy, distrusted)} for copies in table.copies]
+        put_off = table.not_finite if self._config.prefer_finite else set[tuple[int, str]]()
+        while (point := choose_best_point(table.copies, refused, doubtful=doubtful, not_finite=put_off)) is not None:
+            proven, vote = self._prove_and_vote(prover, point, reshard=point.attempt in resharded)
+            votes = [from_json(data, _Vote) for data in self._peers.gather(msgspec.json.encode(vote))]
+            against = [(rank, vote.rejection) for rank, vote in enumerate(votes) if vote.rejection is not None]
+            if not against:
+                for rank, vote in enumerate(votes):
+                    if vote.fatal is not None:
+                        text = f"generation {point.generation} does not fit rank {rank}: {vote.fatal}"
+                        raise Mismatch(text, rank=rank)
+                assert proven is not None
+                if (point.generation, point.attempt) not in put_off:
+                    rejected += _not_finite(table, refused, point, put_off)
+                newer = [rejection for rejection in rejected if rejection.generation >= point.generation]
+                return ProvenGeneration(
+                    point=point,
+                    copy=proven,
+                    finite=(point.generation, point.attempt) not in committed.not_finite,
+                    rejected=sorted(newer, key=lambda one: (-one.generation, one.rank, one.tier)),
+                    committed=_committed(committed, refused, point.generation),
+                )
+            if proven is not None:
+                proven.close()
+            has_other_layout = any(vote.other_layout for vote in votes)
+            for rank, rejection in against:
+                rejected.append(rejection)
+                if not has_other_layout:
+                    refused[rank].add(point.copies[rank])
+            if has_other_layout:
+                # All ranks load their parts of the global copy together, or none does.
+                is_tried = point.attempt in resharded
+                for rank, copies in enumerate(table.copies):
+                    of_point = {copy for copy in copies if copy.attempt == point.attempt}
+                    refused[rank] |= {
+                        copy for copy in of_point if is_tried or is_kept(copy) or copy.tier != Tier.GLOBAL
+                    }
+                resharded.add(point.attempt)
+        return None
+
+    def _prove_and_vote(
+        self, prover: CopyProver, point: RecoveryPoint, *, reshard: bool
+    ) -> tuple[ProvenCopy | None, _Vote]:
+        """Prove this rank's copy, or, with ``reshard``, this rank's part in the layout that the live state has now."""
+        rank = self._peers.rank
+        copy = point.copies[rank]
+
+        def no(error: CheckpointError) -> Rejection:
+            return reject(error, copy.generation, copy.tier, rank, _where(copy, rank))
+
+        try:
+            proven = ProvenCopy() if is_kept(copy) else prover.prove(copy, reshard)
+        except CheckpointError as error:
+            return None, _Vote(no(error), other_layout=isinstance(error, OtherLayout))
+        except (OSError, MemoryError, RuntimeError, ValueError) as error:  # torch's lack of memory is a RuntimeError
+            return None, _Vote(no(CheckpointError(f"cannot be read ({error})")))
+        except OutlastError:  # a peer left, say: nobody votes
+            raise
+        except Exception as error:  # noqa: BLE001 - resharding asks the live state, as below
+            return None, _Vote(fatal=f"{type(error).__name__}: {error}")
+        try:
+            proven.check(prover.state)
+        except OtherLayout as error:
+            return proven, _Vote(no(error), other_layout=True)
+        except CheckpointError as error:
+            return proven, _Vote(fatal=str(error))
+        except Exception as error:  # noqa: BLE001 - a state_dict() may raise anything; the peers wait for the vote
+            return proven, _Vote(fatal=f"{type(error).__name__}: {error}")
+        return proven, _Vote()
+
+
+def is_kept(copy: Copy) -> bool:
+    """Return whether a copy is its rank's live state."""
+    return copy.tier == Tier.MEMORY and copy.holder == _LIVE_STATE
+
+
+def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list[Copy | None]:
+    """Return by rank which generation its live state is; ``None`` = of none that counts.
+
+    What is committed nowhere does not count, nor what was saved by another number of ranks: all load that together.
+
+    Args:
+        has: Iteration and attempt, of this rank.
         table: What all ranks could load.
-        obtain_copy: Proves a copy of this rank, or, if its second argument says so, this rank's part in the layout that
-            the live state has now; see :class:`copies.Opener`.
-        usable: Raises CheckpointError when the copy does not fit the live state; then nothing older is tried.
-            Raises OtherLayout when resharded it might.
-        distrusted: Copies that led to invalid results, with what descends from them.
-        kept: By rank, the generation that its live state is already; it then needs no copy of that.
-        prefer_finite: Take an older generation rather than one with numbers that are infinite or NaN.
 
     Raises:
-        CheckpointError: There are generations, but none that all ranks can prove.
         PeerLost: A peer left.
 
     Collective: all ranks.
-    Blocks: until all ranks have read their copies.
     """
-    rejected = list(table.rejected)
-    committed, refused = table, _distrusted_copies(table, distrusted)
-    for rank, copies in refused.items():
-        for copy in sorted(copies):
-            error = Untrusted("led to invalid results, or descends from what did")
-            rejected.append(reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}"))
-    if any(kept):
-        table = dataclasses.replace(table, copies=_with_kept(table, kept, distrusted))
-    resharded: set[str] = set()
-    doubtful = [{copy for copy in copies if is_doubtful(copy, distrusted)} for copies in table.copies]
-    put_off = table.not_finite if prefer_finite else set[tuple[int, str]]()
-    while (point := choose_best_point(table.copies, refused, doubtful=doubtful, not_finite=put_off)) is not None:
-        mine = point.copies[peers.rank]
-        proven, vote = _prove_and_vote(mine, peers.rank, obtain_copy, usable, reshard=point.attempt in resharded)
-        votes = [from_json(data, _Vote) for data in peers.gather(msgspec.json.encode(vote))]
-        against = [(rank, vote.rejection) for rank, vote in enumerate(votes) if vote.rejection is not None]
-        if not against:
-            for rank, vote in enumerate(votes):
-                if vote.fatal is not None:
-                    raise Mismatch(f"generation {point.generation} does not fit rank {rank}: {vote.fatal}", rank=rank)
-            assert proven is not None
-            if (point.generation, point.attempt) not in put_off:
-                rejected += _not_finite(table, refused, point, put_off)
-            return _loaded(committed, refused, point, proven, rejected)
-        if proven is not None:
-            proven.close()
-        for rank, rejection in against:
-            rejected.append(rejection)
-            if not any(vote.other_layout for vote in votes):
-                refused[rank].add(point.copies[rank])
-        if any(vote.other_layout for vote in votes):
-            # All ranks load their parts of the global copy together, or none does.
-            for rank, copies in enumerate(table.copies):
-                of_point = {copy for copy in copies if copy.attempt == point.attempt}
-                is_tried = point.attempt in resharded
-                refused[rank] |= {copy for copy in of_point if is_tried or is_kept(copy) or copy.tier != Tier.GLOBAL}
-            resharded.add(point.attempt)
-    if not table.seen:
-        return None
-    raise _nothing_left(places, rejected)
+    everyone = [from_json(data, tuple[int, str] | None) for data in peers.gather(msgspec.json.encode(has))]
+    committed = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
+    return [
+        Copy(one[0], one[1], Tier.MEMORY, _LIVE_STATE)
+        if one is not None and one in committed and table.world_sizes.get(one[1], peers.world_size) == peers.world_size
+        else None
+        for one in everyone
+    ]
+
+
+def _with_kept(table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> list[set[Copy]]:
+    """Return each rank's copies with what its live state is, unless that is distrusted."""
+    return [
+        copies | {one} if one is not None and not is_distrusted(one, table.lineage, distrusted) else set(copies)
+        for copies, one in zip(table.copies, kept, strict=True)
+    ]
+
+
+def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[int, set[Copy]]:
+    return {
+        rank: {copy for copy in copies if is_distrusted(copy, table.lineage, distrusted)}
+        for rank, copies in enumerate(table.copies)
+    }
+
+
+def _committed(table: Table, refused: dict[int, set[Copy]], newest: int) -> Committed:
+    """Return the generations up to ``newest`` that all ranks could load, and all that are not finite."""
+    committed = Committed(not_finite={generation for generation, _ in table.not_finite})
+    for tiers in (frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}), frozenset({Tier.GLOBAL})):
+        held = [
+            {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier in tiers}
+            for rank, copies in enumerate(table.copies)
+        ]
+        for generation, _ in set.intersection(*held):
+            if generation <= newest:
+                committed.add(generation, tiers)
+    return committed
 
 
 def _not_finite(
@@ -276,94 +447,6 @@ def _not_finite(
         )
 
 
-def _with_kept(table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> list[set[Copy]]:
-    """Return each rank's copies with what its live state is, unless that is distrusted."""
-    return [
-        copies | {one} if one is not None and not is_distrusted(one, table.lineage, distrusted) else set(copies)
-        for copies, one in zip(table.copies, kept, strict=True)
-    ]
-
-
-def _tier_word(copy: Copy) -> str:
-    return "kept" if is_kept(copy) else str(copy.tier)
-
-
-def known_generations(table: Table, distrusted: Sequence[Distrusted], newest: int) -> dict[int, set[Tier]]:
-    """Return the generations up to ``newest`` that all ranks could load, with the tiers that have all of each."""
-    return _known(table, _distrusted_copies(table, distrusted), newest)
-
-
-def not_finite_generations(table: Table) -> frozenset[int]:
-    """Return the generations that hold numbers that are infinite or NaN."""
-    return frozenset(generation for generation, _ in table.not_finite)
-
-
-def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[int, set[Copy]]:
-    return {
-        rank: {copy for copy in copies if is_distrusted(copy, table.lineage, distrusted)}
-        for rank, copies in enumerate(table.copies)
-    }
-
-
-def _loaded(
-    table: Table, refused: dict[int, set[Copy]], point: RecoveryPoint, proven: ProvenCopy, rejected: list[Rejection]
-) -> Loaded:
-    newer = [rejection for rejection in rejected if rejection.generation >= point.generation]
-    return Loaded(
-        point=point,
-        copy=proven,
-        finite=(point.generation, point.attempt) not in table.not_finite,
-        rejected=sorted(newer, key=lambda one: (-one.generation, one.rank, one.tier)),
-        known=_known(table, refused, point.generation),
-        not_finite=not_finite_generations(table),
-    )
-
-
-def _known(table: Table, refused: dict[int, set[Copy]], newest: int) -> dict[int, set[Tier]]:
-    known: dict[int, set[Tier]] = {}
-    for tiers in ({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}, {Tier.GLOBAL}):
-        held = [
-            {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier in tiers}
-            for rank, copies in enumerate(table.copies)
-        ]
-        for generation, _ in set.intersection(*held):
-            if generation <= newest:
-                known.setdefault(generation, set()).update(tiers)
-    return known
-
-
-def _prove_and_vote(
-    copy: Copy,
-    rank: int,
-    obtain_copy: Callable[[Copy, bool], ProvenCopy],
-    usable: Callable[[ProvenCopy], None],
-    *,
-    reshard: bool,
-) -> tuple[ProvenCopy | None, _Vote]:
-    try:
-        proven = LiveStateCopy() if is_kept(copy) else obtain_copy(copy, reshard)
-    except CheckpointError as error:
-        rejection = reject(error, copy.generation, copy.tier, rank, _where(copy, rank))
-        return None, _Vote(rejection, other_layout=isinstance(error, OtherLayout))
-    except (OSError, MemoryError, RuntimeError, ValueError) as error:  # torch's lack of memory is a RuntimeError
-        failure = CheckpointError(f"cannot be read ({error})")
-        return None, _Vote(reject(failure, copy.generation, copy.tier, rank, _where(copy, rank)))
-    except OutlastError:  # a peer left, say: nobody votes
-        raise
-    except Exception as error:  # noqa: BLE001 - resharding asks the live state, as below
-        return None, _Vote(None, f"{type(error).__name__}: {error}")
-    try:
-        usable(proven)
-    except OtherLayout as error:
-        rejection = reject(error, copy.generation, copy.tier, rank, _where(copy, rank))
-        return proven, _Vote(rejection, other_layout=True)
-    except CheckpointError as error:
-        return proven, _Vote(None, str(error))
-    except Exception as error:  # noqa: BLE001 - a state_dict() may raise anything; the peers wait for the vote
-        return proven, _Vote(None, f"{type(error).__name__}: {error}")
-    return proven, _Vote(None)
-
-
 def _where(copy: Copy, rank: int) -> str:
     place = ""
     if copy.tier == Tier.REPLICA:
@@ -371,165 +454,24 @@ def _where(copy: Copy, rank: int) -> str:
     return f"step-{copy.generation}/rank-{rank:05d}{place}"
 
 
+def _reasons(rejected: list[Rejection]) -> str:
+    """Return the first reason of each generation, newest first."""
+    first: dict[int, Rejection] = {}
+    for rejection in rejected:
+        first.setdefault(rejection.generation, rejection)
+    return "; ".join(str(first[generation]) for generation in sorted(first, reverse=True))
+
+
 def _nothing_left(places: Places, rejected: list[Rejection]) -> CheckpointError:
     kinds = {rejection.kind for rejection in rejected}
     known = {"Incomplete": Incomplete, "Corrupt": Corrupt, "Untrusted": Untrusted}
     kind = known.get(kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
-    first: dict[int, Rejection] = {}
-    for rejection in rejected:
-        first.setdefault(rejection.generation, rejection)
-    reasons = "; ".join(str(first[generation]) for generation in sorted(first, reverse=True))
     where = " and ".join(
         str(one)
         for one in (places.local.path if places.local else None, places.directory and places.directory.url)
         if one
     )
     return kind(
-        f"{where or 'memory'} holds generations, but none that all ranks can load: {reasons}. "
+        f"{where or 'memory'} holds generations, but none that all ranks can load: {_reasons(rejected)}. "
         "Repair or move them away; to start from scratch, give an empty directory"
     )
-
-
-class Loader:
-    """Find and prove a generation.
-
-    Args:
-        config: Another place to load from, and timeouts.
-        places: Where this run saves.
-        peers: The ranks.
-        writer: Who holds memory and talks to other nodes.
-        arenas: Where copies from other nodes go.
-        topology: Digest of the ranks' arrangement.
-    """
-
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        places: Places,
-        peers: Peers,
-        writer: WriterClient,
-        arenas: ArenaPool,
-        *,
-        topology: str,
-    ) -> None:
-        self._config, self._places, self._peers = config, places, peers
-        self._writer, self._arenas, self._topology = writer, arenas, topology
-
-    def newest(
-        self, state: Mapping[str, Any], distrusted: Sequence[Distrusted], has: tuple[int, str] | None = None
-    ) -> tuple[Loaded | None, bool]:
-        """Prove the newest generation that all ranks can.
-
-        Args:
-            state: The live state, for which it must fit.
-            distrusted: Copies that led to invalid results.
-            has: Iteration and attempt that the live state of this rank is; ``None`` = of none.
-
-        Returns:
-            It, ``None`` if there is none at all; and whether it lies where this run saves.
-
-        Raises:
-            CheckpointError: There are generations, but none that all ranks can load, or it does not fit.
-            PeerLost: A peer left.
-
-        Collective: all ranks.
-        """
-        table = self._gather(self._places)
-        kept = gather_kept(has, table, self._peers)
-        if table.seen or self._config.load is None:
-            return self._prove(table, self._places, state, distrusted, kept), True
-        other = self._other_place(self._config.load)
-        return self._prove(self._gather(other), other, state, distrusted), False
-
-    def suspect(self, state: Mapping[str, Any], iteration: int, distrusted: Sequence[Distrusted]) -> Loaded | None:
-        """Prove the generation of ``iteration`` that was saved for diagnosis; ``None`` when not all ranks have it.
-
-        What is known to be committed beside it are the generations up to that iteration.
-
-        Raises:
-            CheckpointError: It does not fit the live state.
-            PeerLost: A peer left.
-
-        Collective: all ranks.
-        """
-        committed = self._gather(self._places)
-        places = self._places
-        local = Directory(places.local.path / SUSPECT) if places.local is not None else None
-        directory = places.directory.suspects if places.directory is not None else None
-        places = dataclasses.replace(places, directory=directory, local=local, memory=False, targets={})
-        table = self._gather(places)
-        table.not_finite.clear()  # that is what it was saved for
-        for copies in table.copies:
-            copies.intersection_update([copy for copy in copies if copy.generation == iteration])
-        try:
-            loaded = self._prove(table, places, state, ())
-        except CheckpointError as error:
-            log.warning("the state that was saved for diagnosis is unavailable: %s", error)
-            return None
-        if loaded is None:
-            return None
-        return dataclasses.replace(
-            loaded,
-            known=known_generations(committed, distrusted, iteration),
-            not_finite=not_finite_generations(committed),
-        )
-
-    def known(self, newest: int, distrusted: Sequence[Distrusted]) -> tuple[dict[int, set[Tier]], frozenset[int]]:
-        """Return what lies where this run saves.
-
-        Returns:
-            The generations up to ``newest`` that all ranks could load, with the tiers that have all of each; and the
-            generations, newer ones too, that hold numbers that are infinite or NaN.
-
-        Raises:
-            PeerLost: A peer left.
-
-        Collective: all ranks.
-        """
-        table = self._gather(self._places)
-        return known_generations(table, distrusted, newest), not_finite_generations(table)
-
-    def _gather(self, places: Places) -> Table:
-        return gather_copies(places, self._peers, self._writer, topology=self._topology)
-
-    def _prove(
-        self,
-        table: Table,
-        places: Places,
-        state: Mapping[str, Any],
-        distrusted: Sequence[Distrusted],
-        kept: Sequence[Copy | None] = (),
-    ) -> Loaded | None:
-        opener = Opener(
-            places,
-            self._peers,
-            self._writer,
-            self._arenas,
-            topology=self._topology,
-            table=table,
-            state=state,
-            timeout_s=self._config.replication_timeout,
-            fetch_limit_s=self._config.save_timeout,
-        )
-        return agree_and_prove(
-            table,
-            places,
-            self._peers,
-            opener.prove,
-            lambda copy: copy.check(state),
-            distrusted,
-            kept,
-            prefer_finite=self._config.prefer_finite,
-        )
-
-    def _other_place(self, url: str) -> Places:
-        """Return the places with another run's global tier, and nothing else, to load from."""
-        directory = GlobalDirectory(url)
-        run = ""
-        if self._peers.rank == 0:
-            try:
-                run = directory.run() or ""
-            except (CheckpointError, OSError) as error:
-                log.warning("%s cannot be read: %s", url, error)
-        run = self._peers.gather(run.encode())[0].decode()
-        return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)

@@ -1,45 +1,50 @@
-"""One rank's copy of a generation, proven: from memory, this node's disk, another node, or the global tier."""
+"""One rank's copy of a generation, proven and restored: from memory, this node's disk, another node or the global tier.
+
+A copy is proven before any live state is touched: every byte is compared with its digest. It is checked whether it fits
+the live state, and only once all ranks have voted (:mod:`outlast.checkpoint.recovery`) is it put into it.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena, ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import read_rank
+from outlast.checkpoint.dcp.load import bytes_of, read_rank
 from outlast.checkpoint.dcp.manifest import GlobalManifest
-from outlast.checkpoint.dcp.reshard import load_resharded
-from outlast.checkpoint.dcp.verified_file import VerifiedFiles
+from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
 from outlast.checkpoint.layouts import OtherLayout, check_same_layouts, meshes_of
 from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places, group_of
 from outlast.checkpoint.replica.parity import ParityMember
 from outlast.checkpoint.replica.replicator import Target
-from outlast.checkpoint.shard import DTYPE_NAMES, shard_name
-from outlast.checkpoint.shard_reader import Proof, prove, read
+from outlast.checkpoint.shard import DTYPE_NAMES, TREE, shard_name
 from outlast.checkpoint.state import Wrapped, capture, check_fit, decode, flatten, layouts_of, restore_into
 from outlast.checkpoint.tiers import PARITY, Table, check_manifest
+from outlast.checkpoint.verification import Proof, VerifiedFiles, prove_shard, read_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
 
-__all__ = ["Opener", "ProvenCopy"]
+__all__ = ["CopyProver", "ProvenCopy", "read_tensors"]
 
-
+log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
 _TORCH_TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, short in DTYPE_NAMES.items()}
 
 
-class ProvenCopy(Protocol):
-    """A copy whose every byte was compared with its digest."""
+class ProvenCopy:
+    """A copy whose every byte was compared with its digest; this one is the live state itself, which stays as it is."""
 
-    num_bytes_read: int
+    num_bytes_read = 0
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError when it does not fit the live state. Changes nothing."""
@@ -48,14 +53,15 @@ class ProvenCopy(Protocol):
         """Put it into the live state; return the saved random numbers, ``None`` when there are none for this rank.
 
         Raises:
-            CheckpointError: It changed since it was proven; the live state is then of no use.
+            CheckpointError: It changed since it was proven; the live state is then unusable.
         """
+        return None
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
 
 
-class _ShardCopy:
+class _ShardCopy(ProvenCopy):
     """A shard in a file or in shared memory."""
 
     def __init__(
@@ -69,7 +75,7 @@ class _ShardCopy:
     ) -> None:
         self._fd, self._manifest, self._rank, self._on_close = fd, manifest, rank, on_close
         try:
-            self._proof: Proof = prove(fd, manifest, rank, in_memory=in_memory)
+            self._proof = prove_shard(fd, manifest, rank, in_memory=in_memory)
         except BaseException:
             os.close(fd)  # and nothing else: what was refused is not held
             raise
@@ -88,7 +94,7 @@ class _ShardCopy:
             span = self._proof.spans.get(named.name)
             if span is not None and _takes(named.tensor, span.shape, span.dtype):
                 into[named.name] = named.tensor
-        tensors = read(self._fd, self._manifest, self._rank, self._proof, into)
+        tensors = read_tensors(self._fd, self._manifest, self._rank, self._proof, into)
         saved = decode(self._proof.tree, lambda name: _present(tensors, name), meshes_of(live))
         restore_into(state, saved["state"])
         return dict(saved["random"])
@@ -106,11 +112,16 @@ class _ShardCopy:
         return torch.empty((), dtype=_TORCH_TYPES[span.dtype]).expand(span.shape)
 
 
-class _GlobalCopy:
-    """A rank's exact state, put together from the global tier."""
+class _GlobalCopy(ProvenCopy):
+    """A rank's exact state, put together from the global tier, in memory of its own."""
 
     def __init__(
-        self, directory: GlobalDirectory, generation: int, manifest: Any, rank: int, state: Mapping[str, Any]
+        self,
+        directory: GlobalDirectory,
+        generation: int,
+        manifest: GlobalManifest,
+        rank: int,
+        state: Mapping[str, Any],
     ) -> None:
         self._unfit: Exception | None = None
 
@@ -135,73 +146,55 @@ class _GlobalCopy:
         restore_into(state, self._saved["state"])
         return dict(self._saved["random"])
 
-    def close(self) -> None:
-        """Nothing is held but memory of our own."""
 
+class _ReshardedCopy(ProvenCopy):
+    """A generation of another number of ranks, or another layout, loaded for this very state into tensors beside it."""
 
-class _ReshardedCopy:
-    """A generation of another number of ranks, or another layout, in tensors beside the live ones."""
-
-    def __init__(self, loaded: Any) -> None:
-        self._loaded = loaded
-        self.num_bytes_read: int = loaded.num_bytes_read
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """It was loaded for this very state."""
+    def __init__(self, resharded: Resharded) -> None:
+        self._resharded = resharded
+        self.num_bytes_read = resharded.num_bytes_read
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._loaded.apply()
-
-    def close(self) -> None:
-        """Nothing is held but memory of our own."""
+        self._resharded.apply()
+        log.info("loaded in another layout than it was saved in: every rank's random numbers start from a new seed")
 
 
-class Opener:
-    """Prove copies of this rank.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyProver:
+    """Proves copies of this rank."""
 
-    Args:
-        places: Where they may lie.
-        peers: The ranks, for generations that all load together.
-        writer: Who holds memory and talks to other nodes.
-        arenas: Where copies from other nodes go.
-        topology: Digest of the ranks' arrangement.
-        table: What all ranks could load.
-        state: The live state.
-        timeout_s: Seconds without progress after which another node is given up.
-    """
-
-    def __init__(
-        self,
-        places: Places,
-        peers: Peers,
-        writer: WriterClient,
-        arenas: ArenaPool,
-        *,
-        topology: str,
-        table: Table,
-        state: Mapping[str, Any],
-        timeout_s: float,
-        fetch_limit_s: float,
-    ) -> None:
-        self._places, self._peers, self._writer, self._arenas = places, peers, writer, arenas
-        self._topology, self._state = topology, state
-        self._world_sizes, self._members = table.world_sizes, table.members
-        self._timeout_s, self._fetch_limit_s = timeout_s, fetch_limit_s
+    places: Places
+    """Where they may lie."""
+    peers: Peers
+    """The ranks, for generations that all load together."""
+    writer: WriterClient
+    """Holds memory and communicates with other nodes."""
+    arenas: ArenaPool
+    """Where copies from other nodes go."""
+    """Digest of the ranks' arrangement."""
+    table: Table
+    """What all ranks could load."""
+    state: Mapping[str, Any]
+    """The live state."""
+    timeout_s: float
+    """Seconds without progress after which another node is given up."""
+    fetch_limit_s: float
+    """For all of a fetch."""
 
     def prove(self, copy: Copy, reshard: bool) -> ProvenCopy:
         """Compare every byte of a copy with its digest.
 
         Args:
             copy: Which.
-            reshard: Whether it was saved in another layout than the live state's; only of the global tier, and all
-                ranks say so.
+            reshard: Whether it was saved in another layout than the live state's; only of the global tier, and the
+                same on all ranks.
 
         Raises:
-            OtherLayout: It was, and that was not said.
-            CheckpointError: It is not what it should be, or cannot be had.
+            OtherLayout: It was, and ``reshard`` is off.
+            CheckpointError: It is not what it should be, or is unavailable.
             OSError: It cannot be read.
 
-        Collective: all ranks, for a generation of another number of ranks or layout; which one that is, all know alike.
+        Collective: all ranks, for a generation of another number of ranks or layout, which is the same on all.
         Blocks: while it is read.
         """
         match copy.tier:
@@ -215,36 +208,37 @@ class Opener:
                 return self._from_global(copy, reshard)
 
     def _from_memory(self, copy: Copy) -> _ShardCopy:
-        listed, _ = self._writer.ask(f.List(), f.Listed, timeout_s=OPEN_TIMEOUT_S)
+        listed, _ = self.writer.ask(f.List(), f.Listed, timeout_s=OPEN_TIMEOUT_S)
         for held in listed.generations:
             manifest, _ = decode_manifest(held.manifest)
             if (manifest.iteration, manifest.attempt) == (copy.generation, copy.attempt):
-                _, fd = self._writer.ask(f.Open(key=self._key(copy)), f.Opened, timeout_s=OPEN_TIMEOUT_S)
+                self._checked(manifest, copy)
+                _, fd = self.writer.ask(f.Open(key=self._key(copy)), f.Opened, timeout_s=OPEN_TIMEOUT_S)
                 if fd is not None:
-                    return _ShardCopy(fd, self._checked(manifest, copy), self._peers.rank, in_memory=True)
+                    return _ShardCopy(fd, manifest, self.peers.rank, in_memory=True)
         raise Incomplete("the writer does not hold it any more")
 
     def _from_disk(self, copy: Copy) -> _ShardCopy:
-        assert self._places.local is not None
-        manifest, _ = self._places.local.manifest(copy.generation)
-        path = self._places.local.generation(copy.generation) / shard_name(self._peers.rank)
+        assert self.places.local is not None
+        manifest = self._checked(self.places.local.manifest(copy.generation)[0], copy)
+        path = self.places.local.generation(copy.generation) / shard_name(self.peers.rank)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return _ShardCopy(fd, self._checked(manifest, copy), self._peers.rank, in_memory=False)
+        return _ShardCopy(fd, manifest, self.peers.rank, in_memory=False)
 
     def _from_node(self, copy: Copy) -> _ShardCopy:
-        target = self._places.targets[copy.holder]
+        target = self.places.targets[copy.holder]
         data = self._fetch_manifest(copy, target)
         manifest = self._checked(decode_manifest(data)[0], copy)
         request = f.Fetch(
             key=self._key(copy),
-            num_bytes=manifest.shards[self._peers.rank].num_bytes,
+            num_bytes=manifest.shards[self.peers.rank].num_bytes,
             target=target,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
         )
         return self._fetch(copy, request, manifest, data, f"node {copy.holder} gave other bytes than were saved")
 
     def _from_parity(self, copy: Copy) -> _ShardCopy:
-        members, rank, targets = self._members[copy.attempt], self._peers.rank, self._places.targets
+        members, rank, targets = self.table.members[copy.attempt], self.peers.rank, self.places.targets
         known = [other for other in sorted(members) if other != rank]
         data = self._fetch_manifest(copy, targets[members[known[0]]])
         manifest = self._checked(decode_manifest(data)[0], copy)
@@ -263,7 +257,7 @@ class Opener:
                 )
                 for other in group
             ),
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
         )
         others = ", ".join(members[other] for other in group if other != rank)
         problem = f"what was rebuilt from nodes {others} is not what was saved"
@@ -271,16 +265,16 @@ class Opener:
 
     def _fetch_manifest(self, copy: Copy, target: Target) -> bytes:
         part = CopyKey(copy.generation, copy.attempt, 0, MANIFEST_PART)
-        request = f.GetPart(key=part, target=target, timeout_s=self._timeout_s)
-        return self._writer.ask(request, f.GotPart, timeout_s=self._fetch_limit_s)[0].data
+        request = f.GetPart(key=part, target=target, timeout_s=self.timeout_s)
+        return self.writer.ask(request, f.GotPart, timeout_s=self.fetch_limit_s)[0].data
 
     def _fetch(self, copy: Copy, request: f.Fetch, manifest: Manifest, data: bytes, problem: str) -> _ShardCopy:
         """Have the writer get a shard into memory, which is then kept as this node's copy."""
-        rank = self._peers.rank
+        rank = self.peers.rank
         chunks = manifest.shards[rank].chunks
-        arena = self._arenas.take(request.num_bytes)
+        arena = self.arenas.take(request.num_bytes)
         try:
-            fetched, _ = self._writer.ask(request, f.Fetched, timeout_s=self._fetch_limit_s, fd=arena.fd)
+            fetched, _ = self.writer.ask(request, f.Fetched, timeout_s=self.fetch_limit_s, fd=arena.fd)
             if fetched.chunks != chunks:
                 wrong = next(n for n, chunk in enumerate(chunks) if fetched.chunks[n : n + 1] != (chunk,))
                 raise Corrupt(f"{problem}: chunk {wrong} differs")
@@ -288,24 +282,24 @@ class Opener:
                 os.dup(arena.fd), manifest, rank, in_memory=True, on_close=lambda: self._hold(arena, copy, data)
             )
         except BaseException:  # whatever failed, the memory serves the next one
-            self._arenas.give_back(arena)
+            self.arenas.give_back(arena)
             raise
 
     def _hold(self, arena: Arena, copy: Copy, manifest: bytes) -> None:
         """Have the writer keep what came from another node: it is this node's memory copy now."""
         try:
-            if self._writer.outlives_worker:
+            if self.writer.outlives_worker:
                 keep = f.KeepPart(key=self._key(copy), manifest=manifest)
-                self._writer.ask(keep, f.Done, timeout_s=OPEN_TIMEOUT_S)
+                self.writer.ask(keep, f.Done, timeout_s=OPEN_TIMEOUT_S)
         except CheckpointError:
             pass  # the next save makes another
         finally:
-            self._arenas.give_back(arena)
+            self.arenas.give_back(arena)
 
     def _from_global(self, copy: Copy, reshard: bool) -> ProvenCopy:
-        directory = self._places.directory
+        directory = self.places.directory
         assert directory is not None
-        same = self._world_sizes.get(copy.attempt) == self._peers.world_size and not reshard
+        same = self.table.world_sizes.get(copy.attempt) == self.peers.world_size and not reshard
         manifest, problem = None, ""
         try:
             manifest = directory.manifest(copy.generation)
@@ -314,31 +308,61 @@ class Opener:
         except (CheckpointError, OSError) as error:
             if same:
                 raise
-            problem = f"rank {self._peers.rank}: {error}"
+            problem = f"rank {self.peers.rank}: {error}"
         if same:
             assert manifest is not None
             self._warn_of_metadata(directory, manifest)
-            return _GlobalCopy(directory, copy.generation, manifest, self._peers.rank, self._state)
+            return _GlobalCopy(directory, copy.generation, manifest, self.peers.rank, self.state)
         # All ranks load together: if one cannot even begin, none may.
-        for told in self._peers.gather(problem.encode()):
-            if told:
-                raise CheckpointError(told.decode())
+        for text in self.peers.gather(problem.encode()):
+            if text:
+                raise CheckpointError(text.decode())
         assert manifest is not None
         self._warn_of_metadata(directory, manifest)
-        return _ReshardedCopy(load_resharded(directory, copy.generation, manifest, self._state))
+        return _ReshardedCopy(load_resharded(directory, copy.generation, manifest, self.state))
 
     def _warn_of_metadata(self, directory: GlobalDirectory, manifest: GlobalManifest) -> None:
-        if self._peers.rank == 0:
+        if self.peers.rank == 0:
             VerifiedFiles(directory, manifest).warn_of_metadata()
 
     def _key(self, copy: Copy) -> CopyKey:
-        return CopyKey(copy.generation, copy.attempt, self._peers.rank)
+        return CopyKey(copy.generation, copy.attempt, self.peers.rank)
 
     def _checked(self, manifest: Manifest, copy: Copy) -> Manifest:
-        check_manifest(manifest, run=self._places.run, topology=self._topology, world_size=self._peers.world_size)
+        check_manifest(manifest, self.places)
         if (manifest.iteration, manifest.attempt) != (copy.generation, copy.attempt):
             raise Untrusted(f"is of attempt {manifest.attempt} at iteration {manifest.iteration}")
         return manifest
+
+
+def read_tensors(
+    fd: int, manifest: Manifest, rank: int, proof: Proof, into: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Read a proven shard's tensors.
+
+    Args:
+        fd: The shard.
+        manifest: Its generation.
+        rank: Whose it is.
+        proof: What ``prove_shard`` returned.
+        into: Contiguous CPU tensors of the right type and shape that take their bytes, by name; others are new.
+
+    Returns:
+        All tensors but the tree, by name; those of ``into`` are the given ones.
+
+    Raises:
+        CheckpointError: It is not what was proven; what ``into`` holds is unusable.
+        OSError: It cannot be read.
+
+    Blocks: while all of it is read, by two threads.
+    """
+    tensors = {
+        name: into[name] if name in into else torch.empty(span.shape, dtype=_TORCH_TYPES[span.dtype])
+        for name, span in proof.spans.items()
+    }
+    read_shard(fd, manifest, rank, proof, {name: bytes_of(tensor) for name, tensor in tensors.items()})
+    del tensors[TREE]
+    return tensors
 
 
 def _check_layouts(tree: bytes, live: dict[str, Any]) -> None:

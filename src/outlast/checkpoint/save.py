@@ -13,7 +13,11 @@ from outlast.checkpoint.manifest import TensorEntry
 from outlast.errors import CheckpointError, DeadlineExceeded
 from outlast.policy.recovery_point import Tier
 
-__all__ = ["Known", "Save", "SaveHandle", "SaveResult", "wait_for_all"]
+__all__ = ["Committed", "PeerSilent", "Save", "SaveHandle", "SaveResult", "wait_for_all"]
+
+
+class PeerSilent(CheckpointError):
+    """A save failed because a rank is gone, or does not answer: not for want of a place to write to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +91,13 @@ class SaveHandle:
         return self._result
 
     def succeed(self, result: SaveResult) -> None:
-        """Say that the save is committed; what was said first stays."""
+        """End it as committed; the first end counts."""
         if not self._finished.is_set():
             self._result = result
             self._finished.set()
 
     def fail(self, error: CheckpointError) -> None:
-        """Say that the save failed; what was said first stays."""
+        """End it as failed; the first end counts."""
         if not self._finished.is_set():
             self._error = error
             self._finished.set()
@@ -137,19 +141,34 @@ class Save:
     guard: Callable[[], None] | None = None
     """Waits until the arena is filled; ``None`` = it is."""
     error: str | None = None
-    """Why there is nothing staged on this rank: the others must hear of it, or they would wait."""
+    """Why there is nothing staged on this rank: the others must be informed, or they would wait."""
 
 
 @dataclass(slots=True)
-class Known:
-    """What is known to be committed."""
+class Committed:
+    """Which generations are known to be committed, and which of all hold numbers that are infinite or NaN."""
 
     tiers: dict[int, set[Tier]] = field(default_factory=dict)
+    """Each committed generation's tiers."""
+    not_finite: set[int] = field(default_factory=set)
+    """Generations that hold numbers that are infinite or NaN, committed here or newer."""
 
     def missing(self, save: Save) -> frozenset[Tier]:
         """Return the tiers that a save is meant for and its iteration is not in yet."""
         return save.tiers - self.tiers.get(save.iteration, set())
 
     def add(self, iteration: int, tiers: frozenset[Tier]) -> None:
-        """Take an iteration for committed to these tiers, too."""
+        """Count an iteration as committed to these tiers, too."""
         self.tiers.setdefault(iteration, set()).update(tiers)
+
+    def generations(self, tier: Tier) -> set[int]:
+        """Return the generations that are committed to a tier."""
+        return {generation for generation, tiers in self.tiers.items() if tier in tiers}
+
+    def note_finite(self, iteration: int, *, finite: bool) -> None:
+        """Note whether all numbers of a generation are finite."""
+        (self.not_finite.discard if finite else self.not_finite.add)(iteration)
+
+    def copy(self) -> Committed:
+        """Return a copy that changes by itself."""
+        return Committed({generation: set(tiers) for generation, tiers in self.tiers.items()}, set(self.not_finite))

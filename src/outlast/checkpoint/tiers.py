@@ -11,13 +11,13 @@ import msgspec
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import GlobalManifest
-from outlast.checkpoint.directory import part_name
+from outlast.checkpoint.directory import TRACKER, part_name
 from outlast.checkpoint.manifest import SHARD_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places, group_of
 from outlast.checkpoint.replica.parity import PARITY_PART
 from outlast.checkpoint.shard import shard_name
-from outlast.checkpoint.shard_reader import check_shard
+from outlast.checkpoint.verification import check_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Untrusted
@@ -32,7 +32,7 @@ PARITY = "parity"
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """One copy that was passed over, and why."""
+    """One copy that was rejected, and why."""
 
     generation: int
     tier: str
@@ -63,9 +63,13 @@ class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
     """Whether no number in it is infinite or NaN."""
 
 
-class _Listing(msgspec.Struct, frozen=True):
-    held: list[HeldGeneration]
-    rejected: list[Rejection]
+class _Listing(msgspec.Struct):
+    """What one rank found."""
+
+    held: list[HeldGeneration] = []
+    rejected: list[Rejection] = []
+    is_durable: bool = False
+    """Whether a directory shows that a generation was committed to it, or may have been."""
 
 
 @dataclass(slots=True)
@@ -85,9 +89,12 @@ class Table:
     """Iteration and attempt of the generations that hold numbers that are infinite or NaN."""
     seen: set[int] = field(default_factory=set)
     """Generations that exist somewhere, whole or not."""
+    is_durable: bool = True
+    """Whether a directory shows that a generation was committed to it, or may have been: its tracker, which is written
+    after each commit, anything of the global tier, or a directory that cannot be read."""
 
 
-def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topology: str) -> Table:
+def gather_copies(places: Places, peers: Peers, writer: WriterClient) -> Table:
     """List what this rank's node and, rank 0, the global tier hold; return what all ranks found.
 
     Raises:
@@ -95,9 +102,9 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topolog
 
     Collective: all ranks.
     """
-    mine = _Listing([], [])
-    _list_memory(mine, places, peers, writer, topology)
-    _list_local(mine, places, peers, topology)
+    mine = _Listing()
+    _list_memory(mine, places, writer)
+    _list_local(mine, places, peers.rank)
     if peers.rank == 0 and places.directory is not None:
         _list_global(mine, places.directory, places)
     listings = [from_json(data, _Listing) for data in peers.gather(msgspec.json.encode(mine))]
@@ -117,6 +124,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, *, topolog
         _enter_rebuildable(table, held)
     table.seen = {held.generation for one in listings for held in one.held if held.ranks or held.tier == Tier.GLOBAL}
     table.seen |= {rejection.generation for rejection in table.rejected}
+    table.is_durable = any(one.is_durable for one in listings)
     table.rejected += _lacking(table)
     return table
 
@@ -155,7 +163,7 @@ def _enter_rebuildable(table: Table, held: HeldGeneration) -> None:
                 table.copies[rank].add(Copy(held.generation, held.attempt, Tier.REPLICA, PARITY))
 
 
-def _list_memory(mine: _Listing, places: Places, peers: Peers, writer: WriterClient, topology: str) -> None:
+def _list_memory(mine: _Listing, places: Places, writer: WriterClient) -> None:
     if not places.memory:
         return
     try:
@@ -165,7 +173,7 @@ def _list_memory(mine: _Listing, places: Places, peers: Peers, writer: WriterCli
     for generation in listed.generations:
         try:
             manifest, _ = decode_manifest(generation.manifest)
-            check_manifest(manifest, run=places.run, topology=topology, world_size=peers.world_size)
+            check_manifest(manifest, places)
         except CheckpointError:
             continue  # of another run or arrangement; memory is not where anyone looks for those
         ranks = tuple(sorted(part.rank for part in generation.parts if part.part == SHARD_PART))
@@ -173,31 +181,32 @@ def _list_memory(mine: _Listing, places: Places, peers: Peers, writer: WriterCli
         mine.held.append(_held(manifest, Tier.MEMORY, ranks, parities))
 
 
-def _list_local(mine: _Listing, places: Places, peers: Peers, topology: str) -> None:
+def _list_local(mine: _Listing, places: Places, own: int) -> None:
     if places.local is None:
         return
-    speaks = places.is_leader(peers.rank)
+    speaks = places.is_leader(own)
+    mine.is_durable = (places.local.path / TRACKER).exists()
     for generation in places.local.generations():
         file = f"step-{generation}/manifest.json"
         try:
             manifest, _ = places.local.manifest(generation)
-            check_manifest(manifest, run=places.run, topology=topology, world_size=peers.world_size)
+            check_manifest(manifest, places)
             if manifest.iteration != generation:
                 raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
         except CheckpointError as error:
-            if peers.rank in places.members(peers.rank):
-                mine.rejected.append(reject(error, generation, Tier.LOCAL, peers.rank, file))
+            if own in places.members(own):
+                mine.rejected.append(reject(error, generation, Tier.LOCAL, own, file))
             continue
         folder = places.local.generation(generation)
         present = []
-        for rank in range(manifest.world_size) if speaks else [peers.rank]:
+        for rank in range(manifest.world_size) if speaks else [own]:
             path = folder / shard_name(rank)
-            belongs = rank in places.members(peers.rank) and _saved_here(manifest, rank, places)
+            belongs = rank in places.members(own) and _saved_here(manifest, rank, places)
             try:
                 check_shard(path, manifest, rank)
                 present.append(rank)
             except CheckpointError as error:
-                if rank == peers.rank and (belongs or not isinstance(error, Incomplete) or path.exists()):
+                if rank == own and (belongs or not isinstance(error, Incomplete) or path.exists()):
                     file = f"step-{generation}/{shard_name(rank)}"
                     mine.rejected.append(reject(error, generation, Tier.LOCAL, rank, file))
         parities = []
@@ -225,7 +234,9 @@ def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> 
 
     try:
         generations = directory.generations()
+        mine.is_durable |= bool(generations) or TRACKER in directory.names()
     except (CheckpointError, OSError) as error:
+        mine.is_durable = True  # for all that is known
         mine.rejected.append(reject(error, -1, Tier.GLOBAL, 0, directory.url))
         return
     with ThreadPoolExecutor(NUM_LISTERS, thread_name_prefix="outlast-list") as pool:
@@ -246,21 +257,22 @@ def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> 
                 )
 
 
-def check_manifest(manifest: Manifest, *, run: str, topology: str, world_size: int) -> None:
+def check_manifest(manifest: Manifest, places: Places) -> None:
     """Check that a generation of memory, local tier or replica is one of these ranks.
 
     Raises:
         Untrusted: It is not.
     """
-    if manifest.run != run:
-        raise Untrusted(f"belongs to run {manifest.run}, this directory to run {run}")
+    world_size = len(places.nodes)
+    if manifest.run != places.run:
+        raise Untrusted(f"belongs to run {manifest.run}, this directory to run {places.run}")
     if manifest.world_size != world_size:
         raise Untrusted(
             f"was saved by {manifest.world_size} ranks and cannot be loaded by {world_size}; start with "
             f"{manifest.world_size} ranks, or load from the global tier (directory), which any number can"
         )
-    if manifest.topology != topology:
-        raise Untrusted(f"was saved by ranks of topology {manifest.topology}, these have {topology}")
+    if manifest.topology != places.topology:
+        raise Untrusted(f"was saved by ranks of topology {manifest.topology}, these have {places.topology}")
 
 
 def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str) -> Rejection:

@@ -28,7 +28,9 @@ from outlast.checkpoint.replica.parity import blocks_of, rebuild
 from outlast.checkpoint.replica.replicator import CopyOutcome, Replicator
 from outlast.checkpoint.replica.server import ReplicaServer
 from outlast.checkpoint.vault import Image, Vault
+from outlast.runtime.injection import reach
 from outlast.runtime.processes import die_with_parent
+from outlast.runtime.wire import MessageChannel
 
 __all__ = ["Writer", "main"]
 
@@ -41,12 +43,10 @@ class Writer:
 
     Args:
         vault: What is held.
-        die_halfway: For fault injection: end this process by SIGKILL when half of a shard's file is written.
-        wait_for: For fault injection: a FIFO; before writing, wait until somebody opens it for writing.
     """
 
-    def __init__(self, vault: Vault, *, die_halfway: bool = False, wait_for: str | None = None) -> None:
-        self._vault, self._die_halfway, self._wait_for = vault, die_halfway, wait_for
+    def __init__(self, vault: Vault) -> None:
+        self._vault = vault
         self._lock = threading.Lock()
         self._secret: bytes | None = None
         self._server: tuple[str, ReplicaServer] | None = None
@@ -54,17 +54,17 @@ class Writer:
 
     def serve(self, connection: socket.socket) -> None:
         """Answer one connection until its end. Thread: one of its own."""
-        with connection:
+        with MessageChannel[f.Request](connection, f.Request, max_bytes=f.MAX_MESSAGE_BYTES) as channel:
             try:
-                while (received := f.receive_request(connection)) is not None:
-                    request, fd = received
+                while (received := channel.receive_with_fds()) is not None:
+                    request, fds = received
                     try:
-                        reply, out = self._answer(request, fd)
+                        reply, out = self._answer(request, fds[0] if fds else None)
                     finally:
-                        if fd is not None:
+                        for fd in fds:
                             os.close(fd)
                     try:
-                        f.send_message(connection, reply, out)
+                        channel.send(reply, () if out is None else (out,))
                     finally:
                         if out is not None:
                             os.close(out)
@@ -117,8 +117,7 @@ class Writer:
     # -- shards ------------------------------------------------------------------------------------------------
 
     def _write(self, request: f.Write, fd: int) -> f.Written:
-        if self._wait_for is not None:
-            os.close(os.open(self._wait_for, os.O_RDONLY | os.O_CLOEXEC))
+        reach("checkpoint.writer.write", iteration=request.key.iteration)
         image = self._vault.stage(fd, request.key, request.num_bytes)
         self._vault.using(image, 1)
         try:
@@ -158,9 +157,6 @@ class Writer:
             return digest_image(data, look=look), not infinite.is_set()
         path = Path(request.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self._die_halfway:
-            path.write_bytes(data[: len(data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
         return write_image(data, path, look=look), not infinite.is_set()
 
     def _replicate(self, request: f.Write, image: Image) -> tuple[CopyOutcome, ...]:
@@ -254,8 +250,6 @@ def main() -> None:
     parser.add_argument("parent", type=int)
     parser.add_argument("--owner", default="", help="whose writer this is, for the log")
     parser.add_argument("--node", default="", help="name of the node, for the log")
-    parser.add_argument("--die-at", choices=["data"], help="end by SIGKILL halfway through a file")
-    parser.add_argument("--wait-for", help="begin to write when somebody opens this FIFO for writing")
     args = parser.parse_args()
     # Signals to the whole process group are for the worker to act on: it may still need this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -263,7 +257,7 @@ def main() -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file size limit is an error like a full disk
     die_with_parent(args.parent)
     logs.configure(f"checkpoint writer {args.owner}", node=args.node)
-    writer = Writer(Vault(), die_halfway=args.die_at == "data", wait_for=args.wait_for)
+    writer = Writer(Vault())
     with socket.socket(fileno=args.fd) as listening:
         while True:
             connection, _ = listening.accept()

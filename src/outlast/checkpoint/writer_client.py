@@ -10,9 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,25 +22,27 @@ import msgspec
 from outlast import clock, env
 from outlast.checkpoint import protocol as f
 from outlast.errors import CheckpointError
+from outlast.runtime.child import ChildProcess
 from outlast.runtime.processes import describe_exit
+from outlast.runtime.wire import MessageChannel
 
 __all__ = ["WriterClient", "WriterProcess"]
 
-
 log = logging.getLogger(__name__)
+R = TypeVar("R", bound=msgspec.Struct)
 BACKLOG = 128
 MAX_DEATHS = 5
 """Deaths within ``DEATHS_WITHIN_S`` after which no other writer is started: something else is wrong."""
 DEATHS_WITHIN_S = 60.0
 _NAME_FREE_S = 10.0
 """Seconds in which the writer of an owner that is gone lets go of its name."""
+_AGAIN_S = 0.05
 
 
 class WriterProcess:
     """One writer at a time, replaced when it dies.
 
     Args:
-        arguments: More arguments for the first process, for fault injection.
         address: Name of the socket, of one whose owner is gone; empty = the kernel draws one.
         owner: Whose writer this is, for its log; empty = this node's.
         node: Name of this node, for its log; empty = the one that the machine knows itself by.
@@ -53,7 +54,6 @@ class WriterProcess:
 
     def __init__(
         self,
-        arguments: tuple[str, ...] = (),
         *,
         address: str = "",
         owner: str = "",
@@ -70,7 +70,7 @@ class WriterProcess:
         try:
             self._bind(address)
             self._socket.listen(BACKLOG)
-            self._process = self._start(arguments)
+            self._process = self._start()
         except OSError:
             self._socket.close()
             raise
@@ -120,11 +120,10 @@ class WriterProcess:
                     raise
             time.sleep(0.05)
 
-    def _start(self, arguments: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    def _start(self) -> ChildProcess:
         fd = self._socket.fileno()
-        command = [sys.executable, "-P", "-m", "outlast.checkpoint.writer", str(fd), str(os.getpid())]
-        command += [*self._names, *arguments]
-        return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+        arguments = (str(fd), str(os.getpid()), *self._names)
+        return ChildProcess("outlast.checkpoint.writer", *arguments, fds=[fd], own_session=False)
 
     def _watch(self) -> None:
         """Reap the writer and start the next. Thread: the watcher's."""
@@ -151,16 +150,11 @@ class WriterProcess:
                 self._on_death(what)
 
 
-R = TypeVar("R", bound=msgspec.Struct)
-_AGAIN_S = 0.05
-
-
 class WriterClient:
     """Ask a writer process.
 
     Args:
         address: The agent's; ``None``: start one for this process, when first asked.
-        arguments: More arguments for a process of its own, for fault injection.
         owner: Whose a process of its own is, for the log; empty = the node's.
         node: Name of this node, for that log; empty = the one that the machine knows itself by.
         patience_s: Seconds to wait for another writer at the address, where the owner of the first one may be replaced.
@@ -171,23 +165,22 @@ class WriterClient:
     def __init__(
         self,
         address: str | None,
-        arguments: tuple[str, ...] = (),
         *,
         owner: str = "",
         node: str = "",
         patience_s: float = 0.0,
     ) -> None:
-        self._address, self._arguments, self._patience_s = address, arguments, patience_s
+        self._address, self._patience_s = address, patience_s
         self._owner, self._node = owner, node
         self._own: WriterProcess | None = None
-        self._idle: list[socket.socket] = []
-        self._busy: set[socket.socket] = set()
+        self._idle: list[MessageChannel[f.Reply]] = []
+        self._busy: set[MessageChannel[f.Reply]] = set()
         self._lock = threading.Lock()
         self._closed = False
 
     @property
     def outlives_worker(self) -> bool:
-        """Whether what the writer holds is there after this worker's death."""
+        """Whether what the writer holds outlives this worker."""
         return self._address is not None
 
     @property
@@ -204,7 +197,7 @@ class WriterClient:
         with self._lock:
             if self._address is None and self._own is None and not self._closed:
                 try:
-                    self._own = WriterProcess(self._arguments, owner=self._owner, node=self._node)
+                    self._own = WriterProcess(owner=self._owner, node=self._node)
                 except OSError as error:
                     raise CheckpointError(f"no writer process can be started: {error}") from error
 
@@ -214,7 +207,7 @@ class WriterClient:
         """Send a request and wait for its reply.
 
         Args:
-            request: One of ``frames.Request``.
+            request: One of ``protocol.Request``.
             reply: What it is answered with.
             timeout_s: Longest wait.
             fd: A descriptor that goes with the request; stays the caller's.
@@ -227,33 +220,34 @@ class WriterClient:
 
         Blocks: up to ``timeout_s``.
         """
-        connection = self._connect(timeout_s)
+        channel = self._connect(timeout_s)
         try:
-            connection.settimeout(max(0.001, timeout_s))
-            f.send_message(connection, request, fd)
-            received = f.receive_reply(connection)
+            channel.set_timeout(max(0.001, timeout_s))
+            channel.send(request, () if fd is None else (fd,))
+            received = channel.receive_with_fds()
             if received is None:
                 raise ConnectionError("it ended the connection")
         except TimeoutError:
-            self._drop(connection)
+            self._drop(channel)
             if self._own is not None:
                 self._own.replace()
             raise CheckpointError(
                 f"the checkpoint writer did not answer within {timeout_s:.3g} s; is the disk stuck?"
             ) from None
         except OSError as error:
-            self._drop(connection)
+            self._drop(channel)
             raise CheckpointError(f"the checkpoint writer is gone ({error}); another one takes its place") from None
         except BaseException:  # the answer that is still to come must not meet another request
-            self._drop(connection)
+            self._drop(channel)
             raise
         with self._lock:
-            self._busy.discard(connection)
+            self._busy.discard(channel)
             if self._closed:
-                connection.close()
+                channel.close()
             else:
-                self._idle.append(connection)
-        answer, out = received
+                self._idle.append(channel)
+        answer, fds = received
+        out = fds[0] if fds else None
         if isinstance(answer, reply):
             return answer, out
         if out is not None:
@@ -266,61 +260,48 @@ class WriterClient:
         """End a writer of our own, whatever it does, and all waits. Idempotent. Blocks: up to 2 s. Thread: any."""
         with self._lock:
             self._closed = True
-            for connection in self._busy:
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass  # it is gone already
-            for connection in self._idle:
-                connection.close()
+            for channel in self._busy:
+                channel.abort()
+            for channel in self._idle:
+                channel.close()
             self._idle.clear()
             own, self._own = self._own, None
         if own is not None:
             own.close()
 
-    def _connect(self, timeout_s: float) -> socket.socket:
+    def _connect(self, timeout_s: float) -> MessageChannel[f.Reply]:
         self.start()
         with self._lock:
-            if self._closed:
-                raise CheckpointError("the checkpoint writer was ended")
-            while self._idle:
-                connection = self._idle.pop()
-                if _is_alive(connection):
-                    self._busy.add(connection)
-                    return connection
-                connection.close()
+            while self._idle and not self._closed:
+                channel = self._idle.pop()
+                poll = select.poll()  # select() knows no descriptors beyond 1023
+                poll.register(channel, select.POLLIN)
+                if not poll.poll(0):
+                    self._busy.add(channel)
+                    return channel
+                channel.close()  # it has ended, or there is data that nobody asked for
             address = self._address if self._own is None else self._own.address
         end_s = clock.now_s() + (min(self._patience_s, timeout_s) if self._own is None else 0.0)
         while True:
-            with self._lock:
-                if self._closed:
-                    raise CheckpointError("the checkpoint writer was ended")
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                self._busy.add(connection)
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.settimeout(max(0.001, timeout_s))
                 connection.connect(b"\0" + (address or "").encode())
             except OSError as error:
-                self._drop(connection)
-                if not isinstance(error, ConnectionRefusedError) or clock.now_s() >= end_s:
+                connection.close()
+                if self._closed or not isinstance(error, ConnectionRefusedError) or clock.now_s() >= end_s:
                     raise CheckpointError(f"there is no checkpoint writer ({error})") from None
-            else:
-                return connection
-            time.sleep(_AGAIN_S)
+                time.sleep(_AGAIN_S)
+                continue
+            channel = MessageChannel[f.Reply](connection, f.Reply, max_bytes=f.MAX_MESSAGE_BYTES)
+            with self._lock:
+                if not self._closed:
+                    self._busy.add(channel)
+                    return channel
+            channel.close()
+            raise CheckpointError("the checkpoint writer was ended")
 
-    def _drop(self, connection: socket.socket) -> None:
+    def _drop(self, channel: MessageChannel[f.Reply]) -> None:
         with self._lock:
-            self._busy.discard(connection)
-        connection.close()
-
-
-def _is_alive(connection: socket.socket) -> bool:
-    """Whether nothing came from the other end, not even its end."""
-    try:
-        connection.settimeout(0.0)
-        connection.recv(1, socket.MSG_PEEK)
-        return False  # the end, or data that nobody asked for
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+            self._busy.discard(channel)
+        channel.close()

@@ -109,7 +109,7 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
     """
     import msgspec
 
-    from outlast.checkpoint.catalogue.verification import verify as read_all
+    from outlast.checkpoint.catalogue.listing import verify as read_all
     from outlast.cli.ckpt_view import ReadingProgress, render_verified
 
     looked, code = _look_into(directories)

@@ -11,9 +11,9 @@ import sys
 import click
 from click.shell_completion import CompletionItem
 
-from outlast import __version__
 from outlast.cli.group import HELP, CommandGroup
 from outlast.errors import ConfigError, ExitReason
+from outlast.version import __version__
 
 __all__ = ["cli", "main"]
 

@@ -177,8 +177,8 @@ def submit(dry_run: bool, **settings: Any) -> int:
     Nodes that earlier jobs of the run found to be bad are excluded. The script is kept as job.sbatch in the run
     directory, beside the jobs' output. Exit code 1: Slurm refused, or the run is finished.
     """
-    from outlast.integrations.slurm.submitting import prepare
-    from outlast.integrations.slurm.submitting import submit as hand_over
+    from outlast.integrations.slurm.jobs import prepare
+    from outlast.integrations.slurm.jobs import submit as hand_over
 
     _log_to_stderr()
     try:
@@ -225,7 +225,7 @@ def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on
 
     Exit code 0: done as decided, either way; 1: Slurm or the run directory refused; 2: bad input.
     """
-    from outlast.integrations.slurm.requeueing import end_job
+    from outlast.integrations.slurm.jobs import end_job
     from outlast.runtime.slurm_job import get_slurm_info
 
     _log_to_stderr()

@@ -103,7 +103,7 @@ def _look(target: str) -> StatusReport:
 def _show(report: StatusReport, *, as_json: bool, watches: bool) -> None:
     import msgspec
 
-    from outlast.status.view import render, terminal_width
+    from outlast.status.report import render, terminal_width
 
     if as_json:
         data = msgspec.json.encode(report)

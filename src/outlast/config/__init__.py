@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from outlast.config.base import require
 from outlast.config.checkpoint import CheckpointConfig
-from outlast.config.fault_tolerance import FaultToleranceConfig
-from outlast.config.health import HealthConfig
-from outlast.config.in_process_restart import InProcessRestartConfig
-from outlast.config.preemption import PreemptionConfig
-from outlast.config.recovery import RecoveryConfig
-from outlast.config.replica_digest import ReplicaDigestConfig
-from outlast.config.rerun_state_machine import RerunStateMachineConfig
-from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.config.launching import FaultToleranceConfig, HealthConfig, PreemptionConfig
+from outlast.config.training import (
+    InProcessRestartConfig,
+    RecoveryConfig,
+    ReplicaDigestConfig,
+    RerunStateMachineConfig,
+    StragglerDetectionConfig,
+)
 
 __all__ = [
     "CheckpointConfig",

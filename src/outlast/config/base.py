@@ -1,7 +1,8 @@
 """How settings are made from mappings, texts and flags, checked, and described.
 
 Every config is a keyword-only frozen dataclass that validates itself when it is made. The text under a field
-is its documentation: the command line's help and the tables in the docs are generated from it.
+is its documentation: the command line's help and the tables in the docs are generated from it. Some settings may also
+be given by the names that users of another system know (:data:`KNOWN_NAMES`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Self, TypeVar
 
@@ -25,8 +26,10 @@ from outlast.decoding import convert
 from outlast.errors import ConfigError
 
 __all__ = [
+    "KNOWN_NAMES",
     "FieldDoc",
     "Partial",
+    "Translation",
     "as_written",
     "describe_fields",
     "from_mapping",
@@ -36,6 +39,7 @@ __all__ = [
     "require",
     "require_finite",
 ]
+
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Partial")
@@ -277,6 +281,27 @@ def require_finite(config: Any) -> None:
             require(finite, f"{field.name}={number} must be finite; write none where a setting can be off")
 
 
+def require_above_zero(config: Any, *names: str, what: str = " seconds") -> None:
+    """Raise :class:`ConfigError` when one of the named settings is not above 0; ``None`` is no number."""
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or value > 0, f"{name}={value} must be above 0{what}")
+
+
+def require_at_least(config: Any, least: int, *names: str, what: str = "") -> None:
+    """Raise :class:`ConfigError` when one of the named settings is below ``least``; ``None`` is no number."""
+    for name in names:
+        value = getattr(config, name)
+        bound = f"be at least {least}" if least else "not be negative"
+        require(value is None or value >= least, f"{name}={value} must {bound}{what}")
+
+
+def require_one_of(config: Any, name: str, known: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` when a setting is not one of the known texts."""
+    value = getattr(config, name)
+    require(value in known, f"{name}={value!r} must be {', '.join(known[:-1])} or {known[-1]}")
+
+
 def _strip_none(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [arg for arg in typing.get_args(hint) if arg is not type(None)]
@@ -307,3 +332,80 @@ def describe_fields(cls: type) -> tuple[FieldDoc, ...]:
             default = "required"
         docs.append(FieldDoc(field.name, types_[field.name], default, texts.get(field.name, "")))
     return tuple(docs)
+
+
+KNOWN_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "checkpoint": {  # Megatron
+        "save": ("checkpoint", "directory"),
+        "non_persistent_local_ckpt_dir": ("checkpoint", "local_directory"),
+    },
+    "train": {  # KempnerForge
+        "shutdown_timeout_sec": ("preemption", "shutdown_timeout"),
+        "nccl_health_check_interval": ("health", "process_group_interval"),
+    },
+}
+"""Section and key as another system has them, to section and key of ours; unit and the meaning of 0 are the same. What
+else stands in a section of another system belongs to that system: the training script reads it."""
+
+
+def take_known_names(config: Any, section: str) -> None:
+    """Move what a config was given under another system's names to its own names.
+
+    Raises:
+        ConfigError: A setting has different values under its two names.
+    """
+    for alias, (_, name) in KNOWN_NAMES[section].items():
+        given, own = getattr(config, alias), getattr(config, name)
+        require(
+            given is None or own is None or given == own,
+            f"{alias}={given!r} and {name}={own!r} are two names of one setting; leave one of them out",
+        )
+        object.__setattr__(config, name, own if own is not None else given)
+        object.__setattr__(config, alias, None)
+
+
+class Translation:
+    """Values of a file with the sections of other systems put into ours, and where each came from.
+
+    Args:
+        values: What the file holds.
+        place: Tells file and line of keys that stand there, for errors.
+
+    Raises:
+        ConfigError: Such a section has no keys, or a setting is given under both names.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, place: Callable[[tuple[str, ...]], str]) -> None:
+        sections = [
+            section for section, known in KNOWN_NAMES.items() if section not in {to for to, _ in known.values()}
+        ]
+        self.values: dict[str, Any] = {key: value for key, value in values.items() if key not in sections}
+        self.foreign: dict[str, list[str]] = {}
+        """Section of another system to its keys that are not used here."""
+        self._origins: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for section in sections:
+            if section not in values:
+                continue
+            known = KNOWN_NAMES[section]
+            given = values[section]
+            if not isinstance(given, Mapping):
+                raise ConfigError(f"{place((section,))}: {section}: {given!r} is not a section with keys of its own")
+            for key, value in given.items():
+                name, here = str(key).replace("-", "_"), (section, str(key))
+                if name not in known:
+                    self.foreign.setdefault(section, []).append(str(key))
+                    continue
+                ours, there = known[name]
+                beside = self.values.get(ours, {})
+                if not isinstance(beside, Mapping) or there in {str(other).replace("-", "_") for other in beside}:
+                    raise ConfigError(
+                        f"{place(here)}: {section}.{key} is {ours}.{there}, which is given too; keep one of them"
+                    )
+                if ours not in self.values:
+                    self._origins[ours,] = (section,)
+                self._origins[ours, there] = here
+                self.values[ours] = {**beside, there: value}
+
+    def origin(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the keys that stand in the file for keys of ours."""
+        return self._origins.get(tuple(key.replace("-", "_") for key in keys), keys)

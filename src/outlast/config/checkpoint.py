@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from outlast.config.base import require, require_finite
+from outlast.config.base import require, require_above_zero, require_at_least, require_finite, take_known_names
 
 __all__ = ["CheckpointConfig", "Interval"]
 
@@ -121,8 +121,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         require_finite(self)
-        self._merge("save", "directory")
-        self._merge("non_persistent_local_ckpt_dir", "local_directory")
+        take_known_names(self, "checkpoint")
         for name in ("directory", "local_directory", "load", "replication_key_file"):
             value = getattr(self, name)
             require(value is None or bool(value), f"{name} must not be empty; leave it out, or name a folder")
@@ -147,11 +146,9 @@ class CheckpointConfig:
         for name in ("most_recent_k", "local_most_recent_k"):
             value = getattr(self, name)
             require(value == -1 or value >= 2, f"{name}={value} must be at least 2, or -1 to keep all")
-        for name in ("save_retain_interval", "suspect_window", "max_consecutive_save_failures"):
-            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
-        for name in ("save_timeout", "replication_timeout"):
-            require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be above 0 seconds")
-        require(self.rank_mttf_hours > 0, f"rank_mttf_hours={self.rank_mttf_hours} must be above 0")
+        require_at_least(self, 0, "save_retain_interval", "suspect_window", "max_consecutive_save_failures")
+        require_above_zero(self, "save_timeout", "replication_timeout")
+        require_above_zero(self, "rank_mttf_hours", what="")
         self._check_replication()
         self._check_megatrons_choices()
 
@@ -187,14 +184,8 @@ class CheckpointConfig:
         )
 
     def _check_replication(self) -> None:
-        require(
-            self.replication_factor >= 2,
-            f"replication_factor={self.replication_factor} must be at least 2; for no copies set replication=false",
-        )
-        require(
-            self.replication_jump is None or self.replication_jump >= 1,
-            f"replication_jump={self.replication_jump} must be at least 1 rank",
-        )
+        require_at_least(self, 2, "replication_factor", what="; for no copies set replication=false")
+        require_at_least(self, 1, "replication_jump", what=" rank")
         require(
             self.replication_parity == 0 or self.replication_parity >= 2,
             f"replication_parity={self.replication_parity} must be 0 (copies) or at least 2 nodes",
@@ -208,13 +199,3 @@ class CheckpointConfig:
             self.replication is not False or self.replication_parity == 0,
             f"replication=false contradicts replication_parity={self.replication_parity}; leave one of them out",
         )
-
-    def _merge(self, alias: str, name: str) -> None:
-        """Take a value under either of two names."""
-        given, own = getattr(self, alias), getattr(self, name)
-        require(
-            given is None or own is None or given == own,
-            f"{alias}={given!r} and {name}={own!r} are two names of one setting; leave one of them out",
-        )
-        object.__setattr__(self, name, own if own is not None else given)
-        object.__setattr__(self, alias, None)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.config import Config
-from outlast.config.base import from_mapping
-from outlast.config.known_names import KNOWN_NAMES, Translation
+from outlast.config.base import KNOWN_NAMES, Translation, from_mapping
 from outlast.env import read_worker
 from outlast.errors import ConfigError
 

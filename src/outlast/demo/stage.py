@@ -24,8 +24,9 @@ from outlast.demo.plan import Deed, DemoFault, Shape
 from outlast.demo.scene import Loss, RankScene, Scene
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import Event, EventKind
+from outlast.journal import read
 from outlast.runtime.board import Board
-from outlast.runtime.journal import Journal, read_journal
+from outlast.runtime.journal import Journal
 from outlast.testing.cluster import Agent, Cluster
 
 __all__ = ["Spoiler", "Stage", "fault_plan", "find_copies", "find_example", "uninterrupted", "write_settings"]
@@ -411,7 +412,7 @@ class Stage:
         sizes = {path.name: path.stat().st_size for path in paths}
         if sizes != self._sizes:
             self._sizes = sizes
-            self._events = list(read_journal(self._cluster.run_dir))
+            self._events = list(read(self._cluster.run_dir))
 
     def _read_loss(self) -> Loss | None:
         for event in reversed(self._events):

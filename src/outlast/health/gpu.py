@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outlast import env
-from outlast.config.health import HealthConfig
+from outlast.config.launching import HealthConfig
 from outlast.health import tasks as t
 from outlast.health.prober import Prober
 from outlast.health.result import CheckResult, Status

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.clock import now_s
 from outlast.errors import ConfigError, RendezvousError
 from outlast.health.result import CheckResult, Outcome, Status
-from outlast.runtime.group import Group
+from outlast.runtime.process_groups import Group
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from outlast import clock, env
-from outlast.config.in_process_restart import InProcessRestartConfig
+from outlast.config.training import InProcessRestartConfig
 from outlast.errors import OutlastError
 from outlast.incidents import EventKind, IncidentKind
 from outlast.inprocess import protocol as m

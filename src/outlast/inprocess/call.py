@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from outlast.config.in_process_restart import InProcessRestartConfig
+from outlast.config.training import InProcessRestartConfig
 from outlast.errors import OutlastError, PeerLost
 from outlast.runtime import connections
 

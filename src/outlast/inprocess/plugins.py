@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.config.in_process_restart import InProcessRestartConfig
+from outlast.config.training import InProcessRestartConfig
 from outlast.env import environ
 from outlast.errors import ConfigError, RestartAbort, UnhealthyRank
 from outlast.policy.rank_assignment import (

@@ -43,7 +43,7 @@ from outlast.policy.inprocess_protocol import (
 )
 
 if TYPE_CHECKING:
-    from outlast.config.in_process_restart import InProcessRestartConfig
+    from outlast.config.training import InProcessRestartConfig
     from outlast.env import WorkerEnv
 
 __all__ = [

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from outlast import clock, env, logs
-from outlast.config.in_process_restart import InProcessRestartConfig
+from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError, ExitReason, OutlastError, RestartAbort
 from outlast.inprocess import protocol as m
 from outlast.inprocess.agent_report import StatusReporter

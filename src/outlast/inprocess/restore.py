@@ -22,8 +22,7 @@ from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.kept_state import KeptTrainingState, digest_parts, parts_of
 from outlast.inprocess.rank_local_state import RankLocalState, SharedBuffer
 from outlast.policy.in_place import InPlaceHolding, InPlacePlan, Origin, plan_in_place
-from outlast.runtime.gathering import gather_bytes
-from outlast.runtime.group import Group
+from outlast.runtime.process_groups import Group, gather_bytes
 
 __all__ = ["Restore", "Resumed"]
 

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from outlast.config import Config
 from outlast.config.files import load_config
-from outlast.config.in_process_restart import InProcessRestartConfig
+from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError
 from outlast.inprocess.call import handle_parameter
 from outlast.inprocess.plugins import Plugins

@@ -24,31 +24,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from enum import StrEnum
+from pathlib import Path
 
 import msgspec
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.launch import protocol as m
-from outlast.launch.membership import Adoption, Forming, JobSettings, Lack, Node, Nodes, Outbox, why_it_waits
+from outlast.launch.membership import Adoption, Forming, JobSettings, Node, Nodes, Outbox, why_it_waits
 from outlast.launch.verdicts import CycleEnding, Record, Rulings, UnfitNodes, departure, highest_durable, observations
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState
 
-__all__ = ["Coordinator", "JobPhase"]
+__all__ = ["Coordinator"]
 
 log = logging.getLogger(__name__)
-
-
-class JobPhase(StrEnum):
-    """Where the job is; see the module's head."""
-
-    ADOPTING = "adopting"
-    FORMING = "forming"
-    PREPARING = "preparing"
-    RUNNING = "running"
-    OVER = "over"
 
 
 class Coordinator:
@@ -80,12 +70,12 @@ class Coordinator:
         self._rulings = Rulings(state, settings.limits, record=record, remember=remember, tell_time=tell_time)
         self.cycle = 0
         """The cycle that forms or runs."""
-        self.phase = JobPhase.ADOPTING if settings.former_host is not None else JobPhase.FORMING
+        self.phase = m.JobPhase.ADOPTING if settings.former_host is not None else m.JobPhase.FORMING
         self.nodes = Nodes(settings.num_slots)
         self.stop: m.Stop | None = None
         if state.finished:
             reason = "an earlier job finished this run; to train again, name another --run-dir"
-            self.phase, self.stop = JobPhase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
+            self.phase, self.stop = m.JobPhase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
         self._record, self._learn = record, learn
         self._ending: CycleEnding | None = None
         """The cycle that is ending, until all of its nodes have told what they know."""
@@ -103,9 +93,46 @@ class Coordinator:
         """What the ladder remembers of the run."""
         return self._rulings.state
 
-    def lack(self, now_s: float) -> Lack | None:
-        """Return how many nodes are waited for, and for how long; ``None``: none are."""
-        return self._forming.lack(now_s) if self.phase == JobPhase.FORMING and self._ending is None else None
+    def status(self, now_s: float, *, time: str, run_id: str, run_dir: Path | None, host: str) -> m.LiveStatus:
+        """Return how the job is now.
+
+        Args:
+            now_s: Monotonic seconds.
+            time: The same moment for people.
+            run_id: Name of the run.
+            run_dir: The run directory on the coordinator's node.
+            host: Name of that node.
+        """
+        slots: dict[str, tuple[int, int]] = {}
+        first_rank = 0
+        for index, held in enumerate(self.nodes.slots):
+            if held.holder is not None:
+                slots[held.holder] = index, first_rank
+            first_rank += held.nproc or 0
+        nodes = []
+        for node in self.nodes:
+            slot, first = slots.get(node.name, (None, None))
+            nproc = node.candidate.nproc
+            nodes.append(m.LiveNode(name=node.name, slot=slot, first_rank=first, nproc=nproc, ready=node.ready))
+        is_forming = self.phase == m.JobPhase.FORMING and self._ending is None
+        return m.LiveStatus(
+            time=time,
+            run_id=run_id,
+            job=self.settings.job,
+            host=host,
+            run_dir=None if run_dir is None else str(run_dir),
+            phase=str(self.phase),
+            cycle=self.cycle,
+            nodes=tuple(nodes),
+            num_slots=len(self.nodes.slots),
+            lack=self._forming.lack(now_s) if is_forming else None,
+            budgets=m.LiveBudgets.of(self.state, self.settings.limits),
+            best_durable=self.state.best_durable,
+            quarantined=self.state.quarantined,
+            held_back=self.state.held_back,
+            exit_code=None if self.stop is None else self.stop.exit_code,
+            reason=None if self.stop is None else self.stop.reason,
+        )
 
     def resettle(self, settings: JobSettings) -> None:
         """Go on with other settings of the same job."""
@@ -154,7 +181,7 @@ class Coordinator:
     @property
     def may_close(self) -> bool:
         """Whether the job is over and every node that lives has heard so."""
-        return self.phase == JobPhase.OVER and self._over_at_s is not None and not self.nodes.by_name
+        return self.phase == m.JobPhase.OVER and self._over_at_s is not None and not self.nodes.by_name
 
     def should_give_up_on_goodbyes(self, now_s: float) -> bool:
         """Return whether nodes had long enough to hear that the job is over."""
@@ -178,7 +205,9 @@ class Coordinator:
         self._finished.pop(node.name, None)
         if join.ended is not None:
             self._take_facts(join.ended, node)
-        if node.name in self.state.quarantined or (self.phase == JobPhase.RUNNING and not self.nodes.holds_slot(node)):
+        if node.name in self.state.quarantined or (
+            self.phase == m.JobPhase.RUNNING and not self.nodes.holds_slot(node)
+        ):
             self.nodes.send(node, m.Wait(reason=why_it_waits(node, self.state)))
 
     def _add(self, message: m.JoinRequest | m.Register, now_s: float) -> Node:
@@ -190,7 +219,7 @@ class Coordinator:
 
     def _on_register(self, message: m.Register, now_s: float) -> None:
         node = self.nodes.get(message.node)
-        if node is not None and self.phase != JobPhase.ADOPTING:
+        if node is not None and self.phase != m.JobPhase.ADOPTING:
             # The same coordinator: what it said last may have been lost with the connection.
             if node.epoch == message.epoch and node.last is not None:
                 self.nodes.send(node, node.last)
@@ -200,9 +229,9 @@ class Coordinator:
             return
         node = node or self._add(message, now_s)
         self._rulings.learn_distrusted(message.distrusted)
-        if self.phase == JobPhase.FORMING and self.cycle == 0 and message.place is not None:
-            self.phase = JobPhase.ADOPTING  # this agent was started anew, and hosts for a job in progress
-        if self.phase == JobPhase.ADOPTING:
+        if self.phase == m.JobPhase.FORMING and self.cycle == 0 and message.place is not None:
+            self.phase = m.JobPhase.ADOPTING  # this agent was started anew, and hosts for a job in progress
+        if self.phase == m.JobPhase.ADOPTING:
             self._adoption.register(message, now_s)
             self.nodes.mark(node, ready=not message.running)
         elif message.running:
@@ -214,7 +243,7 @@ class Coordinator:
 
     def _adopt(self, now_s: float) -> None:
         """Take over the job from what the agents registered."""
-        adoption, self.phase = self._adoption, JobPhase.FORMING
+        adoption, self.phase = self._adoption, m.JobPhase.FORMING
         if adoption.cycle < 0:
             return  # nobody was in a cycle: the job begins
         self.cycle, self.nodes.slots = adoption.cycle, adoption.slots
@@ -222,7 +251,7 @@ class Coordinator:
         num_claims, num_slots = len(adoption.claims), adoption.num_slots
         log.warning("took over the job in cycle %d: %d of %d nodes registered", self.cycle, num_claims, num_slots)
         if adoption.is_running:
-            self.phase = JobPhase.RUNNING
+            self.phase = m.JobPhase.RUNNING
             return
         reason = "the node that hosted the control store is gone" if adoption.missing else "the cycle was ending"
         self._ending = self._end_cycle(reason, examine=False, but=None)
@@ -236,18 +265,18 @@ class Coordinator:
 
     def _on_known(self, message: m.ToCoordinator, node: Node, now_s: float) -> None:
         match message:
-            case m.Master() if self.phase == JobPhase.PREPARING and message.cycle == self.cycle:
-                self.phase = JobPhase.RUNNING
+            case m.Master() if self.phase == m.JobPhase.PREPARING and message.cycle == self.cycle:
+                self.phase = m.JobPhase.RUNNING
                 self._mended = (0, 0)
                 self._forming.start(self.cycle, message.addr, message.port, self.state)
-            case m.Restarted() if self.phase == JobPhase.RUNNING and message.cycle == self.cycle:
+            case m.Restarted() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 self._on_restarted(message, now_s)
-            case m.Hung() if self.phase == JobPhase.RUNNING and message.cycle == self.cycle:
+            case m.Hung() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 ending = self._end_cycle(message.incident.describe(), examine=True, but=None)
                 ending.incidents.append(message.incident)
                 ending.expired.extend(message.expired)
-            case m.Finished() if self.phase == JobPhase.ADOPTING or (
-                message.facts.cycle == self.cycle and self.phase == JobPhase.RUNNING
+            case m.Finished() if self.phase == m.JobPhase.ADOPTING or (
+                message.facts.cycle == self.cycle and self.phase == m.JobPhase.RUNNING
             ):
                 self._finished[node.name] = message.facts
                 self._finish_if_all(now_s)
@@ -255,16 +284,16 @@ class Coordinator:
                 self._on_leave(message, node, now_s)
             case m.Dead():
                 self._lose(node, message.reason, now_s)
-            case m.Bye() if self.phase == JobPhase.OVER or node.name in self._finished or node.ready:
+            case m.Bye() if self.phase == m.JobPhase.OVER or node.name in self._finished or node.ready:
                 self.nodes.remove(node.name)
             case m.Bye():
                 self._lose(node, "its agent left", now_s)
 
     def _on_restarted(self, restarted: m.Restarted, now_s: float) -> None:
         """Charge a restart inside the processes, of which every node tells; stop the job if it was one too many."""
-        if (restarted.call, restarted.iteration) <= self._mended:
+        if (restarted.call, restarted.restart_count) <= self._mended:
             return
-        self._mended = restarted.call, restarted.iteration
+        self._mended = restarted.call, restarted.restart_count
         incident = restarted.incident
         incident = msgspec.structs.replace(incident, node=incident.node or self.nodes.name_of_rank(incident.rank))
         end = CycleEnd(
@@ -283,7 +312,7 @@ class Coordinator:
             self.nodes.out.append((report.node, report.epoch, self.stop))
             return
         incident = report.incident
-        if self._unfit.take(report, cycle=self.cycle, is_running=self.phase == JobPhase.RUNNING):
+        if self._unfit.take(report, cycle=self.cycle, is_running=self.phase == m.JobPhase.RUNNING):
             self._end_cycle(incident.describe(), examine=False, but=None).incidents.append(incident)
         elif self.settings.max_nodes == 1 and not report.stays:
             self._stop_job(ExitReason.UNHEALTHY_NODE, incident.describe(), now_s)
@@ -305,7 +334,7 @@ class Coordinator:
         log.warning("node %s is lost: %s", node.name, why)
         # Should it only have been away, it hears this first: its ranks must not go on in a cycle that is over.
         self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was declared lost: {why}"))
-        if self.nodes.holds_slot(node) and self.phase in (JobPhase.RUNNING, JobPhase.PREPARING):
+        if self.nodes.holds_slot(node) and self.phase in (m.JobPhase.RUNNING, m.JobPhase.PREPARING):
             self._end_cycle(f"node {node.name} is lost: {why}", examine=False, but=None)
         if self.nodes.holds_slot(node) and self._ending is not None:
             incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.beat_at_s, 3))
@@ -317,18 +346,18 @@ class Coordinator:
     # -- a cycle's end -----------------------------------------------------------------------------------------
 
     def _take_facts(self, facts: m.CycleFacts, node: Node) -> None:
-        if self.phase == JobPhase.ADOPTING:
+        if self.phase == m.JobPhase.ADOPTING:
             self._adoption.ended[node.name] = facts
-        if facts.cycle != self.cycle or self.phase in (JobPhase.OVER, JobPhase.ADOPTING):
+        if facts.cycle != self.cycle or self.phase in (m.JobPhase.OVER, m.JobPhase.ADOPTING):
             return
-        if self.phase in (JobPhase.RUNNING, JobPhase.PREPARING):
+        if self.phase in (m.JobPhase.RUNNING, m.JobPhase.PREPARING):
             reason = facts.incident.describe() if facts.incident else f"node {node.name} left the cycle"
             self._end_cycle(reason, examine=False, but=node, awaits_alike=facts.permanent is not None)
         if self._ending is not None:
             self._ending.take(facts)
 
     def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> CycleEnding:
-        self.phase = JobPhase.FORMING
+        self.phase = m.JobPhase.FORMING
         self._ending = CycleEnding(job=self.settings.job, cycle=self.cycle)
         over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_alike=awaits_alike)
         for node in self.nodes:
@@ -337,7 +366,7 @@ class Coordinator:
         return self._ending
 
     def _finish_if_all(self, now_s: float) -> None:
-        if self.phase != JobPhase.RUNNING or not self.nodes.holders <= self._finished.keys():
+        if self.phase != m.JobPhase.RUNNING or not self.nodes.holders <= self._finished.keys():
             return
         facts = list(self._finished.values())
         lost = [one.incident for one in facts if one.incident is not None]
@@ -364,7 +393,7 @@ class Coordinator:
         self._forming.begin(self.state, verdict.quarantine)
 
     def _stop_job(self, exit_code: int, reason: str, now_s: float) -> None:
-        self.phase, self._over_at_s = JobPhase.OVER, now_s
+        self.phase, self._over_at_s = m.JobPhase.OVER, now_s
         self.stop = m.Stop(exit_code=exit_code, reason=reason)
         self.nodes.send_all(self.stop)
         self._unfit.send_stop(self.stop)
@@ -373,10 +402,10 @@ class Coordinator:
 
     def _advance(self, now_s: float) -> None:
         """Go on to the next phase, when what it needs is there."""
-        if self.phase == JobPhase.ADOPTING and self._adoption.is_over(now_s, self.settings.node_timeout_s):
+        if self.phase == m.JobPhase.ADOPTING and self._adoption.is_over(now_s, self.settings.node_timeout_s):
             self._adopt(now_s)
             self._finish_if_all(now_s)
-        if self.phase != JobPhase.FORMING:
+        if self.phase != m.JobPhase.FORMING:
             return
         if self._ending is not None:
             if self.nodes.any_busy_holder():
@@ -405,7 +434,7 @@ class Coordinator:
                 self._stop_job(ExitReason.FAILED, reason, now_s)
             return
         self.nodes.slots, self._finished = slots, {}
-        self.phase = JobPhase.PREPARING
+        self.phase = m.JobPhase.PREPARING
         first = self.nodes.holder(slots[0])
         assert first is not None
         self.nodes.send(first, m.Prepare(cycle=self.cycle))

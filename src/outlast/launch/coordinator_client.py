@@ -27,8 +27,6 @@ from outlast.errors import RendezvousError
 from outlast.incidents import Incident
 from outlast.launch import protocol as m
 from outlast.launch.coordinator_server import PATIENCE_S, CoordinatorServer, _LifelineHello, beat_key, channel_key
-from outlast.launch.cycle import Cycle
-from outlast.launch.in_process import Mended
 from outlast.policy.deadlines import Expired
 from outlast.policy.quarantine import Distrusted
 from outlast.runtime import store as stores
@@ -76,18 +74,27 @@ class CoordinatorClient:
             )
         )
 
-    def report_restart(self, mended: Mended, incident: Incident, cycle: Cycle) -> None:
-        """Tell that the workers restarted inside their processes."""
+    def report_restart(
+        self,
+        cycle: int,
+        call: int,
+        restart_count: int,
+        incident: Incident,
+        *,
+        durable_iteration: int | None,
+        progress_known: bool,
+    ) -> None:
+        """Report that the workers restarted inside their processes."""
         self.link.send(
             m.Restarted(
                 node=self.node,
                 epoch=self._epoch,
-                cycle=cycle.number,
-                call=mended.call,
-                iteration=mended.iteration,
+                cycle=cycle,
+                call=call,
+                restart_count=restart_count,
                 incident=incident,
-                durable_iteration=cycle.durable_iteration,
-                progress_known=cycle.progress_known,
+                durable_iteration=durable_iteration,
+                progress_known=progress_known,
             )
         )
 

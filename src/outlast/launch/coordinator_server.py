@@ -30,16 +30,15 @@ import msgspec
 from torch.distributed import DistError
 
 from outlast import clock
-from outlast.config.precedence import LayeredSettings
+from outlast.config.flags import LayeredSettings
 from outlast.decoding import from_json
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind
 from outlast.launch import protocol as m
-from outlast.launch.coordinator import Coordinator, JobPhase
-from outlast.launch.live import STATUS_KEY, describe_live
+from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
 from outlast.launch.verdicts import load_ladder, save_ladder
-from outlast.monitor.learned import LearnedTimeouts
+from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.runtime.journal import Journal
@@ -106,7 +105,7 @@ class CoordinatorServer:
             learn=self._learn,
             tell_time=self._journal.tell_time,
         )
-        self._published_phase: JobPhase | None = None
+        self._published_phase: m.JobPhase | None = None
         self._inbox = store.clone()
         self._inbox.set_timeout(_FOREVER)
         self._judged_at_s = clock.now_s()
@@ -172,15 +171,14 @@ class CoordinatorServer:
     def _publish(self) -> None:
         """Say in the store how the job is; once a beat, since it costs O(nodes), and when the phase changes."""
         self._published_phase = self._coordinator.phase
-        status = describe_live(
-            self._coordinator,
+        status = self._coordinator.status(
             clock.now_s(),
             time=self._journal.tell_time(),
             run_id=self._run_id,
             run_dir=self._run_dir,
             host=self._node,
         )
-        self._store.set(STATUS_KEY, status.encode())
+        self._store.set(m.STATUS_KEY, status.encode())
 
     def _judge_beats(self, now_s: float) -> list[tuple[str, str, m.ToNode]]:
         nodes = list(self._coordinator.nodes)

@@ -1,43 +1,58 @@
-"""One cycle on one node: its workers, their board, watchdog and logs."""
+"""One cycle on one node: lay it out, start its workers, watch them, end them, and report why they ended.
+
+Laying out makes what the workers find: environments, the board on which they write their state, log files. Watching is
+the watchdog's (hangs) and :mod:`outlast.launch.in_process_recovery`'s (restarts inside the processes). When workers
+end, :meth:`Cycle.describe_failure` names the one that began, and :meth:`Cycle.facts` is what the coordinator gets.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from string import Template
+from typing import Any, TextIO
 
 import msgspec
 from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from torch.distributed.elastic.utils.api import macros
+from torch.distributed.run import _get_logs_specs_class
 
 from outlast import clock, env
-from outlast.config.precedence import SCRIPT, LayeredSettings
+from outlast.config.flags import SCRIPT, LayeredSettings
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.in_process import InProcess, Mended
-from outlast.launch.logs import CycleLogs
+from outlast.launch.agent_events import HangSeen, WatchdogFailed
+from outlast.launch.in_process_recovery import InProcessRecovery
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
-from outlast.launch.worker_process import WorkerProcess
-from outlast.monitor.examine import examine
-from outlast.monitor.learned import LearnedTimeouts, observe
+from outlast.launch.workers import WorkerProcess
+from outlast.monitor.examination import examine
+from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.protection import describe_hangs
-from outlast.policy.quarantine import Load, tier_of_load
-from outlast.policy.rerun import Diagnosis
-from outlast.runtime.board import Board, RankState
+from outlast.policy.quarantine import Load, encode_distrusted, tier_of_load
+from outlast.policy.rerun import Diagnosis, encode_replay
+from outlast.runtime.board import Board
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.postmortem import Postmortem
-from outlast.runtime.zygote import Exited, Spawn
+from outlast.runtime.zygote import Exited, Spawn, Started
 
-__all__ = ["ALONE_S", "Cycle"]
+__all__ = ["ALONE_S", "Cycle", "make_logs_specs"]
 
 log = logging.getLogger(__name__)
 _FATAL_SIGNALS = {
@@ -49,11 +64,12 @@ _FATAL_SIGNALS = {
     "Illegal instruction": -signal.SIGILL,
 }
 """What ``faulthandler`` calls the signals that it catches."""
+_KEYS_PER_CYCLE = 1 << 16
 _LAST_LINES = 20
 _MAX_LINE = 300
 _MAX_TAIL = 16 * 1024
 ALONE_S = 5.0
-"""What workers that were told to leave have left when one of them ended without having saved."""
+"""How long workers that are shutting down have left once one of them ended without having saved."""
 _WITHOUT_EFFECT = {
     "node_heartbeat_timeout": "agents need it before the script runs; give outlast run --ft-node-heartbeat-timeout, or "
     "--config with a file that has it",
@@ -61,37 +77,36 @@ _WITHOUT_EFFECT = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Cycle:
-    """The workers of one cycle on this node.
+    """The workers of one cycle on this node; :meth:`prepare` makes it.
 
-    Thread: the agent's main thread; the watchdog reports through ``on_hang``.
+    Thread: the agent's main thread; the watchdog reports through what :meth:`watch` is given.
     """
 
     start: m.Start
-    spec: WorkerSpec
     options: RunOptions
     job: str
     node: str
     board: Board
-    logs: CycleLogs
+    logs: _CycleLogs
     workers: dict[int, WorkerProcess]
     """Key in the zygote's messages to worker."""
     spawns: list[Spawn]
-    in_process: InProcess
-    """How the workers stand with restarts inside their processes."""
+    """The requests to the zygote that start them."""
+    in_process: InProcessRecovery
     postmortem: Postmortem
     """What the workers record of their ends."""
     watchdog: Watchdog | None = None
     layers: LayeredSettings = field(init=False)
-    """The fault tolerance settings in force: those of the launcher, and of the script once it told them."""
+    """The fault tolerance settings in force: those of the launcher, and of the script once a rank reported them."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """What is enforced."""
     _origins: dict[str, str] = field(default_factory=dict)
     """Where each setting of it comes from."""
     script_settings: str | None = None
     """What the script's config sets, as text; ``None`` while no rank has attached to the board."""
-    _strangers: set[int] = field(default_factory=set)
+    _differing: set[int] = field(default_factory=set)
     """Local ranks whose scripts set something else than the first one's."""
     over: bool = False
     """Nothing that happens in it counts any more."""
@@ -99,22 +114,139 @@ class Cycle:
     def __post_init__(self) -> None:
         self.layers = self.options.layers
 
+    # -- laying it out -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(
+        cls,
+        start: m.Start,
+        *,
+        spec: WorkerSpec,
+        options: RunOptions,
+        job: str,
+        node: str,
+        base_env: dict[str, str],
+        logs_specs: LogsSpecs,
+        command: tuple[str, tuple[str, ...]],
+        writer: str,
+    ) -> Cycle:
+        """Lay out a cycle's environments, board and logs; nothing runs yet.
+
+        Args:
+            start: The coordinator's message.
+            spec: torch's description of the workers.
+            options: The launcher's options.
+            job: Name of the job.
+            node: Name of this node.
+            base_env: Environment that every worker gets.
+            logs_specs: Where output goes.
+            command: Kind and argv, as in :class:`outlast.runtime.zygote.Spawn`.
+            writer: Address of the node's checkpoint writer; empty = there is none.
+
+        Raises:
+            OSError: A file of it cannot be made.
+            OutlastError: Its board cannot be made.
+        """
+        nproc, (kind, argv) = spec.local_world_size, command
+        board = Board.create_anonymous(num_ranks=nproc)
+        shared = {
+            **base_env,
+            env.RUN_ID: options.run_id,
+            env.RUN_DIR: str(options.run_dir),
+            env.NAMES: json.dumps(options.names),
+            env.RESUME_OTHER: "1" if options.resumes_other else "",
+            env.JOB: job,
+            env.CYCLE: str(start.cycle),
+            env.NODE: node,
+            env.BOARD: board.path,
+            env.CONFIG: options.layers.launcher.to_json(),
+            env.CONFIG_FILE: options.layers.file_name,
+            env.WRITER: writer,
+            env.UNTRUSTED: encode_distrusted(start.distrusted) if start.distrusted else "",
+            env.REPLAY: encode_replay(start.replay) if start.replay is not None else "",
+        }
+        workers = {
+            start.cycle * _KEYS_PER_CYCLE + rank: WorkerProcess(local_rank=rank, global_rank=start.base_rank + rank)
+            for rank in range(nproc)
+        }
+        with ExitStack() as stack:
+            stack.callback(board.close)
+            envs = {rank: _worker_env(start, rank, spec, options.run_id) for rank in range(nproc)}
+            in_process = InProcessRecovery(
+                board, workers, is_alone=start.num_nodes == 1, job=job, cycle=start.cycle, node=node
+            )
+            stack.callback(in_process.close)
+            postmortem = Postmortem(nproc)
+            stack.callback(postmortem.close)
+            logs = _CycleLogs(logs_specs, envs, options.torchrun, _line_prefixes(start, spec))
+            stack.pop_all()
+        spawns = []
+        for key, worker in workers.items():
+            rank = worker.local_rank
+            words = tuple(macros.substitute(list(argv), str(rank)))  # ${local_rank}
+            spawn = Spawn(
+                key=key,
+                kind=kind,
+                argv=_with_numa(words, rank, spec) if kind == "exec" else words,
+                env={**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)},
+                stdout=logs.destinations.stdouts.get(rank) or "",
+                stderr=logs.destinations.stderrs.get(rank) or "",
+                on_start="" if kind == "exec" else "outlast.monitor.stacks:register",
+            )
+            spawns.append(spawn)
+        return cls(
+            start=start,
+            options=options,
+            job=job,
+            node=node,
+            board=board,
+            logs=logs,
+            workers=workers,
+            spawns=spawns,
+            in_process=in_process,
+            postmortem=postmortem,
+        )
+
     @property
     def number(self) -> int:
         """The cycle's number."""
         return self.start.cycle
 
-    def watch(self, on_hang: Callable[[HangReport], None], on_error: Callable[[BaseException], None]) -> None:
-        """Watch the workers, now that they were told to start, and copy their output."""
+    # -- watching it -------------------------------------------------------------------------------------------
+
+    def watch(self, deliver: Callable[[object], None]) -> None:
+        """Watch the workers, now that they are being started, and copy their output.
+
+        Args:
+            deliver: Takes the watchdog's events, in its thread.
+        """
         self.logs.start()
         if self.layers.config.enable_ft_package:
-            self.watchdog = Watchdog(self.board, None, node=self.node, on_hang=on_hang, on_error=on_error)
+            self.watchdog = Watchdog(
+                self.board,
+                None,
+                node=self.node,
+                on_hang=lambda report: deliver(HangSeen(self.number, report)),
+                on_error=lambda error: deliver(WatchdogFailed(error)),
+            )
             self.watchdog.start()
 
-    def settle(self) -> None:
-        """Enforce the timeouts that are in force, once a rank has attached to the board and told what its config sets.
+    def note_started(self, event: Started) -> bool:
+        """Note that a worker runs; return whether they all do now.
 
-        The first rank's settings count; another rank that has others is told so.
+        One that started while its cycle was being ended is ignored: it is killed with the rest.
+        """
+        worker = None if self.over else self.workers.get(event.key)
+        if worker is None:
+            return False
+        worker.pid, worker.started_ns = event.pid, clock.now_ns()
+        self.board.assign(worker.local_rank, pid=event.pid, global_rank=worker.global_rank, cycle=self.number)
+        return all(other.pid for other in self.workers.values())
+
+    def apply_script_settings(self) -> None:
+        """Enforce the timeouts in force, once a rank has attached to the board and reported what its config sets.
+
+        The first rank's settings count; a WARNING names another rank whose settings differ.
         """
         for local_rank in range(self.board.num_ranks):
             text = self.board.settings(local_rank)
@@ -123,8 +255,8 @@ class Cycle:
             if self.script_settings is None:
                 self.script_settings = text
                 self._enforce(text)
-            elif local_rank not in self._strangers:
-                self._strangers.add(local_rank)
+            elif local_rank not in self._differing:
+                self._differing.add(local_rank)
                 log.warning(
                     "the fault tolerance settings of local rank %d differ from another rank's, which are in "
                     "force; give all ranks the same config",
@@ -178,19 +310,21 @@ class Cycle:
 
     @property
     def session_protection(self) -> str:
-        """What the session of this node's first rank protects against; empty while none has told."""
+        """What the session of this node's first rank protects against; empty while it has not reported it."""
         return "" if self.over else self.board.protection(0)
 
     def look(self) -> None:
-        """Have the workers judged afresh: something about them changed."""
+        """Have the watchdog judge the workers anew: something about them changed."""
         if self.watchdog is not None:
             self.watchdog.look()
 
-    def note_exit(self, news: Exited) -> WorkerProcess | None:
-        """Note that a worker ended; ``None`` when it is none of this cycle's."""
-        worker = self.workers.get(news.key)
+    # -- its workers' ends -------------------------------------------------------------------------------------
+
+    def note_exit(self, event: Exited) -> WorkerProcess | None:
+        """Note that a worker ended; ``None`` if it belongs to another cycle."""
+        worker = self.workers.get(event.key)
         if worker is not None:
-            worker.exit_code, worker.ended_ns = news.exit_code, news.mono_ns
+            worker.exit_code, worker.ended_ns = event.exit_code, event.mono_ns
         return worker
 
     @property
@@ -205,9 +339,9 @@ class Cycle:
 
     @property
     def can_be_resumed(self) -> bool:
-        """Whether there is a generation to go on from.
+        """Whether there is a generation to resume from.
 
-        The workers say so as they leave, all that were needed in order; of those that were killed the board knows.
+        The exit codes of workers that shut down in order show it, all that were needed; of killed ones the board does.
         """
         if self.durable_iteration is not None:
             return True
@@ -225,22 +359,14 @@ class Cycle:
         orderly = (None, ExitReason.FINISHED, ExitReason.PREEMPTED)
         return any(worker.lost is None and worker.exit_code not in orderly for worker in self.workers.values())
 
-    def goes_on_without(self, worker: WorkerProcess) -> bool:
-        """Return whether the others go on without a worker that ended with anything but 0, inside their processes."""
+    def continues_without(self, worker: WorkerProcess) -> bool:
+        """Return whether the others continue in process without a worker that ended with anything but 0."""
         assert worker.exit_code
         return self.in_process.lose(worker, self._describe_exit(worker, worker.exit_code))
 
     def has_lost(self, rank: int | None) -> bool:
-        """Return whether a rank ended, and the others go on without it."""
+        """Return whether a rank ended, and the others continue without it."""
         return any(worker.lost is not None for worker in self.workers.values() if worker.global_rank == rank)
-
-    def describe_mended(self, mended: Mended) -> Incident:
-        """Return the incident after which the workers restarted inside their processes."""
-        return self.in_process.incident_of(mended, job=self.job, cycle=self.number, node=self.node)
-
-    def describe_unfinished(self) -> Incident | None:
-        """Return why nothing was finished on this node, all its workers having ended; ``None`` = it was."""
-        return self.in_process.unfinished(job=self.job, cycle=self.number, node=self.node)
 
     @property
     def wait_for_others_s(self) -> float:
@@ -261,7 +387,7 @@ class Cycle:
 
         One that judged a result invalid is the cause, also where a peer that missed it was gone before it.
         """
-        if (other := self._describe_verdict() or self.in_process.unmended) is not None:
+        if (other := self._describe_verdict() or self.in_process.unrecovered_loss) is not None:
             return other
         failing = self._failing()
         first = find_first(failing).rank
@@ -271,7 +397,7 @@ class Cycle:
         worker = next(worker for worker in self.workers.values() if worker.global_rank == first)
         if (code := worker.exit_code) is None:  # it is about to end
             cause = self.postmortem.read(worker.local_rank).cause
-            code = self.board.read(worker.local_rank).leaving_with or 1  # a session says with which
+            code = self.board.read(worker.local_rank).leaving_with or 1  # a session writes it on the board
             if cause is not None and cause.type == "fatal signal":
                 code = _FATAL_SIGNALS.get(cause.text, 1)
         return self._describe_exit(worker, code)
@@ -289,7 +415,7 @@ class Cycle:
 
     @property
     def _is_before_first_step(self) -> bool:
-        """Whether no rank of this node began a step in this job, as far as its ranks tell."""
+        """Whether no rank of this node began a step in this job, as far as its ranks report."""
         if self.number:
             return False
         states = self.board.read_all()
@@ -302,7 +428,7 @@ class Cycle:
 
     @property
     def _permanent_cause(self) -> Cause | None:
-        """What all workers of this node failed with alike, if a restart cannot mend it; some may still be ending."""
+        """What all workers of this node failed with alike, if a restart cannot help; some may still be ending."""
         if not self._is_before_first_step:
             return None
         causes = [self.postmortem.read(worker.local_rank).cause for worker in self.workers.values()]
@@ -332,7 +458,7 @@ class Cycle:
     def _describe_exit(self, worker: WorkerProcess, exit_code: int, diagnosis: Diagnosis | None = None) -> Incident:
         state = self.board.read(worker.local_rank)
         evidence = self._keep_postmortem(worker)
-        iteration = state.iteration if state.attached else None
+        iteration = state.iteration if state.reports_iteration else None
         if diagnosis is not None:
             evidence.pop("cause", None)  # an exit on purpose, of which the diagnosis says all
             evidence |= {"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)}
@@ -392,6 +518,8 @@ class Cycle:
                 log.debug("%s cannot be read: %s", path, error)
         return tuple(lines)
 
+    # -- what it was -------------------------------------------------------------------------------------------
+
     def describe_hang(self, report: HangReport) -> Incident:
         """Return the incident of the first rank that exceeded a timeout; the culprit is found later."""
         first = report.expired[0]
@@ -410,7 +538,7 @@ class Cycle:
         )
 
     def examine(self, report: HangReport | None) -> tuple[Position, ...]:
-        """Look where the ranks are that take part, and dump their stacks; workers that were lost do not.
+        """Look where the ranks are, and dump their stacks; lost workers do not take part.
 
         Blocks: up to about two seconds.
         """
@@ -429,7 +557,7 @@ class Cycle:
         return m.CycleFacts(
             cycle=self.number,
             incident=incident if incident is not None else self._describe_verdict(),
-            load=self._load(states),
+            load=self._load(),
             durable_iteration=self.durable_iteration,
             progress_known=self.progress_known,
             had_session=self.had_session,
@@ -440,17 +568,17 @@ class Cycle:
 
     @property
     def durable_iteration(self) -> int | None:
-        """Highest iteration that a worker of this node knows to be saved for good; ``None`` = none yet."""
-        durable = [s.durable_iteration for s in self.board.read_all() if s.attached and s.durable_iteration is not None]
+        """Highest iteration that a worker of this node knows to be durable; ``None`` = none yet."""
+        durable = [s.durable_iteration for s in self.board.read_all() if s.durable_iteration is not None]
         return max(durable, default=None)
 
     @property
     def progress_known(self) -> bool:
         """Whether a worker of this node reports its saves."""
-        return any(state.attached and state.reports_progress for state in self.board.read_all())
+        return any(state.reports_progress for state in self.board.read_all())
 
-    def _load(self, states: list[RankState]) -> Load | None:
-        loaded = [state.loaded for state in states if state.loaded is not None]
+    def _load(self) -> Load | None:
+        loaded = [state.loaded for state in self.board.read_all() if state.loaded is not None]
         if not loaded:
             return None
         return Load(
@@ -462,8 +590,8 @@ class Cycle:
         )
 
     def iterations(self) -> dict[str, int]:
-        """Return the last iteration of every rank that told one."""
-        return {str(s.global_rank): s.iteration for s in self.board.read_all() if s.attached}
+        """Return the last iteration of every rank that reported one."""
+        return {str(s.global_rank): s.iteration for s in self.board.read_all() if s.reports_iteration}
 
     def close(self, *, wait_for_logs: bool = False) -> None:
         """Stop watching, free the board and end the log tails; the workers are the zygote's to end."""
@@ -486,3 +614,119 @@ class Cycle:
         if isinstance(message, dict):
             message = message.get("message", "")
         return str(message).splitlines()[0] if message else ""
+
+
+def _with_numa(argv: tuple[str, ...], local_rank: int, spec: WorkerSpec) -> tuple[str, ...]:
+    if spec.numa_options is None:
+        return argv
+    from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
+
+    return _maybe_wrap_command_args_with_numa_binding(argv, gpu_index=local_rank, numa_options=spec.numa_options)
+
+
+def _line_prefixes(start: m.Start, spec: WorkerSpec) -> dict[int, str] | None:
+    """Return the prefix of each local rank's lines in the console; ``None`` = torch's own."""
+    if not (template := env.environ().get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")):
+        return None
+    return {
+        rank: Template(template).safe_substitute(role_name=spec.role, rank=start.base_rank + rank, local_rank=rank)
+        for rank in range(spec.local_world_size)
+    }
+
+
+def _worker_env(start: m.Start, local_rank: int, spec: WorkerSpec, run_id: str) -> dict[str, str]:
+    rank = start.base_rank + local_rank
+    values = {
+        "RANK": rank,
+        "GROUP_RANK": start.node_rank,
+        "ROLE_RANK": rank,
+        "ROLE_NAME": spec.role,
+        "LOCAL_WORLD_SIZE": spec.local_world_size,
+        "WORLD_SIZE": start.world_size,
+        "GROUP_WORLD_SIZE": start.num_nodes,
+        "ROLE_WORLD_SIZE": start.world_size,
+        "MASTER_ADDR": start.master_addr,
+        "MASTER_PORT": start.master_port,
+        "TORCHELASTIC_RESTART_COUNT": start.cycle,
+        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.environ().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    texts = {name: str(value) for name, value in values.items()}
+    # torch's own rule for LOCAL_RANK and the visible devices, with --virtual-local-rank too.
+    LocalElasticAgent._set_local_rank_env(None, texts, local_rank, spec)  # type: ignore[arg-type]
+    return texts
+
+
+def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
+    """Return torch's log specs as torchrun's options ask for; the default folder is ``<run_dir>/logs``."""
+    ranks = {int(rank) for rank in args.local_ranks_filter.split(",")} if args.local_ranks_filter else None
+    return _get_logs_specs_class(args.logs_specs)(
+        log_dir=args.log_dir or str(run_dir / "logs"),
+        redirects=Std.from_str(args.redirects),
+        tee=Std.from_str(args.tee),
+        local_ranks_filter=ranks,
+    )
+
+
+class _CycleLogs:
+    """The log files of one cycle on one node, and the threads that copy them to the console.
+
+    Args:
+        specs: torch's log specs.
+        envs: Local rank to its environment; torch adds the path of the error file.
+        args: torchrun's options.
+        prefixes: Local rank to the prefix of its lines, or ``None`` for torch's own.
+    """
+
+    def __init__(
+        self,
+        specs: LogsSpecs,
+        envs: dict[int, dict[str, str]],
+        args: argparse.Namespace,
+        prefixes: dict[int, str] | None,
+    ) -> None:
+        self.destinations = specs.reify(envs)
+        self._filtered: list[TextIO] = []
+        self._tails: list[TailLog] = []
+        dest = self.destinations
+        self._tail(args.role, dest.tee_stdouts, sys.stdout, prefixes, [])
+        self._tail(args.role, dest.tee_stderrs, sys.stderr, prefixes, [])
+        for needles, files, target in (
+            (args.duplicate_stdout_filters, dest.tee_stdouts, dest.filtered_stdout),
+            (args.duplicate_stderr_filters, dest.tee_stderrs, dest.filtered_stderr),
+        ):
+            if needles:
+                file = open(target, mode="w", errors="replace", buffering=1)  # noqa: SIM115  closed by stop()
+                self._filtered.append(file)
+                self._tail(args.role, files, file, prefixes, needles)
+
+    def _tail(
+        self, name: str, files: dict[int, str], target: TextIO, prefixes: dict[int, str] | None, needles: list[str]
+    ) -> None:
+        def keeps(line: str) -> bool:
+            return not needles or any(needle in line for needle in needles)
+
+        if files:
+            self._tails.append(TailLog(name, files, target, prefixes, log_line_filter=keeps))
+
+    def start(self) -> None:
+        """Start copying."""
+        for tail in self._tails:
+            tail.start()
+
+    def stop(self, *, wait: bool) -> None:
+        """Copy what is left and end, in the background unless ``wait``: a tail looks only every 0.1 s."""
+        if not self._tails and not self._filtered:
+            return
+        thread = threading.Thread(target=self._stop, name="outlast-log-tails")
+        thread.start()
+        if wait:
+            thread.join(2.0)
+
+    def _stop(self) -> None:
+        for tail in self._tails:
+            tail.stop()
+        for file in self._filtered:
+            file.close()

@@ -19,7 +19,7 @@ from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.slots import Slot, SlotCandidate, fill_slots, shrink
 from outlast.wording import count
 
-__all__ = ["Adoption", "Forming", "JobSettings", "Lack", "Node", "Nodes", "Outbox", "name_job", "why_it_waits"]
+__all__ = ["Adoption", "Forming", "JobSettings", "Node", "Nodes", "Outbox", "name_job", "why_it_waits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,9 +301,9 @@ class Adoption:
         return now_s - self.since_s > wait_s
 
 
-SAY_S = 10.0
+REMIND_S = 10.0
 """Seconds between two lines on who is waited for."""
-FIRST_SAY_S = 3.0
+FIRST_REMINDER_S = 3.0
 """Seconds until the first of them."""
 
 
@@ -314,16 +314,6 @@ def why_it_waits(node: Node, state: LadderState) -> str:
     if node.name in state.held_back:
         return "an invalid result of this node is replayed on another one"
     return "every slot is held: the node is a spare"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lack:
-    """Nodes that are waited for."""
-
-    num_missing: int
-    num_needed: int
-    waited_s: float
-    gives_up_in_s: float
 
 
 @dataclass(slots=True)
@@ -386,8 +376,8 @@ class Forming:
         if self._since_s is None:
             return
         if self._said_s is None:
-            self._said_s = self._since_s - SAY_S + FIRST_SAY_S  # nodes that start together come within this
-        if now_s - self._said_s < SAY_S:
+            self._said_s = self._since_s - REMIND_S + FIRST_REMINDER_S  # nodes that start together come within this
+        if now_s - self._said_s < REMIND_S:
             return
         self._said_s = now_s
         have = sorted(node.name for node in self.nodes if node.ready)
@@ -458,16 +448,16 @@ class Forming:
             "(--rdzv-conf join_timeout=...): no spare is left"
         )
 
-    def lack(self, now_s: float) -> Lack | None:
-        """Return what is waited for; ``None``: nothing was missing at the last look."""
+    def lack(self, now_s: float) -> m.LiveLack | None:
+        """Return who is waited for; ``None``: nothing was missing at the last look."""
         if self._since_s is None:
             return None
         waited_s = max(0.0, now_s - self._since_s)
-        return Lack(
+        return m.LiveLack(
             num_missing=self._missing,
             num_needed=len(self.nodes.slots),
-            waited_s=waited_s,
-            gives_up_in_s=max(0.0, self.settings.join_timeout_s - waited_s),
+            waited_s=round(waited_s, 1),
+            gives_up_in_s=round(max(0.0, self.settings.join_timeout_s - waited_s), 1),
         )
 
     def _can_fill(self, barred: Collection[str]) -> bool:

@@ -1,8 +1,23 @@
-"""The agent: one per node, starts, watches and stops the workers, and carries out what the coordinator says.
+"""The agent: one per node; starts, watches and ends the workers, and carries out what the coordinator decides.
 
-Everything comes in through one ``select``: the zygote's socket (starts and deaths), and a mailbox into which the
-link's threads, the watchdog and the signal handlers put their news. Nothing is polled, and nothing that can block on
-the network runs in this thread. Its states are those of :class:`outlast.launch.agent_state.AgentState`.
+torch knows it as an elastic agent, so that torch's options, results and error reports work with it.
+
+Every event comes in through one ``select``: the zygote's socket (starts and deaths), and a mailbox into which the
+connection's threads, the watchdog and the signal handlers put theirs. Nothing is polled, and nothing that can block on
+the network runs in this thread.
+
+States::
+
+    OUTSIDE   not known to be fit yet, or unfit: no slot is requested
+    JOINING   requested a slot in the next cycle (a spare stays here)
+    RUNNING   the cycle's workers run
+    FINISHED  they all ended with 0; the others may still fail
+    LEAVING   a signal requested a shutdown; the workers may save
+    STOPPING  the job is over; what still runs is ended in order
+
+From RUNNING a failure here or elsewhere leads to JOINING at once: the request for the next cycle goes out while the
+zygote still kills what is left of this one, and the next workers start when both the answer has come and the zygote has
+reported that all are gone.
 """
 
 from __future__ import annotations
@@ -10,218 +25,297 @@ from __future__ import annotations
 import logging
 import select
 import signal
+from enum import StrEnum
 
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from outlast.checkpoint.writer_client import WriterProcess
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import Broken, HangSeen, RunDirectoryLost, SignalReceived, Timers, WriterDied
-from outlast.launch.agent_state import AgentState
+from outlast.launch.agent_events import (
+    Admitted,
+    HangSeen,
+    Mailbox,
+    NodeChecked,
+    NodeRefused,
+    RunDirectoryLost,
+    SignalReceived,
+    Timers,
+    WatchdogFailed,
+    WriterDied,
+)
 from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, LinkDown, LinkFailed, LinkUp
-from outlast.launch.crew import Crew
 from outlast.launch.cycle import ALONE_S, Cycle
-from outlast.launch.membership import SAY_S
-from outlast.launch.mending import Mending
-from outlast.launch.node_health import CheckedUp, Checkups, Fitness
+from outlast.launch.membership import REMIND_S
+from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
 from outlast.launch.torchrun_backend import open_cycle_store
 from outlast.launch.verdicts import name_culprit
+from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
 from outlast.policy.protection import Protection, describe_nodes
-from outlast.runtime.mailbox import Mailbox
 from outlast.runtime.store import TCPStore
-from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Ready, Started
+from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
-__all__ = ["NodeAgent"]
+__all__ = ["AgentState", "NodeAgent"]
 
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
-_PARTING_S = 0.2
-"""What a host that leaves before the first cycle gives its word to go out."""
+_BRIEF_GOODBYE_S = 0.2
+"""How long a host that leaves before the first cycle waits until its messages are sent."""
 _PLAIN_AFTER_S = 60.0
 """A script that has shown no sign of life by then may well have no session."""
+_REPORT_S = 2.0
+"""How long a worker's datagram may take after it wrote on the board, and its end after its peers saw it."""
 
 
-class NodeAgent:
-    """Run workers under the coordinator's word.
+class AgentState(StrEnum):
+    """What the agent is doing; see the module's head."""
+
+    OUTSIDE = "outside"
+    JOINING = "joining"
+    RUNNING = "running"
+    FINISHED = "finished"
+    LEAVING = "leaving"
+    STOPPING = "stopping"
+
+
+class NodeAgent(SimpleElasticAgent):
+    """Run this node's workers as the coordinator decides.
 
     Args:
+        spec: torch's description of the workers.
         options: The launcher's options.
-        crew: This node's workers; the agent closes it.
-        member: This node's membership; its link is not yet started.
-        checkups: Looks at this node; closed with the agent. ``None`` = nothing is looked at.
-        mailbox: Where the link and the signal handlers deliver.
+        command: Kind and argv of a worker.
+        base_env: Environment that every worker gets.
+        logs_specs: Where output goes.
+        workers: Starts and ends their processes; the agent closes it.
+        writer: The node's checkpoint writer, which outlives the workers; the agent closes it. ``None`` = none could be
+            started: each worker starts its own.
+        client: This node's connection to the coordinator, not yet started.
+        checkups: Checks this node; closed with the agent. ``None`` = the node is not checked.
+        mailbox: Where the connection and the signal handlers deliver.
 
     Thread: the main thread.
     """
 
     def __init__(
         self,
+        spec: WorkerSpec,
+        *,
         options: RunOptions,
-        crew: Crew,
-        member: CoordinatorClient,
+        command: tuple[str, tuple[str, ...]],
+        base_env: dict[str, str],
+        logs_specs: LogsSpecs,
+        workers: NodeWorkers,
+        writer: WriterProcess | None,
+        client: CoordinatorClient,
         checkups: Checkups | None,
         mailbox: Mailbox[object],
     ) -> None:
+        super().__init__(spec)
         self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
-        self._waits_for = ""
+        """How the job ended for this node."""
         self.is_host = False
         """Whether this process hosts the control store."""
-        self._crew, self._workers, self._member, self._mailbox = crew, crew.workers, member, mailbox
-        self._journal, self._timers = NodeJournal(options, member.node), Timers()
-        self._state = AgentState.OUTSIDE
-        self._fitness = Fitness(
+        self._command, self._base_env, self._logs_specs, self._writer = command, base_env, logs_specs, writer
+        self._workers, self._client, self._mailbox = workers, client, mailbox
+        self._journal, self._timers = NodeJournal(options, client.node), Timers()
+        self._health = NodeHealth(
             checkups,
-            member=member,
+            client=client,
             journal=self._journal,
             timers=self._timers,
+            mailbox=mailbox,
             is_alone=options.max_nodes == 1,
-            join=lambda: self._join(None),
-            start=self._start_if_ready,
-            leave=self._finish,
         )
-        self._mending = Mending(
-            crew.workers,
-            member=member,
-            journal=self._journal,
-            timers=self._timers,
-            is_running=lambda: self._state == AgentState.RUNNING,
-            end_cycle=self._end_cycle,
-        )
+        self._state = AgentState.OUTSIDE
+        self._cycle: Cycle | None = None
+        """The newest cycle, also after its end."""
+        self._failures: dict[int, ProcessFailure] = {}
+        """Workers that failed by themselves in it, by global rank."""
         self._start: m.Start | None = None  # a cycle to start once the zygote has cleared away the last one
         self._cycle_store: TCPStore | None = None
-        self._signal, self._final = 0, False
+        self._signal, self._is_done = 0, False
+        self._waits_for = ""
         self._protection: str | None = None
-        """What was last said of it; ``None`` = nothing yet."""
+        """What was logged of it last; ``None`` = nothing yet."""
 
     @property
     def job(self) -> str:
-        """Name of the job, once the coordinator told it."""
+        """Name of the job, once it is known."""
         return self._journal.job
 
-    def run(self) -> None:
-        """Take part in the job. Blocks: until it is over."""
-        self._member.link.start()
-        self._wait_for_link(self.options.join_timeout_s)
-        while not self._final:
-            self._wait_and_handle()
+    @property
+    def _running(self) -> Cycle | None:
+        """The newest cycle, unless it is over."""
+        return self._cycle if self._cycle is not None and not self._cycle.over else None
 
-    def close(self) -> None:
+    # -- torch's interface -------------------------------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        self._client.link.start()
+        self._wait_for_link(self.options.join_timeout_s)
+        while not self._is_done:
+            self._wait_and_handle()
+        has_failed = self._failures and self.stop.exit_code
+        state = WorkerState.FAILED if has_failed else WorkerState.SUCCEEDED
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        return RunResult(state, {} if has_failed else dict.fromkeys(ranks), self._failures)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Free everything; whatever worker is left is killed."""
-        never_ran = self._crew.cycle is None
-        self._fitness.close()
-        self._crew.close()
-        # Told to leave before the first cycle, the job is not over: there is nothing that others must hear.
-        self._member.link.close(goodbye_timeout_s=_PARTING_S if never_ran and self._signal else GOODBYE_S)
+        never_ran = self._cycle is None
+        self._health.close()
+        if self._cycle is not None:
+            self._cycle.close(wait_for_logs=True)
+        self._cycle = None
+        self._workers.close()
+        if self._writer is not None:
+            self._writer.close()
+        # If a shutdown was requested before the first cycle, the job is not over: no node waits for a message.
+        self._client.link.close(goodbye_timeout_s=_BRIEF_GOODBYE_S if never_ran and self._signal else GOODBYE_S)
         self._cycle_store = None
         self._journal.close()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        raise AssertionError("the agent starts workers by itself")
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        raise AssertionError("the agent watches workers by itself")
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
     def _wait_and_handle(self) -> None:
         sources = [self._workers.fileno(), self._mailbox.fileno()]
-        cycle = self._crew.on_duty
-        told = cycle.in_process.fileno() if cycle is not None else -1
-        if told >= 0:
-            sources.append(told)
+        cycle = self._running
+        reports = cycle.in_process.fileno() if cycle is not None else -1
+        if reports >= 0:
+            sources.append(reports)
         readable, _, _ = select.select(sources, [], [], self._timers.until_next_s())
-        if told in readable and cycle is not None:
-            self._mending.look(cycle)
+        if reports in readable and cycle is not None:
+            self._look_at_recovery(cycle)
             self._take_settings(cycle)
         if self._workers.fileno() in readable:
-            self._on_news(self._workers.receive())
+            self._on_worker_event(self._workers.receive())
         if self._mailbox.fileno() in readable:
-            for news in self._mailbox.take_all():
-                self._on_news(news)
+            for event in self._mailbox.take_all():
+                self._on_event(event)
         self._timers.fire()
         if cycle is not None and cycle.script_settings is None:
-            self._take_settings(cycle)  # whatever else looked may have taken the word of a worker that attached
+            self._take_settings(cycle)  # whatever else looked may have read the datagram of a worker that attached
 
-    def _on_news(self, news: object) -> None:
-        match news:
-            case Ready():
-                pass
-            case Started():
-                self._on_started(news)
+    def _on_worker_event(self, event: ZygoteReady | Started | FailedToStart | Exited | Cleared | None) -> None:
+        match event:
+            case Started() if self._cycle is not None:
+                if self._cycle.note_started(event):
+                    self._journal.write_started(self._cycle)
             case FailedToStart():
-                self._fail(self._journal.incident(IncidentKind.CANNOT_START, news.error))
+                self._fail(self._journal.incident(IncidentKind.CANNOT_START, event.error))
             case Exited():
-                self._on_exited(news)
+                self._on_exited(event)
             case Cleared():
-                self._fitness.note_cleared()
+                self._health.note_cleared()
                 self._start_if_ready()
             case None:
                 self._on_workers_lost()
+
+    def _on_event(self, event: object) -> None:
+        match event:
             case m.Prepare():
-                self._on_prepare(news)
+                self._cycle_store = open_cycle_store(self._client.addr)
+                self._client.host_cycle(event.cycle, self._cycle_store.port)
             case m.Start():
                 self._timers.cancel("answer")
-                self._start = news
+                self._start = event
                 self._start_if_ready()
             case m.CycleOver():
-                self._on_cycle_over(news)
+                self._on_cycle_over(event)
             case m.Stop():
-                self._on_stop(news)
+                self._on_stop(event)
             case m.Wait():
                 self._timers.cancel("answer")
-                level, self._waits_for = logging.DEBUG if news.reason == self._waits_for else logging.INFO, news.reason
-                log.log(level, "node %s waits: %s", self._member.node, news.reason)
+                level = logging.DEBUG if event.reason == self._waits_for else logging.INFO
+                self._waits_for = event.reason
+                log.log(level, "node %s waits: %s", self._client.node, event.reason)
             case m.NodesMissing():
-                log.info("%s", news.reason)
+                log.info("%s", event.reason)
             case m.Remark():
-                log.warning("%s", news.text)
+                log.warning("%s", event.text)
             case CheckedUp():
-                self._fitness.take(news)
+                self._health.take(event)
+            case Admitted():
+                if self._state == AgentState.OUTSIDE:
+                    self._join(None)
+            case NodeChecked():
+                self._start_if_ready()
+            case NodeRefused():
+                self._finish(event.stop)
             case HangSeen():
-                self._on_hang(news)
+                self._on_hang(event)
             case SignalReceived():
-                self._on_notice(news)
+                self._on_signal(event)
             case WriterDied():
-                self._journal.write(EventKind.WRITER_ENDED, summary=news.summary)
+                self._journal.write(EventKind.WRITER_ENDED, summary=event.summary)
             case RunDirectoryLost():
-                self._finish(m.Stop(exit_code=ExitReason.NO_PROGRESS, reason=news.why))
+                self._finish(m.Stop(exit_code=ExitReason.NO_PROGRESS, reason=event.why))
             case LinkUp():
-                self._on_link_up(news)
+                self._on_link_up(event)
             case LinkDown():
-                log.warning("the control store is unreachable (%s); training continues without it", news.error)
+                log.warning("the control store is unreachable (%s); training continues without it", event.error)
                 if self._state in (AgentState.OUTSIDE, AgentState.JOINING, AgentState.FINISHED):
                     self._timers.set("link", self.options.join_timeout_s, self._give_up_on_link)
             case LinkFailed():
-                self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=news.error))
-            case Broken():
-                log.error("%s ended on an error: %r", news.what, news.error)
-                self._fail(self._journal.incident(IncidentKind.CANNOT_START, f"{news.what} ended: {news.error!r}"))
+                self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=event.error))
+            case WatchdogFailed():
+                log.error("the watchdog ended on an error: %r", event.error)
+                why = f"the watchdog ended: {event.error!r}"
+                self._fail(self._journal.incident(IncidentKind.CANNOT_START, why))
             case _:
-                raise AssertionError(f"unexpected news {news!r}")
+                raise AssertionError(f"unexpected event {event!r}")
 
     def _wait_for_link(self, left_s: float) -> None:
-        """Say every ten seconds that the control store is still looked for."""
+        """Log every ten seconds that the control store is not found yet."""
 
         def remind() -> None:
-            problem = self._member.link.problem or "no answer yet"
-            log.info("waiting for the control store: %s; gives up in %.0f s", problem, left_s - SAY_S)
-            self._wait_for_link(left_s - SAY_S)
+            problem = self._client.link.problem or "no answer yet"
+            log.info("waiting for the control store: %s; gives up in %.0f s", problem, left_s - REMIND_S)
+            self._wait_for_link(left_s - REMIND_S)
 
-        self._timers.set("first link", SAY_S, remind)
+        self._timers.set("first link", REMIND_S, remind)
 
     # -- joining and starting ----------------------------------------------------------------------------------
 
-    def _on_link_up(self, news: LinkUp) -> None:
+    def _on_link_up(self, event: LinkUp) -> None:
         self._timers.cancel("link")
         self._timers.cancel("first link")
-        member, self.is_host = self._member, news.is_host
-        if not news.is_first:
-            log.warning("the control store is reachable again at %s", member.link.endpoint)
+        client, self.is_host = self._client, event.is_host
+        if not event.is_first:
+            log.warning("the control store is reachable again at %s", client.link.endpoint)
         else:
-            endpoints = [str(endpoint) for endpoint in member.link.endpoints]
-            self._journal.open(news.job, self._crew.command[1], self._crew.num_workers, endpoints)
-            if news.is_host:
+            endpoints = [str(endpoint) for endpoint in client.link.endpoints]
+            self._journal.open(event.job, self._command[1], self._worker_group.spec.local_world_size, endpoints)
+            if event.is_host:
                 level = logging.INFO if self.options.max_nodes > 1 else logging.DEBUG
-                log.log(level, "node %s hosts the control store at %s", member.node, member.link.endpoint)
+                log.log(level, "node %s hosts the control store at %s", client.node, client.link.endpoint)
         if self._state == AgentState.OUTSIDE:
-            self._fitness.meet(is_host=news.is_host)
+            self._health.note_connected(is_host=event.is_host)
         else:
-            member.register(
+            client.register(
                 is_running=self._state == AgentState.RUNNING,
                 is_joining=self._state == AgentState.JOINING,
                 has_finished=self._state == AgentState.FINISHED,
@@ -233,11 +327,7 @@ class NodeAgent:
         if ended is not None:
             # The coordinator gives up earlier than this, if it still runs: a stopped one answers nothing at all.
             self._timers.set("answer", self.options.join_timeout_s + _ANSWER_MARGIN_S, self._give_up_on_link)
-        self._member.join(ended)
-
-    def _on_prepare(self, request: m.Prepare) -> None:
-        self._cycle_store = open_cycle_store(self._member.addr)
-        self._member.host_cycle(request.cycle, self._cycle_store.port)
+        self._client.join(ended)
 
     def _start_if_ready(self) -> None:
         start = self._start
@@ -245,45 +335,67 @@ class NodeAgent:
             start is None
             or not self._workers.are_cleared
             or self._state != AgentState.JOINING
-            or self._fitness.is_looking
+            or self._health.is_looking
         ):
             return
         self._start = None
-        if not self._member.take_place(start):
+        if not self._client.take_place(start):
             return
         if start.node_rank != 0:
             self._cycle_store = None
-        if (unfit := self._fitness.refuse(start.cycle)) is not None:
+        if (unfit := self._health.refuse(start.cycle)) is not None:
             self._journal.write_incident(unfit)
             self._join(m.CycleFacts(cycle=start.cycle, incident=unfit))
             return
+        spec = self._worker_group.spec
         try:
-            self._crew.prepare(start, self._journal.job)
+            self._cycle = Cycle.prepare(
+                start,
+                spec=spec,
+                options=self.options,
+                job=self.job,
+                node=self._client.node,
+                base_env=self._base_env,
+                logs_specs=self._logs_specs,
+                command=self._command,
+                writer=self._writer_address(),
+            )
         except (OSError, OutlastError) as error:
             incident = self._journal.incident(IncidentKind.CANNOT_START, str(error), cycle=start.cycle)
             self._join(m.CycleFacts(cycle=start.cycle, incident=incident))
             return
+        self._failures, self._worker_group.workers = {}, _torch_workers(start, spec)
+        self._worker_group.group_rank = start.node_rank  # type: ignore[assignment]
+        self._worker_group.group_world_size = start.num_nodes  # type: ignore[assignment]
         self._state = AgentState.RUNNING
         self._journal.begin_cycle(start.cycle)
         try:
-            self._crew.start(self._mailbox.put)
+            self._workers.start(self._cycle.spawns)
+            self._cycle.watch(self._mailbox.put)
         except OutlastError as error:
             self._fail(self._journal.incident(IncidentKind.CANNOT_START, str(error)))
-        self._timers.set("protection", _PLAIN_AFTER_S, self._say_protection)
+        self._timers.set("protection", _PLAIN_AFTER_S, self._log_protection)
+
+    def _writer_address(self) -> str:
+        """Return the address of the checkpoint writer; empty when there is none, or it died too often."""
+        try:
+            return self._writer.address if self._writer is not None else ""
+        except OSError:
+            return ""
 
     def _take_settings(self, cycle: Cycle) -> None:
-        """Use what the script's config sets, now that a worker may have told it."""
+        """Use what the script's config sets, now that a worker may have reported it."""
         if cycle.over:
             return
-        cycle.settle()
+        cycle.apply_script_settings()
         if cycle.script_settings is not None:
-            self._member.report_settings(cycle.script_settings)
+            self._client.report_settings(cycle.script_settings)
         if cycle.session_protection:
-            self._say_protection()
+            self._log_protection()
 
-    def _say_protection(self) -> None:
-        """Say in one line what the run is protected against, once it is known and when it has changed."""
-        cycle = self._crew.on_duty
+    def _log_protection(self) -> None:
+        """Log in one line what the run is protected against, once it is known and when it has changed."""
+        cycle = self._running
         if cycle is None or cycle.all_ended:
             return
         self._timers.cancel("protection")
@@ -303,24 +415,20 @@ class NodeAgent:
         level = logging.WARNING if protection.has_gap else logging.INFO
         log.log(level if cycle.start.node_rank == 0 else logging.DEBUG, "%s", text)
 
-    def _on_started(self, news: Started) -> None:
-        if (cycle := self._crew.note_started(news)) is not None:
-            self._journal.write_started(cycle)
-
     # -- a worker's end ----------------------------------------------------------------------------------------
 
-    def _on_exited(self, news: Exited) -> None:
-        cycle = self._crew.cycle
-        worker = cycle.note_exit(news) if cycle is not None else None
+    def _on_exited(self, event: Exited) -> None:
+        cycle = self._cycle
+        worker = cycle.note_exit(event) if cycle is not None else None
         if cycle is None or worker is None:
             return
         killed_by_us = cycle.over or self._state == AgentState.STOPPING
-        self._mending.look(cycle, waits=not cycle.all_ended)
-        spared = bool(news.exit_code) and not killed_by_us and cycle.goes_on_without(worker)
-        self._journal.write_exited(worker, news, killed_by_us=killed_by_us)
+        self._look_at_recovery(cycle, waits=not cycle.all_ended)
+        spared = bool(event.exit_code) and not killed_by_us and cycle.continues_without(worker)
+        self._journal.write_exited(worker, event, killed_by_us=killed_by_us)
         if spared:
-            self._mending.go_on_without(worker, news.key, cycle)
-            self._mending.look(cycle)
+            self._continue_without(worker, event.key, cycle)
+            self._look_at_recovery(cycle)
         if killed_by_us:
             if self._state == AgentState.STOPPING and cycle.all_ended:
                 self._finish(self.stop)
@@ -329,13 +437,18 @@ class NodeAgent:
                 self._leave()
             elif cycle.lacks_a_rank:
                 self._timers.set("grace", ALONE_S, self._on_grace_over)
-        elif spared or news.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
+        elif spared or event.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
             if cycle.lacks_a_rank:
                 self._fail_when_clear(cycle)  # another one failed a moment ago
             elif cycle.all_ended:
                 self._on_all_ended(cycle)
         else:
-            self._crew.note_failure(cycle, worker, news)
+            self._failures[worker.global_rank] = ProcessFailure(
+                local_rank=worker.local_rank,
+                pid=event.pid,
+                exitcode=event.exit_code,
+                error_file=cycle.logs.destinations.error_files.get(worker.local_rank) or "",
+            )
             self._fail_when_clear(cycle)
 
     def _fail_when_clear(self, cycle: Cycle) -> None:
@@ -349,17 +462,17 @@ class NodeAgent:
 
     def _on_all_ended(self, cycle: Cycle) -> None:
         if ExitReason.PREEMPTED in cycle.exit_codes:
-            # The notice reached the workers past this agent: from a peer's, or straight from the scheduler.
+            # The notice did not come through this agent: a peer's workers, or the scheduler itself, passed it on.
             self._leave()
             return
         self._state = AgentState.FINISHED
-        incident = cycle.describe_unfinished()
+        incident = cycle.in_process.describe_unfinished()
         self._journal.write_ended(cycle, "finished" if incident is None else incident.describe())
-        self._member.finish(cycle.facts(incident))
+        self._client.finish(cycle.facts(incident))
 
     def _fail(self, incident: Incident) -> None:
         """End the running cycle because of what happened here."""
-        cycle = self._crew.on_duty
+        cycle = self._running
         if cycle is None or self._state not in (AgentState.RUNNING, AgentState.FINISHED):
             return
         self._journal.write_incident(incident)
@@ -367,42 +480,42 @@ class NodeAgent:
         self._end_cycle(cycle, cycle.facts(incident), incident.describe())
 
     def _log_incident(self, incident: Incident) -> None:
-        """Log what was seen on this node; where the coordinator is, its verdict says so in a moment."""
+        """Log what was seen on this node; on the coordinator's node its verdict follows, with the same and more."""
         log.log(logging.DEBUG if self.is_host else logging.WARNING, "%s", incident.describe())
 
     def _on_hang(self, hang: HangSeen) -> None:
-        cycle = self._crew.on_duty
+        cycle = self._running
         if cycle is None or cycle.number != hang.cycle or self._state != AgentState.RUNNING:
             return
         incident = cycle.describe_hang(hang.report)
         # The other nodes look at their ranks while this one does.
-        self._member.report_hang(incident, hang.report.expired, cycle.number)
+        self._client.report_hang(incident, hang.report.expired, cycle.number)
         positions = cycle.examine(hang.report)
         if is_alone := cycle.start.num_nodes == 1:
             incident = name_culprit(incident, positions)
         self._journal.write_incident(incident)
         log.debug("%s", incident.describe())  # the watchdog has logged whose timeout passed
-        # Who is to blame is found by what all nodes saw: the verdict says it.
+        # The culprit is found from what all nodes saw: the verdict names it.
         reason = incident.describe() if is_alone else f"a hang; first seen: {incident.evidence['summary']}"
         self._end_cycle(cycle, cycle.facts(None, positions), reason)
-        self._fitness.suspect()
+        self._health.suspect()
 
     def _on_cycle_over(self, over: m.CycleOver) -> None:
         start = self._start
         if start is not None and start.cycle == over.cycle:  # it ended before it could start here
             self._start = None
-            if self._member.take_place(start):
+            if self._client.take_place(start):
                 self._join(m.CycleFacts(cycle=start.cycle))
             return
-        cycle = self._crew.on_duty
+        cycle = self._running
         if cycle is None or cycle.number != over.cycle or self._state not in (AgentState.RUNNING, AgentState.FINISHED):
             return
         if over.awaits_alike and not cycle.all_ended and not self._timers.is_set("clear"):
             # The ranks here are about to fail as those elsewhere did, or wait for them.
             self._timers.set("clear", SAME_FAULT_S, lambda: self._fail_or_follow(cycle, over.reason))
             return
-        # On the coordinator's node its verdict follows, which says the same and more.
-        log.log(logging.DEBUG if self.is_host else logging.WARNING, "cycle %d is over: %s", over.cycle, over.reason)
+        level = logging.DEBUG if self.is_host else logging.WARNING  # the verdict follows there
+        log.log(level, "cycle %d is over: %s", over.cycle, over.reason)
         positions = cycle.examine(None) if over.examine and self._state == AgentState.RUNNING else ()
         self._end_cycle(cycle, cycle.facts(None, positions), over.reason)
 
@@ -410,7 +523,7 @@ class NodeAgent:
         """End a cycle that has ended elsewhere, with what failed here meanwhile."""
         if any(code not in (None, ExitReason.FINISHED) for code in cycle.exit_codes):
             self._fail(cycle.describe_failure())
-        elif cycle is self._crew.on_duty and self._state in (AgentState.RUNNING, AgentState.FINISHED):
+        elif cycle is self._running and self._state in (AgentState.RUNNING, AgentState.FINISHED):
             self._end_cycle(cycle, cycle.facts(None), reason)
 
     def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str) -> None:
@@ -418,17 +531,22 @@ class NodeAgent:
         self._timers.cancel("clear")
         self._journal.write_ended(cycle, reason)
         self._join(facts)
-        self._crew.dismiss(cycle, self._timers)
+        grace_s = self.options.restart_grace_s
+        gently = grace_s > 0 and not cycle.all_ended
+        self._workers.begin_clearing(gently=gently)
+        if gently:
+            self._timers.set("grace", grace_s, self._workers.clear)
+        cycle.close()
         if facts.incident is not None:
-            self._fitness.suspect()
+            self._health.suspect()
 
     def _on_workers_lost(self) -> None:
-        """Go on after the process that starts workers died; the kernel has killed the workers with it."""
+        """Continue after the process that starts workers died; the kernel has killed the workers with it."""
         if self._state == AgentState.STOPPING:
             self._finish(self.stop)
         elif self._state == AgentState.LEAVING:
             self._leave()
-        elif self._state == AgentState.RUNNING and (cycle := self._crew.on_duty) is not None:
+        elif self._state == AgentState.RUNNING and (cycle := self._running) is not None:
             why = "the process that starts workers died"
             incident = self._journal.incident(IncidentKind.WORKER_DIED, why, exit_code=-9)
             facts = cycle.facts(incident)
@@ -438,31 +556,75 @@ class NodeAgent:
             self._journal.write_ended(cycle, incident.describe())
             cycle.close()
             self._join(facts)
-            self._fitness.suspect()
-            self._fitness.note_cleared()
+            self._health.suspect()
+            self._health.note_cleared()
         else:
             self._start_if_ready()
 
+    # -- restarts inside the processes -------------------------------------------------------------------------
+
+    def _look_at_recovery(self, cycle: Cycle, *, waits: bool = True) -> None:
+        """Report a restart inside the processes to the coordinator, if there was one."""
+        if cycle.over:
+            return
+        recovered = cycle.in_process.take_recovered(waits=waits)
+        cycle.look()
+        if self._state != AgentState.RUNNING:
+            return
+        if recovered is None:
+            if cycle.in_process.awaits_report:
+                self._timers.set("in-process", _REPORT_S, lambda: self._look_at_recovery(cycle, waits=False))
+            return
+        incident = cycle.in_process.incident_of(recovered)
+        if incident.node == self._client.node and not cycle.has_lost(incident.rank):
+            self._journal.write_incident(incident)
+        log.warning("restart %d in process, after: %s", recovered.restart_count, incident.describe())
+        self._client.report_restart(
+            cycle.number,
+            recovered.call,
+            recovered.restart_count,
+            incident,
+            durable_iteration=cycle.durable_iteration,
+            progress_known=cycle.progress_known,
+        )
+
+    def _continue_without(self, worker: WorkerProcess, key: int, cycle: Cycle) -> None:
+        """Leave the replacement of a lost worker to its peers, for as long as that may take."""
+        assert worker.lost is not None
+        self._workers.sweep(key)
+        self._journal.write_incident(worker.lost)
+        log.warning("%s; the other ranks recover in process", worker.lost.describe())
+        if (patience_s := cycle.in_process.patience_s(worker)) is not None:
+            self._timers.set(f"lost-{key}", patience_s, lambda: self._end_if_not_recovered(worker, cycle))
+
+    def _end_if_not_recovered(self, worker: WorkerProcess, cycle: Cycle) -> None:
+        if cycle.over or self._state != AgentState.RUNNING or cycle.in_process.has_resumed(worker):
+            return
+        assert worker.lost is not None
+        reason = f"{worker.lost.describe()}; the other ranks did not recover in process in time"
+        log.warning("%s", reason)
+        self._end_cycle(cycle, cycle.facts(worker.lost), reason)
+
     # -- leaving -----------------------------------------------------------------------------------------------
 
-    def _on_notice(self, notice: SignalReceived) -> None:
-        name = signal.Signals(notice.signal).name
+    def _on_signal(self, received: SignalReceived) -> None:
+        name = signal.Signals(received.signal).name
         if self._state in (AgentState.LEAVING, AgentState.STOPPING):
             log.warning("received %s again: ending the workers now", name)
             self._timers.cancel("grace")
             self._workers.kill()
             return
-        self._signal = notice.signal
-        self._journal.write(EventKind.NOTICE, signal=notice.signal)
-        cycle = self._crew.on_duty
+        self._signal = received.signal
+        self._journal.write(EventKind.NOTICE, signal=received.signal)
+        cycle = self._running
         if self._state != AgentState.RUNNING or cycle is None or not cycle.has_started:
             log.info("received %s: shutting down", name)
-            self._leave(whole_job=self._state != AgentState.FINISHED and self._crew.cycle is not None)
+            self._leave(whole_job=self._state != AgentState.FINISHED and self._cycle is not None)
             return
         grace_s = cycle.layers.config.shutdown_grace
         log.info("received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
         self._state = AgentState.LEAVING
-        self._workers.notify(cycle)
+        self._workers.notify(cycle.workers)
         self._timers.set("grace", grace_s, self._on_grace_over)
 
     def _on_grace_over(self) -> None:
@@ -470,14 +632,14 @@ class NodeAgent:
         self._workers.kill()
 
     def _leave(self, *, whole_job: bool = True) -> None:
-        cycle = self._crew.on_duty
+        cycle = self._running
         saved = cycle is not None and cycle.can_be_resumed
         facts = cycle.facts(None) if cycle is not None else None
         if cycle is not None:
             self._journal.write_ended(cycle, "left")
         number = self._signal or signal.SIGTERM
-        self._member.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
-        self._crew.failures = {}
+        self._client.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
+        self._failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + number
         what = "a saved generation exists" if saved else "nothing was saved"
         self._finish(m.Stop(exit_code=code, reason=f"shutdown requested; {what}"))
@@ -488,22 +650,36 @@ class NodeAgent:
         if self._state == AgentState.LEAVING:
             return  # its own end is under way
         if self._state == AgentState.OUTSIDE:
-            stop = self._fitness.stop_outside(stop)
+            stop = self._health.stop_outside(stop)
         self.stop = stop
-        cycle = self._crew.on_duty
+        cycle = self._running
         if cycle is None or cycle.all_ended:
             self._finish(stop)
             return
         self._state = AgentState.STOPPING
-        self._workers.notify(cycle)
+        self._workers.notify(cycle.workers)
         preempted = stop.exit_code == ExitReason.PREEMPTED
         grace_s = cycle.layers.config.shutdown_grace if preempted else self.options.workers_stop_timeout_s
         self._timers.set("grace", grace_s, self._on_grace_over)
 
     def _finish(self, stop: m.Stop) -> None:
-        self.stop, self._final = stop, True
+        self.stop, self._is_done = stop, True
         self._journal.write(EventKind.JOB_ENDED, exit_code=stop.exit_code, reason=stop.reason)
 
     def _give_up_on_link(self) -> None:
         reason = f"the control store gave no answer for {self.options.join_timeout_s:.0f} s (--rdzv-conf join_timeout=)"
         self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=reason))
+
+
+def _torch_workers(start: m.Start, spec: WorkerSpec) -> list[Worker]:
+    """Return torch's view of this node's workers."""
+    return [
+        Worker(
+            local_rank=local_rank,
+            global_rank=start.base_rank + local_rank,
+            role_rank=start.base_rank + local_rank,
+            world_size=start.world_size,
+            role_world_size=start.world_size,
+        )
+        for local_rank in range(spec.local_world_size)
+    ]

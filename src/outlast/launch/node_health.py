@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -34,18 +35,20 @@ from outlast.health.prober import Prober
 from outlast.health.result import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import Timers
-from outlast.launch.coordinator_client import CoordinatorClient
-from outlast.launch.node_journal import NodeJournal
+from outlast.launch.agent_events import Admitted, Mailbox, NodeChecked, NodeRefused, Timers
 
-__all__ = ["CheckedUp", "Checkups", "Fitness", "Occasion"]
+if TYPE_CHECKING:
+    from outlast.launch.coordinator_client import CoordinatorClient
+    from outlast.launch.node_journal import NodeJournal
+
+__all__ = ["CheckedUp", "Checkups", "NodeHealth", "Occasion"]
 
 
 _CLOSE_S = 3.0
 
 
 class Occasion(StrEnum):
-    """Why a node is looked at."""
+    """Why a node is checked."""
 
     JOINING = "before it joins"
     FAULT = "after a fault"
@@ -66,7 +69,7 @@ class CheckedUp:
 
 
 class Checkups:
-    """Look at one node, one check-up after the other.
+    """Check one node, one check-up after the other.
 
     Args:
         config: What the node must have.
@@ -96,12 +99,12 @@ class Checkups:
         self._thread.start()
 
     def begin(self, occasion: Occasion, *, gpus: bool, computes: bool = True) -> None:
-        """Have the node looked at; one :class:`CheckedUp` will be delivered. Blocks: never.
+        """Begin a check; one :class:`CheckedUp` will be delivered. Blocks: never.
 
         Args:
             occasion: Why.
-            gpus: Look at its GPUs as well, if it has any.
-            computes: Have its processor compute something, which takes longer than all the rest.
+            gpus: Check its GPUs as well, if it has any.
+            computes: Let its processor compute something, which takes longer than all the rest.
         """
         self._asked.put((occasion, gpus, computes))
 
@@ -150,22 +153,21 @@ class Checkups:
 
 log = logging.getLogger(__name__)
 _OF_ARITHMETIC = ("compute", "device memory")
-_UNHEARD_S = 15.0
-"""How long a node that stays outside tries to tell the coordinator why."""
+_UNREPORTED_S = 15.0
+"""How long a node that stays outside tries to report to the coordinator why."""
 
 
-class Fitness:
-    """Judge one node.
+class NodeHealth:
+    """Decide whether this node may take part.
 
     Args:
-        checkups: Looks at the node; closed with this. ``None`` = never.
-        member: Tells the coordinator.
+        checkups: Checks the node; closed with this. ``None`` = it is never checked.
+        client: Reports to the coordinator.
         journal: This node's.
         timers: The agent's.
+        mailbox: The agent's; what follows from a check is put there: :class:`~outlast.launch.agent_events.Admitted`,
+            ``NodeChecked`` or ``NodeRefused``.
         is_alone: The job has no other node: nobody else needs the control store.
-        join: Asks for the first place.
-        start: Starts the workers, if they were only waiting for a check-up.
-        leave: Ends the agent.
 
     Thread: the agent's main thread.
     """
@@ -174,21 +176,19 @@ class Fitness:
         self,
         checkups: Checkups | None,
         *,
-        member: CoordinatorClient,
+        client: CoordinatorClient,
         journal: NodeJournal,
         timers: Timers,
+        mailbox: Mailbox[object],
         is_alone: bool,
-        join: Callable[[], None],
-        start: Callable[[], None],
-        leave: Callable[[m.Stop], None],
     ) -> None:
         self._checkups, self._config = checkups, checkups.config if checkups is not None else None
-        self._member, self._journal, self._timers, self._is_alone = member, journal, timers, is_alone
-        self._join, self._start, self._leave = join, start, leave
+        self._client, self._journal, self._timers, self._is_alone = client, journal, timers, is_alone
+        self._deliver = mailbox.put
         self.is_admitted = self._config is None or not self._config.before_joining
-        """The node may join; it stays so."""
+        """The node may join; this does not change back."""
         self.is_looking = False
-        """The node is looked at after a fault: no worker starts."""
+        """The node is being checked after a fault: no worker starts."""
         self._is_connected = self._is_host = False
         self._outside: Incident | None = None
         """Why the node stays outside."""
@@ -196,32 +196,32 @@ class Fitness:
         self._is_clear = False
         """Nothing is left of the workers of before the fault."""
         self._is_asked = self._since_clear = False
-        """A check-up after the fault is under way, and it began when the node was clear."""
+        """A check after the fault is under way, and it began when the node was clear."""
         self._unfit: CheckedUp | None = None
         """What the one after the last fault found."""
         self._known: frozenset[tuple[str, str]] = frozenset()
-        """What failed while training, as far as it was told already."""
+        """What failed while training, as far as it was reported already."""
         if self.is_admitted:
             self._expect_next()
 
-    def meet(self, *, is_host: bool) -> None:
-        """Go on now that the coordinator can be told: join, or stay outside; again after a time out of its reach."""
+    def note_connected(self, *, is_host: bool) -> None:
+        """Continue now that the coordinator is reachable: join, or stay outside; again after it was out of reach."""
         self._is_connected, self._is_host = True, is_host
-        self._timers.cancel("unheard")
+        self._timers.cancel("unreported")
         if self._outside is not None:
             self._stay_outside()
         elif self.is_admitted:
-            self._join()
+            self._deliver(Admitted())
 
-    def take(self, news: CheckedUp) -> None:
+    def take(self, found: CheckedUp) -> None:
         """Take what a check-up found."""
-        match news.occasion:
+        match found.occasion:
             case Occasion.JOINING:
-                self._take_before_joining(news)
+                self._take_before_joining(found)
             case Occasion.FAULT:
-                self._take_after_fault(news)
+                self._take_after_fault(found)
             case Occasion.TRAINING:
-                self._take_while_training(news)
+                self._take_while_training(found)
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -230,33 +230,36 @@ class Fitness:
 
     # -- before joining ----------------------------------------------------------------------------------------
 
-    def _take_before_joining(self, news: CheckedUp) -> None:
-        if not news.failed:
+    def _take_before_joining(self, found: CheckedUp) -> None:
+        if not found.failed:
             self._outside, self.is_admitted = None, True
             self._expect_next()
             if self._is_connected:
-                self._join()
+                self._deliver(Admitted())
             return
-        self._say(news)
-        self._outside = self._incident(news)
+        self._log(found)
+        self._outside = self._incident(found)
         if self._is_connected:
             self._stay_outside()
         else:
-            self._timers.set("unheard", _UNHEARD_S, lambda: self._leave(self.stop_outside(None)))
+            self._timers.set("unreported", _UNREPORTED_S, self._leave)
 
     def _stay_outside(self) -> None:
         assert self._outside is not None
         assert self._checkups is not None
-        node, retry_s = self._member.node, self._checkups.config.retry_interval
+        node, retry_s = self._client.node, self._checkups.config.retry_interval
         stays = retry_s > 0 or (self._is_host and not self._is_alone)
-        self._member.report_unhealthy(self._outside, stays=stays)
+        self._client.report_unhealthy(self._outside, stays=stays)
         if retry_s > 0:
             log.warning("node %s does not join; it is checked again in %g s", node, retry_s)
             self._timers.set("retry", retry_s, self._look_before_joining)
         elif stays:
             log.warning("node %s does not join; its agent keeps running, as it hosts the control store", node)
         else:
-            self._leave(self.stop_outside(None))
+            self._leave()
+
+    def _leave(self) -> None:
+        self._deliver(NodeRefused(self.stop_outside(None)))
 
     def _look_before_joining(self) -> None:
         assert self._checkups is not None
@@ -268,7 +271,7 @@ class Fitness:
         Args:
             stop: How it ended for the others, if it has.
         """
-        why = self._outside.describe() if self._outside is not None else f"node {self._member.node} was not yet fit"
+        why = self._outside.describe() if self._outside is not None else f"node {self._client.node} was not yet fit"
         code = stop.exit_code if stop is not None and stop.exit_code else ExitReason.UNHEALTHY_NODE
         end = "" if stop is None else f"; the job ended without it: {stop.reason}"
         return m.Stop(exit_code=code, reason=f"{why}; it did not join{end}")
@@ -276,11 +279,11 @@ class Fitness:
     # -- after a fault -----------------------------------------------------------------------------------------
 
     def suspect(self) -> None:
-        """Have the node looked at, because of a fault that began on it; call it when the workers are being ended."""
+        """Check the node because of a fault that began on it; call it when the workers are being ended."""
         self._num_faults += 1
         if self._checkups is None or self._config is None or not self._config.after_fault:
             return
-        if self._is_alone:  # its workers start again whatever is found: nothing is to wait for it
+        if self._is_alone:  # its workers start again whatever the result: nothing waits for it
             self._checkups.begin(Occasion.TRAINING, gpus=False, computes=self._num_faults > 1)
             return
         self.is_looking, self._is_clear, self._is_asked, self._unfit = True, False, False, None
@@ -294,7 +297,7 @@ class Fitness:
             self._look_after_fault()
 
     def refuse(self, cycle: int) -> Incident | None:
-        """Return why this node's workers are not to start in a cycle; once, then they start all the same."""
+        """Return why this node's workers are not to start in a cycle; only once, then they start nevertheless."""
         unfit, self._unfit = self._unfit, None
         return None if unfit is None else self._incident(unfit, cycle=cycle)
 
@@ -307,18 +310,18 @@ class Fitness:
         self._is_asked, self._since_clear = True, self._is_clear
         self._checkups.begin(Occasion.FAULT, gpus=self._with_gpus, computes=self._num_faults > 1)
 
-    def _take_after_fault(self, news: CheckedUp) -> None:
+    def _take_after_fault(self, found: CheckedUp) -> None:
         self._is_asked = False
-        if news.failed and not self._since_clear:
-            # What dying workers still held may have been lacking: only a look without them counts.
+        if found.failed and not self._since_clear:
+            # Dying workers may still have held what was lacking: only a check without them counts.
             if self._is_clear:
                 self._look_after_fault()
             return
-        if news.failed:
-            self._say(news)
-            self._unfit = news
+        if found.failed:
+            self._log(found)
+            self._unfit = found
         self.is_looking = False
-        self._start()
+        self._deliver(NodeChecked())
 
     # -- while training ----------------------------------------------------------------------------------------
 
@@ -330,29 +333,29 @@ class Fitness:
         assert self._checkups is not None
         self._checkups.begin(Occasion.TRAINING, gpus=False)
 
-    def _take_while_training(self, news: CheckedUp) -> None:
+    def _take_while_training(self, found: CheckedUp) -> None:
         self._expect_next()
-        known, self._known = self._known, frozenset((result.name, result.target) for result in news.failed)
+        known, self._known = self._known, frozenset((result.name, result.target) for result in found.failed)
         if not self._known <= known:
-            self._say(news)
+            self._log(found)
         elif known and not self._known:
-            log.info("node %s is healthy again", self._member.node)
-        if news.failed:
-            self._member.report_unhealthy(self._incident(news), stays=True)
+            log.info("node %s is healthy again", self._client.node)
+        if found.failed:
+            self._client.report_unhealthy(self._incident(found), stays=True)
 
-    # -- what is told ------------------------------------------------------------------------------------------
+    # -- what is reported --------------------------------------------------------------------------------------
 
-    def _say(self, news: CheckedUp) -> None:
-        for result in news.failed:
-            log.error("node %s is unhealthy (%s): %s", self._member.node, news.occasion, result.describe())
+    def _log(self, found: CheckedUp) -> None:
+        for result in found.failed:
+            log.error("node %s is unhealthy (%s): %s", self._client.node, found.occasion, result.describe())
 
-    def _incident(self, news: CheckedUp, *, cycle: int | None = None) -> Incident:
-        found = news.failed
-        summary = "; ".join(result.describe() for result in found)
+    def _incident(self, found: CheckedUp, *, cycle: int | None = None) -> Incident:
+        failed = found.failed
+        summary = "; ".join(result.describe() for result in failed)
         incident = self._journal.incident(IncidentKind.NODE_UNHEALTHY, summary, cycle=cycle)
         checks = [
-            {"name": one.name, "target": one.target, "status": str(one.status), "reason": one.reason} for one in found
+            {"name": one.name, "target": one.target, "status": str(one.status), "reason": one.reason} for one in failed
         ]
-        wrong = any(one.name in _OF_ARITHMETIC and one.status == Status.FAILED for one in found)
-        evidence = {**incident.evidence, "occasion": str(news.occasion), "checks": checks, "computes_wrong": wrong}
+        wrong = any(one.name in _OF_ARITHMETIC and one.status == Status.FAILED for one in failed)
+        evidence = {**incident.evidence, "occasion": str(found.occasion), "checks": checks, "computes_wrong": wrong}
         return msgspec.structs.replace(incident, evidence=evidence)

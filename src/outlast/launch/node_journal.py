@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from outlast import __version__
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch.cycle import Cycle
 from outlast.launch.options import RunOptions
-from outlast.launch.worker_process import WorkerProcess
+from outlast.launch.workers import WorkerProcess
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import describe_self
 from outlast.runtime.zygote import Exited
+from outlast.version import __version__
 from outlast.wording import name_ranks
 
 __all__ = ["NodeJournal"]

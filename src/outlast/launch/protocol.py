@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from outlast.decoding import json_decoder
@@ -9,10 +11,12 @@ from outlast.errors import RendezvousError
 from outlast.incidents import Cause, Incident
 from outlast.policy.causes import Position
 from outlast.policy.deadlines import Expired, Observation
+from outlast.policy.ladder_state import LadderState, Limits
 from outlast.policy.quarantine import Distrusted, Load
 from outlast.policy.rerun import Replay
 
 __all__ = [
+    "STATUS_KEY",
     "Bye",
     "CoordinatorTick",
     "CycleFacts",
@@ -20,8 +24,13 @@ __all__ = [
     "Dead",
     "Finished",
     "Hung",
+    "JobPhase",
     "JoinRequest",
     "Leave",
+    "LiveBudgets",
+    "LiveLack",
+    "LiveNode",
+    "LiveStatus",
     "Master",
     "NodesMissing",
     "Prepare",
@@ -37,6 +46,7 @@ __all__ = [
     "ToNode",
     "Unhealthy",
     "Wait",
+    "decode_live",
     "decode_to_coordinator",
     "decode_to_node",
     "encode",
@@ -140,10 +150,10 @@ class Restarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaul
     cycle: int
     call: int
     """Which of the workers' calls of a wrapped function it was, from 0."""
-    iteration: int
-    """The restart iteration that began."""
+    restart_count: int
+    """Which restart of that call began."""
     incident: Incident
-    """What was mended."""
+    """What the workers restarted after."""
     durable_iteration: int | None = None
     progress_known: bool = False
 
@@ -314,3 +324,109 @@ def decode_to_node(data: bytes) -> ToNode:
         raise RendezvousError(
             f"unreadable message from the coordinator: {error}; do all nodes run the same outlast?"
         ) from error
+
+
+# -- how a job is, for whoever asks -----------------------------------------------------------------------------
+
+STATUS_KEY = "status"
+"""Where the coordinator keeps a :class:`LiveStatus`, in the control store."""
+
+
+class JobPhase(StrEnum):
+    """Where the job is; see :mod:`outlast.launch.coordinator`."""
+
+    ADOPTING = "adopting"
+    FORMING = "forming"
+    PREPARING = "preparing"
+    RUNNING = "running"
+    OVER = "over"
+
+
+class LiveNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One node that is there."""
+
+    name: str
+    slot: int | None = None
+    """The slot that it holds; ``None``: it holds none."""
+    first_rank: int | None = None
+    nproc: int = 0
+    ready: bool = False
+    """It waits for a cycle; otherwise it is in one."""
+
+
+class LiveLack(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes that are waited for."""
+
+    num_missing: int
+    num_needed: int
+    waited_s: float
+    gives_up_in_s: float
+
+
+class LiveBudgets(msgspec.Struct, frozen=True, kw_only=True):
+    """What was tried, and what is allowed."""
+
+    restarts_without_progress: int = 0
+    max_restarts: int = 0
+    restarts_total: int = 0
+    max_restarts_total: int | None = None
+    cycles_without_progress: int = 0
+    max_no_progress_cycles: int = 0
+    progress_known: bool = False
+
+    @classmethod
+    def of(cls, state: LadderState, limits: Limits) -> LiveBudgets:
+        """Return the budgets in a ladder's state."""
+        return cls(
+            restarts_without_progress=state.restarts_without_progress,
+            max_restarts=limits.max_restarts,
+            restarts_total=state.restarts_total,
+            max_restarts_total=limits.max_restarts_total,
+            cycles_without_progress=state.cycles_without_progress,
+            max_no_progress_cycles=limits.max_no_progress_cycles,
+            progress_known=state.progress_known,
+        )
+
+
+class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A job at one moment."""
+
+    time: str
+    """When this was written, ISO 8601 in UTC."""
+    run_id: str
+    job: str
+    host: str
+    """Node that hosts the coordinator."""
+    run_dir: str | None = None
+    """Run directory, as the host names it."""
+    phase: str
+    """One of :class:`JobPhase`."""
+    cycle: int
+    nodes: tuple[LiveNode, ...] = ()
+    num_slots: int = 0
+    lack: LiveLack | None = None
+    """``None``: no node is waited for."""
+    budgets: LiveBudgets = LiveBudgets()
+    best_durable: int | None = None
+    quarantined: tuple[str, ...] = ()
+    held_back: tuple[str, ...] = ()
+    exit_code: int | None = None
+    """Of the job, once it is over."""
+    reason: str | None = None
+
+    def encode(self) -> bytes:
+        """Return it as JSON."""
+        return msgspec.json.encode(self)
+
+
+def decode_live(data: bytes) -> LiveStatus:
+    """Return what a coordinator wrote.
+
+    Raises:
+        RendezvousError: It is something else.
+    """
+    try:
+        status: LiveStatus = json_decoder(LiveStatus).decode(data)
+    except msgspec.DecodeError as error:
+        raise RendezvousError(f"its status cannot be read ({error}); use the version of outlast that runs it") from None
+    return status

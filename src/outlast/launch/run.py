@@ -1,4 +1,9 @@
-"""``outlast run``: from options to an exit code."""
+"""``outlast run``: from options to an exit code.
+
+In this order: own the run directory, read what the ladder remembers, refuse what cannot work, start what takes long
+(the zygote with torch, the node's health check, the checkpoint writer), import torch here, run the agent, and log how
+the job ended in one line.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +11,39 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
-from outlast.config.precedence import DEFAULT
+from outlast.config.flags import DEFAULT
 from outlast.errors import ConfigError, ExitReason
-from outlast.launch.agent_events import RunDirectoryLost, SignalReceived, WriterDied
+from outlast.launch.agent_events import Mailbox, RunDirectoryLost, SignalReceived, WriterDied
 from outlast.launch.membership import JobSettings, name_job
 from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
-from outlast.launch.probing import check_endpoints
-from outlast.launch.run_owner import RunOwner
 from outlast.launch.summary import summarise
 from outlast.launch.verdicts import load_ladder
-from outlast.runtime.addresses import is_loopback, own_address, parse_endpoints
-from outlast.runtime.mailbox import Mailbox
+from outlast.policy.ladder import Limits
+from outlast.policy.lease import LeaseOwner
+from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
+from outlast.runtime.lease import FolderRecords, InUse, Lease
+from outlast.runtime.processes import this_process
+from outlast.runtime.store_reader import StoreAnswer, probe
 from outlast.runtime.zygote import Zygote
 
 if TYPE_CHECKING:
-    from outlast.launch.agent import Agent
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-__all__ = ["launch"]
+    from outlast.launch.coordinator_client import CoordinatorClient
+    from outlast.launch.node_agent import NodeAgent
+
+__all__ = ["RunOwner", "launch"]
 
 log = logging.getLogger(__name__)
 
@@ -66,47 +79,55 @@ def launch(options: RunOptions) -> int:
 def _launch(options: RunOptions, owner: RunOwner) -> int:
     started_s = clock.now_s()
     startup = _StartUp()
-    remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is said before all else
-    check_endpoints(parse_endpoints(options.endpoints))
+    remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is refused before all else
+    _check_endpoints(parse_endpoints(options.endpoints))
     log.info("run %s on node %s: starting; run directory %s", options.run_id, options.node_name, options.run_dir)
     for note in options.notes:
         log.info("%s", note)
     job = name_job(env.environ().get("SLURM_JOB_ID"), remembered)
     env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported: here, and in the workers' zygote
-    worker_env = _worker_base_env(options)
+    base_env = _worker_base_env(options)
     if options.layers.source("rank_termination_signal") != DEFAULT:
         log.warning("rank_termination_signal has no effect: %s", NO_TERMINATION_SIGNAL)
-    kind, argv = _command(options)
+    command = kind, argv = _command(options)
     preload, own_preload = (PRELOAD, options.preload) if options.warm_start and kind != "exec" else ((), ())
     folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(argv[0]))
-
-    def new_zygote() -> Zygote:
-        return Zygote(preload=preload, own_preload=own_preload, folder=folder, env=worker_env)
-
-    # Both import torch, at the same time: the zygote for the workers, this process for the agent.
-    zygote, mailbox = new_zygote(), Mailbox[object]()
-    startup.ends(zygote.kill)
-    checkups, writer = _begin_checkups(options, mailbox), None
-    if checkups is not None:
-        startup.ends(checkups.abandon)
-    try:
-        writer = _start_writer(mailbox, options.node_name)
-        if writer is not None:
-            startup.ends(writer.kill)
+    new_zygote = partial(Zygote, preload=preload, own_preload=own_preload, folder=folder, env=base_env)
+    mailbox = Mailbox[object]()
+    with ExitStack() as stack:
+        # Both import torch, at the same time: the zygote for the workers, this process for the agent.
+        zygote = new_zygote()
+        stack.callback(zygote.close)
+        startup.actions.append(zygote.kill)
+        if (checkups := _begin_checkups(options, mailbox)) is not None:
+            stack.callback(checkups.close)
+            startup.actions.append(checkups.abandon)
+        if (writer := _start_writer(mailbox, options.node_name)) is not None:
+            stack.callback(writer.close)
+            startup.actions.append(writer.kill)
         try:
-            agent = _make_agent(
-                options, owner, job, zygote, new_zygote, writer, checkups, mailbox, (kind, argv), worker_env
+            from outlast.launch.node_agent import NodeAgent
+            from outlast.launch.workers import NodeWorkers
+
+            logs_specs, spec = _torch_options(options)
+            agent = NodeAgent(
+                spec,
+                options=options,
+                command=command,
+                base_env=base_env,
+                logs_specs=logs_specs,
+                workers=NodeWorkers(zygote, new_zygote),
+                writer=writer,
+                client=_make_client(options, owner, job, mailbox, nproc=spec.local_world_size),
+                checkups=checkups,
+                mailbox=mailbox,
             )
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
-        _run_as_torch_knows_it(agent, options.torchrun.event_log_handler)
-    finally:
-        zygote.close()
-        if checkups is not None:
-            checkups.close()
-        if writer is not None:
-            writer.close()
+        owner.on_lost = lambda why: mailbox.put(RunDirectoryLost(why))
+        _install_handlers(options.torchrun.signals_to_handle, lambda number: mailbox.put(SignalReceived(number)))
+        _run_with_torch_events(agent, options.torchrun.event_log_handler)
     stop = agent.stop
     # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
     totals = f" ({summarise(options.run_dir, agent.job).describe()})" if agent.is_host else ""
@@ -130,24 +151,44 @@ class _StartUp:
     """
 
     def __init__(self) -> None:
-        self._ends: list[Callable[[], None]] = []
+        self.actions: list[Callable[[], None]] = []
+        """What ends that; none of them waits."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._end)
 
-    def ends(self, action: Callable[[], None]) -> None:
-        """Have something ended, too; it must not wait."""
-        self._ends.append(action)
-
     def _end(self, number: int, _frame: FrameType | None) -> None:
-        for action in self._ends:
+        for action in self.actions:
             action()
         log.warning("received %s before the training began: nothing was started", signal.Signals(number).name)
         logging.shutdown()
         os._exit(128 + number)
 
 
-def _run_as_torch_knows_it(agent: Agent, event_log_handler: str) -> None:
-    """Run the agent; tell torch's event log how that ended, as torchrun does."""
+def _check_endpoints(endpoints: Sequence[Endpoint]) -> None:
+    """Refuse endpoints that lead nowhere; an agent would wait there in silence until ``join_timeout``.
+
+    Raises:
+        ConfigError: No host of theirs is known, or what answers at one is no store.
+
+    Blocks: about 0.01 s where all is well or nobody listens yet; some seconds where names or hosts do not answer.
+    """
+    unknown = []
+    for endpoint in endpoints:
+        if endpoint.port == 0:  # a free one will be taken
+            continue
+        answer, why = probe(endpoint)
+        if answer == StoreAnswer.UNKNOWN:
+            unknown.append(f"{endpoint.host!r} ({why})")
+        elif answer in (StoreAnswer.FOREIGN, StoreAnswer.SILENT):
+            raise ConfigError(
+                f"--rdzv-endpoint={endpoint}: {answer.value}, no agent of a run; name a free port, or end that program"
+            )
+    if unknown and len(unknown) == len(endpoints):
+        raise ConfigError(f"--rdzv-endpoint: no such host: {', '.join(unknown)}; check the name")
+
+
+def _run_with_torch_events(agent: NodeAgent, event_log_handler: str) -> None:
+    """Run the agent; record its end in torch's event log, as torchrun does."""
     from torch.distributed.elastic import events
 
     try:
@@ -174,7 +215,7 @@ def _start_writer(mailbox: Mailbox[object], node: str) -> WriterProcess | None:
 
 
 def _begin_checkups(options: RunOptions, mailbox: Mailbox[object]) -> Checkups | None:
-    """Have the node looked at while torch is imported; the agent takes what is found before it joins."""
+    """Check the node while torch is imported; the agent takes the result before it joins."""
     config = options.health
     if config is None:
         return None
@@ -209,59 +250,82 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     return ("module" if args.module else "script"), (args.training_script, *rest)
 
 
-def _make_agent(
-    options: RunOptions,
-    owner: RunOwner,
-    new_job: str,
-    zygote: Zygote,
-    new_zygote: Callable[[], Zygote],
-    writer: WriterProcess | None,
-    checkups: Checkups | None,
-    mailbox: Mailbox[object],
-    command: tuple[str, tuple[str, ...]],
-    base_env: dict[str, str],
-) -> Agent:
+def _torch_options(options: RunOptions) -> tuple[LogsSpecs, WorkerSpec]:
+    """Return what torch makes of its own options: where output goes, and its description of the workers.
+
+    Raises:
+        ValueError, OSError: One of them cannot be used.
+    """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.events.handlers import get_logging_handler
     from torch.distributed.run import determine_local_world_size
     from torch.numa.binding import AffinityMode, NumaOptions
 
-    from outlast.launch.agent import Agent
-    from outlast.launch.coordinator_client import ControlLink, CoordinatorClient, JobInProgress, LinkFailed
-    from outlast.launch.coordinator_server import CoordinatorServer
-    from outlast.launch.logs import make_logs_specs
+    from outlast.launch.cycle import make_logs_specs
     from outlast.launch.torchrun_backend import NamedRendezvous
-    from outlast.launch.workers import Workers
-    from outlast.policy.ladder import Limits
-    from outlast.runtime.store import TCPStore
 
-    args, ft = options.torchrun, options.fault_tolerance
-    endpoints = parse_endpoints(options.endpoints)
+    args = options.torchrun
     try:
         get_logging_handler(args.event_log_handler)
     except KeyError:  # torch would find out once the job is over
         raise ValueError(f"--event-log-handler={args.event_log_handler} is no handler; write console or null") from None
+    spec = WorkerSpec(
+        role=args.role,
+        local_world_size=determine_local_world_size(args.nproc_per_node),
+        entrypoint=args.training_script,
+        args=tuple(args.training_script_args),
+        rdzv_handler=NamedRendezvous(options.run_id),
+        max_restarts=args.max_restarts,
+        monitor_interval=args.monitor_interval,
+        local_addr=args.local_addr,
+        event_log_handler=args.event_log_handler,
+        numa_options=None if args.numa_binding is None else NumaOptions(affinity_mode=AffinityMode(args.numa_binding)),
+        virtual_local_rank=args.virtual_local_rank,
+    )
+    return make_logs_specs(args, Path(options.run_dir)), spec
+
+
+def _make_client(
+    options: RunOptions, owner: RunOwner, new_job: str, mailbox: Mailbox[object], *, nproc: int
+) -> CoordinatorClient:
+    """Return the connection to the coordinator, which hosts it if no other agent does; it is not started.
+
+    Args:
+        options: The launcher's options.
+        owner: Of the run directory.
+        new_job: Name of the job, if none is in progress.
+        mailbox: The agent's.
+        nproc: Workers of this node.
+    """
+    from outlast.launch.coordinator_client import ControlLink, CoordinatorClient, JobInProgress, LinkFailed
+    from outlast.launch.coordinator_server import CoordinatorServer
+    from outlast.runtime.store import TCPStore
+
+    args, ft = options.torchrun, options.fault_tolerance
+    endpoints = parse_endpoints(options.endpoints)
 
     def serve(store: TCPStore, former: JobInProgress | None) -> CoordinatorServer:
         owner.lead()
+        limits = Limits(
+            max_restarts=args.max_restarts,
+            max_restarts_total=options.max_restarts_total,
+            max_no_progress_cycles=ft.max_no_progress_cycles,
+            max_node_faults=ft.max_node_faults,
+        )
+        settings = JobSettings(
+            job=former.job if former else new_job,
+            num_slots=options.num_slots,
+            max_nodes=options.max_nodes,
+            former_host=former.host if former else None,
+            min_nodes=ft.min_nodes,
+            limits=limits,
+            join_timeout_s=options.join_timeout_s,
+            is_named=options.is_named,
+            node_timeout_s=ft.node_heartbeat_timeout,
+        )
         return CoordinatorServer(
             store,
-            JobSettings(
-                job=former.job if former else new_job,
-                num_slots=options.num_slots,
-                max_nodes=options.max_nodes,
-                former_host=former.host if former else None,
-                min_nodes=ft.min_nodes,
-                limits=Limits(
-                    max_restarts=args.max_restarts,
-                    max_restarts_total=options.max_restarts_total,
-                    max_no_progress_cycles=ft.max_no_progress_cycles,
-                    max_node_faults=ft.max_node_faults,
-                ),
-                join_timeout_s=options.join_timeout_s,
-                is_named=options.is_named,
-                node_timeout_s=ft.node_heartbeat_timeout,
-            ),
+            settings,
             run_dir=options.run_dir,
             run_id=options.run_id,
             node=options.node_name,
@@ -278,39 +342,8 @@ def _make_agent(
         beat_interval_s=min(1.0, ft.node_heartbeat_timeout / 5),
         connect_timeout_s=options.join_timeout_s,
     )
-    spec = WorkerSpec(
-        role=args.role,
-        local_world_size=determine_local_world_size(args.nproc_per_node),
-        entrypoint=args.training_script,
-        args=tuple(args.training_script_args),
-        rdzv_handler=NamedRendezvous(options.run_id),
-        max_restarts=args.max_restarts,
-        monitor_interval=args.monitor_interval,
-        local_addr=args.local_addr,
-        event_log_handler=args.event_log_handler,
-        numa_options=None if args.numa_binding is None else NumaOptions(affinity_mode=AffinityMode(args.numa_binding)),
-        virtual_local_rank=args.virtual_local_rank,
-    )
-    agent = Agent(
-        spec,
-        options=options,
-        command=command,
-        base_env=base_env,
-        logs_specs=make_logs_specs(args, Path(options.run_dir)),
-        workers=Workers(zygote, new_zygote),
-        writer=writer,
-        member=CoordinatorClient(
-            link,
-            addr=args.local_addr or own_address(endpoints[0].host),
-            nproc=spec.local_world_size,
-            wish=options.wish,
-        ),
-        checkups=checkups,
-        mailbox=mailbox,
-    )
-    owner.on_lost = lambda why: mailbox.put(RunDirectoryLost(why))
-    _install_handlers(args.signals_to_handle, lambda number: mailbox.put(SignalReceived(number)))
-    return agent
+    addr = args.local_addr or own_address(endpoints[0].host)
+    return CoordinatorClient(link, addr=addr, nproc=nproc, wish=options.wish)
 
 
 def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:
@@ -320,3 +353,91 @@ def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:
             log.warning("--signals-to-handle: %s is not a signal; it is ignored", name)
         else:
             signal.signal(number, lambda received, _frame: deliver(received))
+
+
+class RunOwner:
+    """Own a run directory, before anything else of the job is begun.
+
+    Agents of one job differ from another job by where they meet: the same id at the same endpoints. The first of them
+    takes the directory before anything else is done, the others enter it beside that one; whichever hosts the
+    coordinator leads, and renews the lease. An agent whose node has a run directory of its own leads it alone.
+
+    Args:
+        options: The launcher's options.
+
+    Raises:
+        ConfigError: Another job runs in it; one line with who, and the remedy.
+
+    Blocks: where only time can tell whether a job on another machine still runs, 10 s.
+    """
+
+    def __init__(self, options: RunOptions) -> None:
+        self.on_lost: Callable[[str], None] | None = None
+        """Called once, in a thread, with why nothing may be written there any more."""
+        self._lease = Lease(FolderRecords(options.run_dir), _describe_owner(options), on_lost=self._lose)
+        try:
+            self._lease.acquire()
+        except InUse as error:
+            raise ConfigError(
+                f"run directory {error}; wait until that job has ended, or name another directory (--run-dir)"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"--run-dir={options.run_dir} cannot be taken ({error.strerror or error}); name one that is writable"
+            ) from None
+
+    def lead(self) -> None:
+        """Act for the job from now on: this agent hosts its coordinator.
+
+        Raises:
+            OutlastError: Another job has taken the directory.
+            OSError: It cannot be written to.
+        """
+        self._lease.acquire(leads=True)
+
+    def may_write(self) -> bool:
+        """Return whether the directory is still this job's, for what is kept for its next job."""
+        try:
+            self._lease.check()
+        except InUse as error:
+            log.debug("what the run has learned is not written: %s", error)
+            return False
+        except OSError as error:  # whoever writes will report it
+            log.debug("the run directory does not answer: %s", error)
+        return True
+
+    def withdraw(self) -> None:
+        """Leave no trace in the directory: the job was refused before it began. Blocks: as :meth:`release`."""
+        self._lease.withdraw()
+
+    def release(self) -> None:
+        """Let go of the directory. Blocks: up to 2 s where the file system does not answer."""
+        self._lease.release()
+
+    def _lose(self, lost: InUse) -> None:
+        if self.on_lost is not None:
+            self.on_lost(f"run directory {lost}; this job writes nothing more there; end one of the two")
+
+
+def _describe_owner(options: RunOptions) -> LeaseOwner:
+    """Return what identifies this agent's job."""
+    values, endpoints = env.environ(), parse_endpoints(options.endpoints)
+    has_nodes = any(one.port for one in endpoints)  # others may come to it, if only to wait as spares
+    # An endpoint such as localhost is another place on each machine.
+    here = env.hostname() if any(is_loopback(one.host) for one in endpoints) else ""
+    return LeaseOwner(
+        token="",
+        process=this_process(),
+        run=options.run_id,
+        names=options.names,
+        script=os.path.realpath(options.torchrun.training_script),
+        job=f"{options.run_id} {options.endpoints} {here}" if has_nodes else None,
+        allocation=values.get("SLURM_JOB_ID") or None,
+        requeues=_number(values.get("SLURM_RESTART_COUNT")),
+        outlives=options.max_nodes > 1,
+        shares=has_nodes,
+    )
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0

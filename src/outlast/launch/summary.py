@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from outlast.errors import ExitReason
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Rung
+from outlast.journal import read
 from outlast.policy.recovery_point import Tier
-from outlast.runtime.journal import read_journal
 from outlast.wording import count
 
 __all__ = ["Summary", "count_lost", "summarise"]
@@ -50,7 +50,7 @@ def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
     the same processes, began before it, or the job ended without the run's end and no generation that outlives the job
     holds it.
     """
-    events = [event for event in read_journal(run_dir) if event.job == job]
+    events = [event for event in read(run_dir) if event.job == job]
     cycles = {event.cycle for event in events if event.kind == EventKind.CYCLE_STARTED and event.cycle is not None}
     verdicts = [event.data for event in events if event.kind == EventKind.VERDICT and "incident" in event.data]
     exits = [event.data for event in events if event.kind == EventKind.WORKER_EXITED]
@@ -74,7 +74,7 @@ def count_lost(events: Sequence[Event], *, is_given_up: bool) -> int:
         events: Of one job, by wall time.
         is_given_up: The job is over, and did not finish the run.
     """
-    tracks: dict[int, _Track] = {}
+    tracks: dict[int, _RankHistory] = {}
     durable = 0
     for event in sorted(events, key=lambda event: event.cycle or 0):  # nodes' clocks differ, cycles do not overlap
         durable = max(durable, _durable(event))
@@ -84,7 +84,7 @@ def count_lost(events: Sequence[Event], *, is_given_up: bool) -> int:
                     tracks[int(rank)].do(iteration)
         elif event.rank is not None:
             if event.kind == EventKind.SESSION_STARTED:
-                tracks.setdefault(event.rank, _Track()).begin()
+                tracks.setdefault(event.rank, _RankHistory()).begin()
             elif event.rank in tracks and event.iteration is not None:
                 if event.kind == EventKind.RESTORED:
                     tracks[event.rank].go_on_from(event.iteration)
@@ -98,7 +98,7 @@ _DONE = (EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.SESSION_ENDED)
 
 
 @dataclass(slots=True)
-class _Track:
+class _RankHistory:
     """What one rank has done, and how much of it in vain."""
 
     done: int = 0

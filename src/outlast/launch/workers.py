@@ -1,30 +1,48 @@
-"""The agent's hold on its workers: the zygote that starts them, signals to them, and clearing them away."""
+"""The workers of a node as processes: the zygote that starts them, signals to them, and clearing them away."""
 
 from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from outlast.errors import OutlastError
-from outlast.launch.cycle import Cycle
+from outlast.incidents import Incident
 from outlast.runtime.zygote import (
     Clear,
     Cleared,
     Exited,
     FailedToStart,
-    Ready,
     SendSignal,
+    Spawn,
     Started,
     Zygote,
+    ZygoteReady,
 )
 
-__all__ = ["Workers"]
+__all__ = ["NodeWorkers", "WorkerProcess"]
 
 log = logging.getLogger(__name__)
 
 
-class Workers:
+@dataclass(slots=True, kw_only=True)
+class WorkerProcess:
+    """A worker of a cycle, as its node's agent knows it."""
+
+    local_rank: int
+    global_rank: int
+    pid: int = 0
+    started_ns: int = 0
+    """When it was known to run, on the node's monotonic clock; 0 = not yet."""
+    exit_code: int | None = None
+    ended_ns: int = 0
+    """When its end was seen, on the node's monotonic clock; 0 = it runs."""
+    lost: Incident | None = None
+    """What ended it, if the other ranks continue without it; else ``None``."""
+
+
+class NodeWorkers:
     """Start, signal and clear away the workers of this node.
 
     Args:
@@ -36,49 +54,49 @@ class Workers:
 
     def __init__(self, zygote: Zygote, new_zygote: Callable[[], Zygote]) -> None:
         self._zygote, self._new_zygote = zygote, new_zygote
-        self._clearing = 0
+        self._num_clearing = 0
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when :meth:`receive` has something."""
         return self._zygote.fileno()
 
-    def receive(self) -> Ready | Started | FailedToStart | Exited | Cleared | None:
-        """Return the next news of the workers; ``None`` when the zygote died (a new one is there already).
+    def receive(self) -> ZygoteReady | Started | FailedToStart | Exited | Cleared | None:
+        """Return the next event of the workers; ``None`` when the zygote died (a new one is there already).
 
         Blocks: until there is one; call it when :meth:`fileno` is readable.
         """
-        news = self._zygote.receive()
-        if isinstance(news, Ready):
-            for module, error in news.failed.items():
+        event = self._zygote.receive()
+        if isinstance(event, ZygoteReady):
+            for module, error in event.failed.items():
                 log.warning("module %s could not be preloaded: %s", module, error)
-        elif isinstance(news, Cleared):
-            self._clearing -= 1
-        elif news is None:
+        elif isinstance(event, Cleared):
+            self._num_clearing -= 1
+        elif event is None:
             log.error(
                 "the zygote (pid %d), which starts the workers, died, and so did they; starting a new one",
                 self._zygote.pid,
             )
             self._zygote.close()
-            self._zygote, self._clearing = self._new_zygote(), 0
-        return news
+            self._zygote, self._num_clearing = self._new_zygote(), 0
+        return event
 
     @property
     def are_cleared(self) -> bool:
-        """Whether nothing is left of the workers that were told to go."""
-        return not self._clearing
+        """Whether nothing is left of the workers of earlier cycles; nothing new may start before."""
+        return not self._num_clearing
 
-    def start(self, cycle: Cycle) -> None:
+    def start(self, spawns: Iterable[Spawn]) -> None:
         """Start a cycle's workers.
 
         Raises:
             OutlastError: The zygote is gone, or a worker's environment is too large.
         """
-        for request in cycle.spawns:
+        for request in spawns:
             self._zygote.send(request)
 
-    def notify(self, cycle: Cycle) -> None:
-        """Tell the workers that still run to leave: SIGTERM to each alone, since its data loaders must live on."""
-        for key, worker in cycle.workers.items():
+    def notify(self, workers: Mapping[int, WorkerProcess]) -> None:
+        """Request the workers that still run to shut down: SIGTERM to each alone, as its data loaders must live on."""
+        for key, worker in workers.items():
             if worker.exit_code is None:
                 self._send(SendSignal(signal=signal.SIGTERM, key=key, group=False))
 
@@ -86,17 +104,22 @@ class Workers:
         """Kill what a worker that ended has left in its process group."""
         self._send(SendSignal(signal=signal.SIGKILL, key=key))
 
-    def terminate(self) -> None:
-        """Send SIGTERM to every worker's process group."""
-        self._send(SendSignal(signal=signal.SIGTERM))
-
     def kill(self) -> None:
         """Send SIGKILL to every worker's process group."""
         self._send(SendSignal(signal=signal.SIGKILL))
 
-    def expect_clear(self) -> None:
-        """Count a :meth:`clear` that will follow: until it is done, nothing new may start."""
-        self._clearing += 1
+    def begin_clearing(self, *, gently: bool) -> None:
+        """Begin to end the workers; nothing new starts until a :meth:`clear` is done.
+
+        Args:
+            gently: Send SIGTERM to every worker's process group now; the caller calls :meth:`clear` later. Otherwise
+                they are killed at once.
+        """
+        self._num_clearing += 1
+        if gently:
+            self._send(SendSignal(signal=signal.SIGTERM))
+        else:
+            self.clear()
 
     def clear(self) -> None:
         """Kill what is left, and reap it; :class:`Cleared` comes when all is gone."""
@@ -110,4 +133,4 @@ class Workers:
         try:
             self._zygote.send(request)
         except OutlastError as error:
-            log.debug("%s", error)  # its end is seen by the loop, which then goes on with another
+            log.debug("%s", error)  # the loop sees its end, and continues with another one

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from outlast.monitor.rank_monitor import RankMonitor
+    from outlast.monitor.rank_monitor import RankMonitor, SectionTimer
 
-__all__ = ["RankMonitor"]
+__all__ = ["RankMonitor", "SectionTimer"]
 
 # On first use: the side process and the zygote import single modules of this package, and no more.
-__getattr__, __dir__ = lazy_names(__name__, {"RankMonitor": "outlast.monitor.rank_monitor"})
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "outlast.monitor.rank_monitor"))

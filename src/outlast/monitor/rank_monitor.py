@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from outlast import logs
-from outlast.config.fault_tolerance import FaultToleranceConfig
-from outlast.config.precedence import merge_under
+from outlast.config.flags import merge_under
+from outlast.config.launching import FaultToleranceConfig
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
 from outlast.monitor import side_process, stacks
-from outlast.monitor.learned import LearnedTimeouts, observe
-from outlast.monitor.responder import Responder
+from outlast.monitor.examination import Responder
+from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
 from outlast.policy.deadlines import STANDARD, STEP, Timeouts
-from outlast.runtime.board import Board, LoadedCopy, RankState
+from outlast.runtime.board import Board, RankState
 from outlast.runtime.in_process_mark import address as agent_address
 
 __all__ = ["RankMonitor", "SectionTimer"]
@@ -231,13 +231,9 @@ class RankMonitor:
         """Say that this worker will report what is durable: nothing yet is then no progress, not unknown."""
         self._page.report_progress()
 
-    def set_restored(self, loaded: LoadedCopy | None = None) -> None:
-        """Say that a checkpoint was loaded: only then is the timeout of ``setup`` learned.
-
-        Args:
-            loaded: Which one; with it, the launcher can judge it by the results that follow.
-        """
-        self._page.set_restored(loaded)
+    def set_restored(self) -> None:
+        """Record that a checkpoint was loaded: only then is the timeout of ``setup`` learned."""
+        self._page.set_restored()
 
     def promise_heartbeats(self, promised: bool) -> None:
         """Say whether this rank sends heartbeats as long as it is healthy: default timeouts are for those that do."""
@@ -247,10 +243,6 @@ class RankMonitor:
     def set_leaving(self, exit_code: int) -> None:
         """Say with which exit code this process is about to end, before its peers can notice that it does."""
         self._page.set_leaving(exit_code)
-
-    def stop_requested(self) -> bool:
-        """Return whether the agent asked this rank to stop."""
-        return self._page.stop_requested()
 
     @property
     def board_state(self) -> RankState:

@@ -21,9 +21,9 @@ import msgspec
 from outlast import env as environment
 from outlast import logs
 from outlast.clock import now_s
-from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.config.launching import FaultToleranceConfig
 from outlast.decoding import from_json
-from outlast.monitor.examine import examine
+from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import find_culprit
 from outlast.policy.deadlines import Timeouts

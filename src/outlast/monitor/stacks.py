@@ -119,7 +119,7 @@ class Frame:
         return f'File "{self.file}", line {self.line} in {self.name}'
 
 
-_AGREEMENT = tuple(f"{_OUTLAST}runtime/{module}.py" for module in ("group", "dissemination", "consensus", "gathering"))
+_AGREEMENT = tuple(f"{_OUTLAST}runtime/{module}.py" for module in ("process_groups", "consensus"))
 _WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/distributed.py", *_AGREEMENT)
 _C10D = "/torch/distributed/distributed_c10d.py"
 _MAY_WAIT = re.compile(r"\.(wait|backward|item|synchronize|result|join)\(|\b(barrier|all_reduce|recv)\(")

@@ -8,33 +8,45 @@ from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.numerics.comparison import Agreement, Replica
+    from outlast.numerics.determinism import Differences
     from outlast.numerics.nonfinite import FiniteCheck, NonFiniteAction, NonFiniteDetector
     from outlast.numerics.replay import ReplayableIterator
     from outlast.numerics.replica_digest import ReplicaDigest
-    from outlast.numerics.rerun_machine import RerunStateMachine, StepDecision
+    from outlast.numerics.rerun_machine import RerunDecision, RerunStateMachine
+    from outlast.policy.rerun import Action, Diagnosis, Finding, Replay
 
 _HOMES = {
+    "Action": "outlast.policy.rerun",
     "Agreement": "outlast.numerics.comparison",
+    "Diagnosis": "outlast.policy.rerun",
+    "Differences": "outlast.numerics.determinism",
+    "Finding": "outlast.policy.rerun",
     "FiniteCheck": "outlast.numerics.nonfinite",
     "NonFiniteAction": "outlast.numerics.nonfinite",
     "NonFiniteDetector": "outlast.numerics.nonfinite",
+    "Replay": "outlast.policy.rerun",
     "Replica": "outlast.numerics.comparison",
     "ReplicaDigest": "outlast.numerics.replica_digest",
     "ReplayableIterator": "outlast.numerics.replay",
     "RerunStateMachine": "outlast.numerics.rerun_machine",
-    "StepDecision": "outlast.numerics.rerun_machine",
+    "RerunDecision": "outlast.numerics.rerun_machine",
 }
 
 __all__ = [
+    "Action",
     "Agreement",
+    "Diagnosis",
+    "Differences",
+    "Finding",
     "FiniteCheck",
     "NonFiniteAction",
     "NonFiniteDetector",
+    "Replay",
     "ReplayableIterator",
     "Replica",
     "ReplicaDigest",
+    "RerunDecision",
     "RerunStateMachine",
-    "StepDecision",
 ]
 
 # On first use: not everyone who needs one of these modules needs torch.

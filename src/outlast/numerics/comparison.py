@@ -21,7 +21,7 @@ import torch.distributed as dist
 import xxhash
 
 from outlast.decoding import from_json
-from outlast.runtime.gathering import broadcast_bytes, gather_bytes
+from outlast.runtime.process_groups import broadcast_bytes, gather_bytes
 
 __all__ = ["Agreement", "Holdings", "Replica", "agree_equal", "find_minority", "gather_differences"]
 

@@ -19,7 +19,7 @@ from outlast.decoding import convert
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.numerics.validation import Rejected, StepValidation
-from outlast.policy.rerun import Diagnosis, Replay, RunState, decode_diagnosis, encode_diagnosis, to_number
+from outlast.policy.rerun import Diagnosis, Replay, StepRun, decode_diagnosis, encode_diagnosis, to_number
 from outlast.runtime.device import training_device
 from outlast.runtime.random_numbers import RandomSnapshot, restore_random
 
@@ -217,9 +217,9 @@ class StepReplay:
         # Without its save: training up to it draws the same ones, if the data comes in the same order.
         return self.ordered is not None and bool(self.ordered.batch) and fingerprint_of(iterators) == self.ordered.batch
 
-    def num_tries(self, state: RunState) -> int:
+    def num_tries(self, state: StepRun) -> int:
         """Return the number of replays on the same device, the one that runs included."""
-        return 0 if self.ordered is None else self.ordered.tries + (state is not RunState.REPLAY_ELSEWHERE)
+        return 0 if self.ordered is None else self.ordered.tries + (state is not StepRun.REPLAY_ELSEWHERE)
 
     def first_seen_on(self) -> tuple[str, str]:
         """Return node and device on which this rank first ran the step."""

@@ -33,7 +33,7 @@ from outlast.errors import ConfigError, PeerLost
 from outlast.numerics.comparison import Agreement, Holdings, agree_equal, gather_differences
 from outlast.numerics.tensor_digest import digest_tensors
 from outlast.runtime.device import device_name
-from outlast.runtime.group import Group
+from outlast.runtime.process_groups import Group
 from outlast.wording import count
 
 __all__ = ["ReplicaDigest", "ReplicatedTensor", "find_replicated"]

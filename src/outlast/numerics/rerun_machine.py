@@ -41,7 +41,7 @@ from outlast.policy.rerun import (
     Finding,
     Replay,
     RunOutcome,
-    RunState,
+    StepRun,
     advance,
     decode_diagnosis,
     encode_diagnosis,
@@ -50,12 +50,12 @@ from outlast.policy.rerun import (
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import device_name
 from outlast.runtime.diagnoses import journal_diagnosis, leave_diagnosis
-from outlast.runtime.group import current_place, is_initialised
+from outlast.runtime.process_groups import current_place, is_initialised
 
 if TYPE_CHECKING:
     from outlast.runtime.journal import Journal
 
-__all__ = ["Agree", "RerunStateMachine", "StepDecision"]
+__all__ = ["Agree", "RerunDecision", "RerunStateMachine"]
 
 log = logging.getLogger(__name__)
 Agree: TypeAlias = Callable[[Sequence[int]], list[int]]
@@ -65,7 +65,7 @@ _FIRST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepDecision:
+class RerunDecision:
     """What all ranks do after the runs of a step."""
 
     action: Action = Action.GO_ON
@@ -116,7 +116,7 @@ class RerunStateMachine:
         timeout_s: float = 1800.0,
     ) -> None:
         self.config = config or RerunStateMachineConfig()
-        self.decision = StepDecision()
+        self.decision = RerunDecision()
         """What follows the last step whose runs are over."""
         self._place = place or _own_place()
         self._device = device_name(self._place.device or self._place.node, self._place.local_rank)
@@ -137,7 +137,7 @@ class RerunStateMachine:
         self._wrapped: list[tuple[Any, ReplayableIterator[Any]]] = []
         self._iterators: tuple[ReplayableIterator[Any], ...] = ()
         self._iteration = -1
-        self._state = RunState.FIRST_RUN
+        self._state = StepRun.FIRST_RUN
         self._is_open, self._num_runs = False, 0
 
     @property
@@ -207,7 +207,7 @@ class RerunStateMachine:
             return self._end_judged_run()
         if self._compares:
             return self._end_compared_run()
-        self._end_step(StepDecision())
+        self._end_step(RerunDecision())
         return False
 
     def validate(
@@ -379,7 +379,7 @@ class RerunStateMachine:
                 reason = "the step was run again, and training continues with the newer run"
                 journal_diagnosis(self._journal, self._place, diagnosis, Verdict(rung=Rung.RERUN_STEP, reason=reason))
             self._state = transition.state
-            self._end_step(StepDecision(diagnosis=diagnosis))
+            self._end_step(RerunDecision(diagnosis=diagnosis))
             return False
         own = None
         if judged is not None and mine == outcome:
@@ -392,7 +392,7 @@ class RerunStateMachine:
         self._num_found[diagnosis.finding] += diagnosis.rank == self._place.global_rank
         leave_diagnosis(self._place, diagnosis, self._journal)
         self._is_open = False
-        self.decision = StepDecision(action=transition.action, diagnosis=diagnosis)
+        self.decision = RerunDecision(action=transition.action, diagnosis=diagnosis)
         return False
 
     def _end_compared_run(self) -> bool:
@@ -405,7 +405,7 @@ class RerunStateMachine:
             self._statistics.add(what, difference)
         for what in self._validation.unmatched():
             self._statistics.add_unreached(what)
-        self._end_step(StepDecision())
+        self._end_step(RerunDecision())
         return False
 
     def _begin_second_run(self) -> None:
@@ -416,7 +416,7 @@ class RerunStateMachine:
             iterator.rewind()
         self._validation.begin_second_run()
 
-    def _end_step(self, decision: StepDecision) -> None:
+    def _end_step(self, decision: RerunDecision) -> None:
         self._validation.end_step()
         for iterator in self._iterators:
             iterator.end_step()

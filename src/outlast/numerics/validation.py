@@ -15,7 +15,7 @@ import xxhash
 
 from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
-from outlast.policy.rerun import JsonNumber, RunOutcome, RunState, relative_difference, to_json_number
+from outlast.policy.rerun import JsonNumber, RunOutcome, StepRun, relative_difference, to_json_number
 
 __all__ = ["Compare", "ErrorInjector", "Judged", "Rejected", "SpikeRule", "StepValidation"]
 
@@ -73,12 +73,12 @@ class StepValidation:
         self._judged: dict[int, Judged] = {}
         self._results_before: dict[int, tuple[str, Any]] = {}
         self._expected: dict[int, Rejected] = {}  # what the run before rejected
-        self._state, self._iteration, self._num_calls = RunState.FIRST_RUN, 0, 0
+        self._state, self._iteration, self._num_calls = StepRun.FIRST_RUN, 0, 0
 
     def begin_step(
         self,
         iteration: int,
-        state: RunState = RunState.FIRST_RUN,
+        state: StepRun = StepRun.FIRST_RUN,
         *,
         expected: Mapping[int, tuple[Rejected, Any]] | None = None,
         struck: Iterable[int] = (),
@@ -100,9 +100,9 @@ class StepValidation:
     def begin_second_run(self) -> None:
         """Begin the second run of the step, which is compared with the first."""
         self._expected, self._results_before = self._rejected, self._results
-        self._begin_run(RunState.SECOND_RUN)
+        self._begin_run(StepRun.SECOND_RUN)
 
-    def _begin_run(self, state: RunState) -> None:
+    def _begin_run(self, state: StepRun) -> None:
         self._state, self._num_calls = state, 0
         self._results, self._rejected, self._judged = {}, {}, {}
         self._pending.clear()
@@ -261,7 +261,7 @@ class StepValidation:
         first = self._expected.get(call)
         if first is None or first.what != what:
             if rejected is not None:
-                outcome = RunOutcome.NEW if fatal or self._state is RunState.FIRST_RUN else RunOutcome.TOLERATED
+                outcome = RunOutcome.NEW if fatal or self._state is StepRun.FIRST_RUN else RunOutcome.TOLERATED
                 self._judged[call] = Judged(outcome=outcome, rejected=rejected)
                 self._log_rejected(rejected)
             return
@@ -285,7 +285,7 @@ class StepValidation:
             rejected.what,
             rejected.value,
             rejected.message,
-            "; all ranks run the step again" if self._state is RunState.FIRST_RUN else "",
+            "; all ranks run the step again" if self._state is StepRun.FIRST_RUN else "",
         )
 
 
@@ -362,15 +362,15 @@ class ErrorInjector:
         """Begin a step; ``struck`` is that of the step that is replayed."""
         self.struck = set(struck)
 
-    def strikes(self, state: RunState, iteration: int, call: int) -> bool:
+    def strikes(self, state: StepRun, iteration: int, call: int) -> bool:
         """Return whether a value becomes NaN."""
         if not self._rate:
             return False
-        if state is RunState.FIRST_RUN:
+        if state is StepRun.FIRST_RUN:
             if xxhash.xxh3_64_intdigest(f"{self._name}/{iteration}/{call}".encode()) % self._rate == 0:
                 self.struck.add(call)
             return call in self.struck
-        if self._kind == "transient_error" or (self._kind == "persistent_error" and state is RunState.REPLAY_ELSEWHERE):
+        if self._kind == "transient_error" or (self._kind == "persistent_error" and state is StepRun.REPLAY_ELSEWHERE):
             return False
         return call in self.struck
 

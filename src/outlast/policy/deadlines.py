@@ -21,7 +21,7 @@ from typing import Protocol
 
 import msgspec
 
-from outlast.config.fault_tolerance import FaultToleranceConfig
+from outlast.config.launching import FaultToleranceConfig
 from outlast.policy.inprocess_protocol import InProcessState
 
 __all__ = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outlast.policy.deadlines import Timeouts
+from outlast.wording import count
 
 __all__ = ["NO_SESSION", "Protection", "describe_hangs", "describe_nodes", "describe_saves"]
 
@@ -29,16 +30,10 @@ class Protection:
     def describe(self) -> str:
         """Return the line."""
         death = (
-            f"death yes ({_count(self.max_restarts, 'restart')})"
-            if self.max_restarts
-            else "death no (--max-restarts=0)"
+            f"death yes ({count(self.max_restarts, 'restart')})" if self.max_restarts else "death no (--max-restarts=0)"
         )
         session = self.of_session or f"checkpoints and preemption unknown ({NO_SESSION})"
         return f"protected: {death}; hang {self.hangs}; node loss {self.nodes}; {session}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def describe_hangs(timeouts: Timeouts | None, where: str, *, has_session: bool, origins: dict[str, str]) -> str:
@@ -71,7 +66,7 @@ def describe_nodes(*, num_slots: int, max_nodes: int, min_nodes: int | None) -> 
     """Return what the loss of a node leads to."""
     parts = []
     if (spares := max_nodes - num_slots) > 0:
-        parts.append(_count(spares, "spare"))
+        parts.append(count(spares, "spare"))
     if min_nodes is not None and min_nodes < num_slots:
         parts.append(f"goes on with {min_nodes} of {num_slots} nodes")
     return f"yes ({', '.join(parts)})" if parts else "no (no spare node)"

@@ -50,7 +50,7 @@ __all__ = [
     "JsonNumber",
     "Replay",
     "RunOutcome",
-    "RunState",
+    "StepRun",
     "Transition",
     "advance",
     "decode_diagnosis",
@@ -282,7 +282,7 @@ def _text(value: JsonNumber) -> str:
     return "unknown" if value is None else value if isinstance(value, str) else f"{value:.9g}"
 
 
-class RunState(StrEnum):
+class StepRun(StrEnum):
     """Which run of a step this is."""
 
     FIRST_RUN = "first_run"
@@ -343,13 +343,13 @@ class Action(StrEnum):
 class Transition(NamedTuple):
     """What follows an outcome."""
 
-    state: RunState
+    state: StepRun
     action: Action
     finding: Finding | None = None
     """What is known now of what was rejected; ``None`` = nothing was, or nothing is known yet."""
 
 
-_S, _A, _O, _F = RunState, Action, RunOutcome, Finding
+_S, _A, _O, _F = StepRun, Action, RunOutcome, Finding
 
 
 def _leave(action: Action, **findings: Finding) -> dict[RunOutcome, Transition]:
@@ -371,7 +371,7 @@ def _go_on(cleared: Finding, tolerated: Finding) -> dict[RunOutcome, Transition]
 _JUDGED_HERE = {"changed": _F.UNDECIDED, "reproduced": _F.REPRODUCED}
 _ELSEWHERE = Transition(_S.LEFT, _A.STOP, _F.PERSISTENT)
 
-TABLE: Mapping[RunState, Mapping[RunOutcome, Transition]] = MappingProxyType(
+TABLE: Mapping[StepRun, Mapping[RunOutcome, Transition]] = MappingProxyType(
     {
         _S.FIRST_RUN: dict.fromkeys(RunOutcome, Transition(_S.SECOND_RUN, _A.RUN_AGAIN))
         | {_O.VALID: Transition(_S.FIRST_RUN, _A.GO_ON)},
@@ -382,10 +382,10 @@ TABLE: Mapping[RunState, Mapping[RunOutcome, Transition]] = MappingProxyType(
         _S.LAST_REPLAY_HERE: _leave(_A.STOP, **_JUDGED_HERE) | _go_on(_F.TRANSIENT, _F.TRANSIENT),
     }
 )
-"""What follows each outcome in each state; nothing follows :attr:`RunState.LEFT`."""
+"""What follows each outcome in each state; nothing follows :attr:`StepRun.LEFT`."""
 
 
-def advance(state: RunState, outcome: RunOutcome) -> Transition:
+def advance(state: StepRun, outcome: RunOutcome) -> Transition:
     """Return what follows a run.
 
     Args:
@@ -400,7 +400,7 @@ def advance(state: RunState, outcome: RunOutcome) -> Transition:
     return TABLE[state][outcome]
 
 
-def replay_state(*, same_device: bool, tries: int, max_tries: int) -> RunState:
+def replay_state(*, same_device: bool, tries: int, max_tries: int) -> StepRun:
     """Return which run a replay is.
 
     Args:
@@ -409,5 +409,5 @@ def replay_state(*, same_device: bool, tries: int, max_tries: int) -> RunState:
         max_tries: How many there may be.
     """
     if not same_device:
-        return RunState.REPLAY_ELSEWHERE
-    return RunState.REPLAY_HERE if tries + 1 < max_tries else RunState.LAST_REPLAY_HERE
+        return StepRun.REPLAY_ELSEWHERE
+    return StepRun.REPLAY_HERE if tries + 1 < max_tries else StepRun.LAST_REPLAY_HERE

@@ -9,10 +9,20 @@ newest that holds none.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
-__all__ = ["KEEP_ALL", "choose_kept"]
+__all__ = ["KEEP_ALL", "RetentionRules", "choose_kept", "choose_removed"]
 
 KEEP_ALL = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionRules:
+    """How many generations of a place are kept; see :func:`choose_kept`."""
+
+    most_recent_k: int
+    retain_interval: int = 0
+    suspect_window: int = 0
 
 
 def choose_kept(
@@ -57,3 +67,35 @@ def choose_kept(
     kept.add(doubtful[-1])
     kept.update(present[len(doubtful) : len(doubtful) + 1])
     return frozenset(kept)
+
+
+def choose_removed(
+    present: Iterable[int], valid: Collection[int], *, newest: int, rules: RetentionRules, not_finite: Collection[int]
+) -> list[int]:
+    """Choose the generations to remove from a place after a commit.
+
+    Args:
+        present: Iterations of all generations that are there, whole or not.
+        valid: Those that are known to be committed; others may be torn or distrusted, and do not count.
+        newest: The generation that was committed last, or a newer one: what is not older than it stays for whoever
+            looks. It counts even if it is not known to be valid, but then not as one that is finite.
+        rules: How many to keep; if all, nothing is removed.
+        not_finite: Those that are known to hold numbers that are infinite or NaN.
+
+    Returns:
+        Some of ``present``, in its order.
+
+    Raises:
+        ValueError: The rules contradict themselves.
+    """
+    there = list(present)
+    kept = choose_kept(
+        {*(generation for generation in there if generation in valid), newest},
+        most_recent_k=rules.most_recent_k,
+        retain_interval=rules.retain_interval,
+        suspect_window=rules.suspect_window,
+        not_finite={*not_finite, *({newest} - set(valid))},
+    )
+    if rules.most_recent_k == KEEP_ALL:
+        return []
+    return [generation for generation in there if generation not in kept and generation < newest]

@@ -77,7 +77,7 @@ class Slowness:
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
+class _MeasuredValue:
     """What one rank gave: a time, or how much slower than its best it is, with the standard error."""
 
     value: float
@@ -93,18 +93,18 @@ class _Others:
     error: float
 
     @classmethod
-    def of(cls, values: Sequence[_Value]) -> _Others:
+    def of(cls, values: Sequence[_MeasuredValue]) -> _Others:
         middle = lower_median(one.value for one in values)
         spread = _SIGMA_OF_MAD * lower_median(abs(one.value - middle) for one in values)
         return cls(middle, spread, lower_median(one.error for one in values))
 
-    def z(self, one: _Value, reference: float) -> float:
+    def z(self, one: _MeasuredValue, reference: float) -> float:
         """Return how many robust standard deviations a value lies above these, or above a higher reference."""
         noise = math.hypot(self.spread, one.error, self.error, NOISE_FLOOR * reference)
         return (one.value - max(self.middle, reference)) / noise
 
 
-def _others_of_each(values: Sequence[_Value]) -> list[_Others | None]:
+def _others_of_each(values: Sequence[_MeasuredValue]) -> list[_Others | None]:
     """Return for each value the others; in a crowd one more or less changes nothing. ``None`` = there are none."""
     if len(values) >= _CROWD:
         return [_Others.of(values)] * len(values)
@@ -126,7 +126,7 @@ def measure_relative(ranks: Sequence[RankTimings]) -> list[Slowness]:
             if len(timed) < 2:
                 continue
             reference_s = lower_median(timing.median_s for _, timing in timed)
-            values = [_Value(timing.median_s, _error_s(timing)) for _, timing in timed]
+            values = [_MeasuredValue(timing.median_s, _error_s(timing)) for _, timing in timed]
             for (owner, timing), one, others in zip(timed, values, _others_of_each(values), strict=True):
                 assert others is not None, "there are two"
                 excess_s = _times_a_step(owner, timing) * (one.value - reference_s)
@@ -159,7 +159,9 @@ def measure_individual(ranks: Sequence[RankTimings]) -> list[Slowness]:
             for owner in ranks
             if (timing := owner.by_name.get(name)) and timing.is_usable and timing.best_s > 0
         ]
-        values = [_Value(timing.median_s / timing.best_s, _error_s(timing) / timing.best_s) for _, timing in timed]
+        values = [
+            _MeasuredValue(timing.median_s / timing.best_s, _error_s(timing) / timing.best_s) for _, timing in timed
+        ]
         shared = max(1.0, lower_median(one.value for one in values)) if values else 1.0
         for (owner, timing), one, others in zip(timed, values, _others_of_each(values), strict=True):
             excess_s = _times_a_step(owner, timing) * timing.best_s * (one.value - shared)
@@ -211,7 +213,7 @@ def _measure_kernels(
                 below += timing.total_s
         if above > 0:
             scored.append((owner, above / below))
-    values = [_Value(1 / score) for _, score in scored]
+    values = [_MeasuredValue(1 / score) for _, score in scored]
     found = []
     shared = max(1.0, lower_median(one.value for one in values)) if values else 1.0
     for (owner, score), one, others in zip(scored, values, _others_of_each(values), strict=True):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.config.training import StragglerDetectionConfig
 from outlast.policy.slowness import (
     KERNELS,
     MIN_SAMPLES,
@@ -31,7 +31,7 @@ from outlast.policy.slowness import (
 )
 from outlast.policy.timings import RankTimings, remarks
 
-__all__ = ["Findings", "Straggler", "Streaks", "Waiting", "judge"]
+__all__ = ["Findings", "Straggler", "Streaks", "WaitingRank", "judge"]
 
 _EXPLAINS = 0.6
 """Of the time that a rank lost by a section's end: what another rank must have lost to explain it."""
@@ -81,7 +81,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class WaitingRank:
     """A rank that looks slow because it waits for another one."""
 
     rank: int
@@ -122,7 +122,7 @@ class Findings:
     """Ranks among them that were not named in the window before."""
     suspects: tuple[Straggler, ...] = ()
     """Slow, and not yet for long enough."""
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[WaitingRank, ...] = ()
     notes: tuple[str, ...] = ()
     """What could not be compared, and why."""
     why_nobody: str = ""
@@ -180,7 +180,7 @@ def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetec
 
 def _excuse(
     measured: Sequence[Slowness], slow: Sequence[Slowness], ranks: Sequence[RankTimings]
-) -> tuple[list[Slowness], tuple[Waiting, ...]]:
+) -> tuple[list[Slowness], tuple[WaitingRank, ...]]:
     """Return those of the slow that do not wait for another one, and who waits for whom."""
     excesses_s: dict[tuple[Basis, int], dict[str, float]] = {}
     for one in measured:
@@ -193,7 +193,7 @@ def _excuse(
         if found is None:
             kept.append(one)
         else:
-            waiting.append(Waiting(rank=one.rank, section=one.name, for_rank=found[0], in_section=found[1]))
+            waiting.append(WaitingRank(rank=one.rank, section=one.name, for_rank=found[0], in_section=found[1]))
     return kept, tuple(dict.fromkeys(waiting))
 
 

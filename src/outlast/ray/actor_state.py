@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
+from typing import TYPE_CHECKING
+from typing import Any
 import msgspec
-
 from outlast import clock
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
@@ -15,12 +16,16 @@ from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.monitor.collectives import count_collectives
 from outlast.runtime.consensus import Consensus
-from outlast.runtime.gathering import gather_bytes
 from outlast.runtime.interruption import AsyncInterruption
 from outlast.runtime.random_numbers import RandomSnapshot
-from outlast.session.place import has_near_tier
-from outlast.session.rhythm import NEAR_TIERS, Due, Rhythm
-from outlast.session.state import without_wrappers
+from outlast.runtime.process_groups import gather_bytes
+from outlast.session.environment import has_near_tier
+from outlast.session.restore import unwrap_ddp
+from outlast.session.saves import NEAR_TIERS
+from outlast.session.saves import DueSave
+from outlast.session.saves import SaveSchedule
+
+
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
@@ -61,7 +66,7 @@ class StateTracker:
         self._attempt: str | None = None
         self._random = RandomSnapshot()
         self._manager: CheckpointManager | None = None
-        self._rhythm: Rhythm | None = None
+        self._rhythm: SaveSchedule | None = None
         self._consensus: Consensus | None = None
         self._origin: Restored | None = None
         self._incarnation, self._world_size = 0, 1
@@ -146,8 +151,8 @@ class StateTracker:
         if self._config is None:
             return
         self._manager = CheckpointManager(self._config, env=place, journal=journal)
-        self._manager.let_fail_when(lambda: self._interruption.is_left(place.cycle))
-        self._rhythm = Rhythm(
+        self._manager.treat_failures_as_abandoned(lambda: self._interruption.is_left(place.cycle))
+        self._rhythm = SaveSchedule(
             self._config,
             decides=place.global_rank == 0,
             world_size=place.world_size,
@@ -183,9 +188,9 @@ class StateTracker:
         all_hold, are_new = self._compare(held)
         if all_hold:
             if self._manager is not None:
-                self._manager.go_on(without_wrappers(state), self.count, self._origin)
+                self._manager.go_on(unwrap_ddp(state), self.count, self._origin)
             return self._resume(StartingState())
-        given = without_wrappers(state)
+        given = unwrap_ddp(state)
         loaded = dict(given)
         restored = self._manager.load_latest(loaded, has=held) if self._manager is not None else None
         if restored is None:
@@ -237,19 +242,17 @@ class StateTracker:
             raise OutlastError(f"save({iteration}), but the state has done {self.count} steps", iteration=self.count)
         if self._manager is None or self._rhythm is None or not self._has_state:
             return None
-        due = Due.ALL if now else self._due(iteration)
-        if due == Due.NOTHING:
+        due = DueSave.ALL if now else self._due(iteration)
+        if due == DueSave.NOTHING:
             return None
         with self._interruption.update():
             self._random.take()
-            handle = self._manager.save(
-                without_wrappers(state), iteration, tiers=NEAR_TIERS if due == Due.NEAR else None
-            )
+            handle = self._manager.save(unwrap_ddp(state), iteration, tiers=NEAR_TIERS if due == DueSave.NEAR else None)
             self._attempt = handle.attempt
             self._rhythm.note_save(iteration, due)
         return handle
 
-    def _due(self, iteration: int) -> Due:
+    def _due(self, iteration: int) -> DueSave:
         """Return what is due after a step. Collective: all ranks, where an interval is automatic."""
         assert self._manager is not None
         assert self._rhythm is not None
@@ -258,7 +261,7 @@ class StateTracker:
             self._rhythm.note_step((now_ns - self._stepped_ns) / 1e9)
         agreed = 0
         if self._consensus is not None:
-            agreed = self._consensus.agree([self._rhythm.wish(iteration, self._manager.save_cost_s)])[0]
+            agreed = self._consensus.agree([self._rhythm.request(iteration, self._manager.save_cost_s)])[0]
         self._stepped_ns = clock.now_ns()
         return self._rhythm.due(iteration, agreed)
 

@@ -28,7 +28,7 @@ from outlast import clock, logs
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import FaultToleranceConfig
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.monitor.examine import examine
+from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import Culprit, Position, find_culprit
 from outlast.policy.deadlines import Timeouts, expired

@@ -32,11 +32,11 @@ from outlast.policy.recovery_point import Tier
 from outlast.runtime import board_page as layout
 from outlast.runtime.board_page import MAX_DEPTH, MAX_NAMES, OTHER, LoadedCopy, RankPage
 
-__all__ = ["MAX_DEPTH", "MAX_NAMES", "OTHER", "Board", "LoadedCopy", "OpenSection", "RankPage", "RankState"]
+__all__ = ["MAX_DEPTH", "MAX_NAMES", "OTHER", "Board", "BoardSection", "LoadedCopy", "RankPage", "RankState"]
 
 
 @dataclass(frozen=True, slots=True)
-class OpenSection:
+class BoardSection:
     """A section that a worker is in."""
 
     name: str
@@ -55,7 +55,7 @@ class RankState:
     pid: int = 0
     cycle: int = 0
     attached: bool = False
-    """The worker has a :class:`RankPage` of its own; a plain script never does."""
+    """The worker has a monitor; a plain script never does."""
     finished: bool = False
     iteration: int = 0
     durable_iteration: int | None = None
@@ -73,7 +73,7 @@ class RankState:
     num_heartbeats: int = 0
     promises_heartbeats: bool = False
     """As long as the worker is healthy, it sends them."""
-    sections: tuple[OpenSection, ...] = ()
+    sections: tuple[BoardSection, ...] = ()
     """Open sections, outermost first, the first :data:`MAX_DEPTH`."""
     depth: int = 0
     """Number of open sections, also of those too deep to be recorded."""
@@ -104,6 +104,11 @@ class RankState:
     """Seconds that a restart inside the process may take; 0 = it was never armed."""
     torn: bool = False
     """The writer stopped in the middle of an update; sections may not fit together."""
+
+    @property
+    def reports_iteration(self) -> bool:
+        """Whether ``iteration`` means something: a monitor is attached, or a checkpoint manager writes to the page."""
+        return self.attached or self.reports_progress
 
 
 class Board:
@@ -254,10 +259,6 @@ class Board:
         """Note that a rank whose worker ended is missed by nobody: nothing is enforced on it any more."""
         self._page(local_rank)[layout.FINISHED] = 1
 
-    def request_stop(self, local_rank: int) -> None:
-        """Set the reply word that the worker's ``stop_requested()`` reads."""
-        self._page(local_rank)[layout.STOP] = 1
-
     def _page(self, local_rank: int) -> memoryview:
         if not 0 <= local_rank < self.num_ranks:
             raise OutlastError(f"heartbeat board {self.path} has {self.num_ranks} ranks, none of number {local_rank}")
@@ -323,7 +324,7 @@ def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState
     for depth in range(min(max(words[layout.DEPTH], 0), MAX_DEPTH)):
         tag, start_ns = words[layout.STACK + 2 * depth], words[layout.STACK + 2 * depth + 1]
         if (tag & 0xFF) in names and start_ns > 0:
-            sections.append(OpenSection(names[tag & 0xFF], start_ns, tag >> 8))
+            sections.append(BoardSection(names[tag & 0xFF], start_ns, tag >> 8))
     first_beat, attached = words[layout.FIRST_BEAT], words[layout.ATTACHED]
     return RankState(
         local_rank=local_rank,

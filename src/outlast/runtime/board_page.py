@@ -33,7 +33,7 @@ VERSION = 5
 H_MAGIC, H_VERSION, H_RANKS, H_TOKEN = range(4)
 # Words of a rank's page.
 DONE, PID, RANK, CYCLE, ATTACHED, FINISHED, ITERATION, DURABLE, REPORTS, RESTORED = range(10)
-BEAT, FIRST_BEAT, NUM_BEATS, LONGEST_GAP, COLLECTIVES, STOP = range(10, 16)
+BEAT, FIRST_BEAT, NUM_BEATS, LONGEST_GAP, COLLECTIVES = range(10, 15)
 DEPTH, ENTRIES, ENTRIES_AT_ITERATION, LEFT, LONGEST_OUTSIDE, NUM_NAMES, LEAVING, PROMISES = range(16, 24)
 STACK = 24  # MAX_DEPTH x (name | ordinal << 8, start)
 BEGUN = STACK + 2 * MAX_DEPTH
@@ -123,15 +123,17 @@ class RankPage:
             warmup: Section name to the number of first durations that do not count as its longest.
             settings: What this worker's own config sets, for the agent; too long: said, and not handed over.
         """
-        words, stop = self._words, self._words[STOP]
-        for at in range(IN_PROCESS):
-            if at != STOP:  # a notice may have come before the worker was ready
-                words[at] = 0
+        words = self._words
+        # A checkpoint manager may have reported before the worker attached.
+        kept = () if words[ATTACHED] else (ITERATION, DURABLE, REPORTS, RESTORED, *range(LOAD_GENERATION, IN_PROCESS))
+        for at in set(range(IN_PROCESS)).difference(kept):
+            words[at] = 0
         self._reset()
         words[SETTINGS_LENGTH] = words[PROTECTION_LENGTH] = 0
-        words[STOP] = stop
         words[PID], words[RANK], words[CYCLE] = pid, global_rank, cycle
-        words[DURABLE] = words[COLLECTIVES] = -1
+        words[COLLECTIVES] = -1
+        if DURABLE not in kept:
+            words[DURABLE] = -1
         for name, count in (warmup or {}).items():
             self._warmup[self.intern(name)] = count
         self._set_settings(settings.encode())
@@ -345,10 +347,6 @@ class RankPage:
     def set_collectives(self, count: int) -> None:
         """Record how many collectives this rank has entered; -1 = not known."""
         self._words[COLLECTIVES] = count
-
-    def stop_requested(self) -> bool:
-        """Return whether the agent asked this rank to stop."""
-        return bool(self._words[STOP])
 
     def finish(self) -> None:
         """Say that this rank is done; nothing is enforced on it any more."""

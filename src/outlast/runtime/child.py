@@ -41,7 +41,8 @@ class ChildProcess:
         receives: Union of the messages that come back on the channel.
         packets: Each message on the channel is one packet; see :func:`~outlast.runtime.wire.socket_pair`.
         fds: Descriptors that the child inherits under the same numbers; they stay the caller's.
-        variables: Set for the child beside the environment of this process.
+        interpreter: Options of the interpreter and the code that it runs instead of the module.
+        environment: The child's whole environment, as it is; ``None``: that of this process, and where this package is.
         quiet: Discard what the child prints and logs; otherwise both go where this process's go.
         stdout: Where the child prints instead, as for :class:`subprocess.Popen`.
         own_session: In a session and process group of its own: Ctrl-C does not reach it, and :meth:`kill` ends what
@@ -62,14 +63,12 @@ class ChildProcess:
         receives: Any = None,
         packets: bool = False,
         fds: Sequence[int] = (),
-        variables: Mapping[str, str] | None = None,
+        interpreter: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         quiet: bool = False,
         stdout: int | None = None,
         own_session: bool = True,
     ) -> None:
-        environment = {**env.environ(), **(variables or {})}
-        root = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         self._own_session = own_session
         ours: socket.socket | None = None
         theirs: socket.socket | None = None
@@ -78,12 +77,12 @@ class ChildProcess:
                 ours, theirs = socket_pair(packets=packets)
             channel_fds = [] if theirs is None else [theirs.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *map(str, channel_fds), *arguments],
+                [sys.executable, *(interpreter or ("-P", "-m", module)), *map(str, channel_fds), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if quiet else stdout,
                 stderr=subprocess.DEVNULL if quiet else None,
                 pass_fds=[*channel_fds, *fds],
-                env=environment,
+                env=_with_package_path() if environment is None else dict(environment),
                 start_new_session=own_session,
             )
         except BaseException:
@@ -155,6 +154,14 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             threading.Thread(target=self._process.wait, name="outlast-reaper", daemon=True).start()
             return None
+
+
+def _with_package_path() -> dict[str, str]:
+    """Return this process's environment for a child, which finds this package where it is."""
+    variables = env.environ()
+    root = str(Path(__file__).resolve().parents[2])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    return variables
 
 
 def channel_to_parent(fd: str, receives: Any) -> MessageChannel[Any]:

@@ -1,22 +1,262 @@
-"""Consensus: decisions that all ranks take together, for one small reduction a step.
+"""Consensus: what all ranks decide together, for one small reduction a step.
 
-A rank that is told to leave must not leave alone: its peers would wait for it in the next collective for
-ever. So each rank says at a step's begin what it wants, the largest of a few integers is found beside the step, and at
-the step's end every rank reads the same answer. Nobody waits extra: by then a step's own collectives have brought the
-ranks together anyway. What becomes known during a step is told at the next one's begin.
+A rank that has to leave must not leave alone: its peers would wait for it in the next collective forever. So each rank
+gives at a step's begin what it asks for, the largest of a few integers is found beside the step, and at the step's end
+every rank reads the same answer. Nobody waits extra: by then a step's own collectives have brought the ranks together
+anyway. What becomes known during a step is given at the next one's begin.
 
-The reduction has connections of its own (:mod:`outlast.runtime.dissemination`), so that it neither orders itself behind
-gradients nor needs a device, and can be left at any moment.
+The reduction must cost next to nothing, needs no device, must not be ordered behind gradients, and can be left at any
+moment: it has connections of its own. A gloo all-reduce of eight bytes takes 0.1 ms in a tight loop and thrice that
+after a real step, since its threads have to be woken (measured, torch 2.13, two ranks on one machine); a message over a
+connection takes 0.03 ms. And gloo can miss that its connections were cut while data was on its way, and then waits out
+its timeout; a socket cannot.
+
+The algorithm is the dissemination barrier of Hensgen, Finkel and Manber (1988), with numbers: in round k each rank
+sends what it knows to the one 2^k further, and receives what the one 2^k before knows. After ceil(log2 n) rounds every
+rank has the numbers of all; as the largest of numbers does not change when some come twice, any world size will do.
+
+Rejected: a star (its centre sends to all), recursive doubling (needs a special case for worlds that are not a power of
+two), a tree (twice the rounds).
 """
 
 from __future__ import annotations
 
+import math
+import secrets
+import selectors
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
 
-from outlast import clock
-from outlast.runtime.dissemination import Dissemination
+import msgspec
 
-__all__ = ["Consensus"]
+from outlast import clock, env
+from outlast.errors import OutlastError, PeerLost, RendezvousError
+from outlast.runtime import connections
+from outlast.runtime.addresses import Endpoint, own_address, parse_endpoint
+from outlast.runtime.wire import BufferedChannel, Handshake, MessageChannel
+
+__all__ = ["Consensus", "Dissemination"]
+
+_PROTOCOL = "consensus"
+_KEY_BYTES = 32
+_MAX_BYTES = 1 << 16
+
+
+class _RoundNumbers(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank knows in a round."""
+
+    ordinal: int
+    values: list[int]
+
+
+class Dissemination:
+    """Find the largest of each of all ranks' numbers.
+
+    Args:
+        to: For each round, the connection to the rank that receives from this one.
+        of: For each round, the connection from the rank whose numbers this one receives.
+        timeout_s: Seconds that a peer may be late.
+
+    Thread: one at a time; :meth:`cut` from any.
+    """
+
+    def __init__(self, to: Sequence[socket.socket], of: Sequence[socket.socket], *, timeout_s: float) -> None:
+        self._to, self._of = (
+            [
+                MessageChannel[_RoundNumbers](one, _RoundNumbers, timeout_s=timeout_s, max_bytes=_MAX_BYTES)
+                for one in side
+            ]
+            for side in (to, of)
+        )
+        self._timeout_s = timeout_s
+        self._ordinal = 0
+        self._pending: list[int] | None = None
+        self._first_error: OSError | None = None
+        connections.register(self)
+
+    @classmethod
+    def open(cls, *, timeout_s: float) -> Dissemination:
+        """Connect all ranks of the default group.
+
+        The ranks find each other through the group's store, and prove to each other that they know a key from there.
+
+        Raises:
+            RendezvousError: The ranks did not find each other.
+
+        Collective: all ranks of the default group, in the same order.
+        Blocks: up to ``timeout_s``.
+        """
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store: Any = _get_default_store()
+        try:
+            # Counted in the store: a process that joins a restart has made fewer than its peers.
+            ordinal = store.add(f"outlast/dissemination/made-by/{rank}", 1)
+            return cls._connect(store, f"outlast/dissemination/{ordinal}", rank, world_size, timeout_s)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise RendezvousError(
+                f"the ranks could not connect ({error}); see the log of the rank that left"
+            ) from error
+
+    @classmethod
+    def _connect(cls, store: Any, name: str, rank: int, world_size: int, timeout_s: float) -> Dissemination:
+        end_s = clock.now_s() + timeout_s
+        rounds = [1 << number for number in range(math.ceil(math.log2(world_size)))]
+        after = [(rank + distance) % world_size for distance in rounds]
+        before = [(rank - distance) % world_size for distance in rounds]
+        if rank == 0:
+            store.set(f"{name}/key", secrets.token_hex(_KEY_BYTES))
+        host = own_address(env.read_worker().master_addr)
+        with ExitStack() as opened:
+            listener = opened.enter_context(socket.create_server((host, 0), family=Endpoint(host, 0).family))
+            store.set(f"{name}/{rank}", str(Endpoint(host, listener.getsockname()[1])))
+            store.wait([f"{name}/key", *(f"{name}/{peer}" for peer in after)], timedelta(seconds=timeout_s))
+            key = bytes.fromhex(store.get(f"{name}/key").decode())
+            to = []
+            for peer in after:
+                endpoint = parse_endpoint(store.get(f"{name}/{peer}").decode())
+                connection = socket.create_connection((endpoint.host, endpoint.port), timeout=_left_s(end_s))
+                to.append(opened.enter_context(connection))
+            came = authenticate_peers(listener, to, set(before), rank=rank, key=key, end_s=end_s)
+            for connection in came.values():
+                opened.enter_context(connection)
+            ranks = cls(to, [came[peer] for peer in before], timeout_s=timeout_s)
+            listener.close()
+            opened.pop_all()
+        return ranks
+
+    def start(self, values: Sequence[int]) -> None:
+        """Send this rank's numbers, each within 64 bits, to the first peer; if it is gone, :meth:`finish` raises.
+
+        Collective: all ranks, with as many numbers, followed by :meth:`finish`.
+        Blocks: never.
+        """
+        assert self._pending is None, "start() again before finish()"
+        self._pending = list(values)
+        self._ordinal = (self._ordinal + 1) & 0xFFFFFFFF
+        self._first_error = None
+        if self._to:
+            try:
+                self._to[0].send(_RoundNumbers(self._ordinal, self._pending))
+            except OSError as error:
+                self._first_error = error
+
+    def finish(self) -> list[int]:
+        """Return the largest of all ranks' numbers, one by one.
+
+        Raises:
+            PeerLost: A peer is gone, or did not come in time.
+            OutlastError: The ranks agree on different things.
+
+        Collective: all ranks, after :meth:`start`.
+        Blocks: until all ranks have started; up to the timeout.
+        """
+        assert self._pending is not None, "finish() without start()"
+        values, self._pending = self._pending, None
+        try:
+            if self._first_error is not None:
+                raise self._first_error
+            for number, connection in enumerate(self._of):
+                if number:
+                    self._to[number].send(_RoundNumbers(self._ordinal, values))
+                received = connection.receive()
+                if received is None:
+                    raise ConnectionResetError("the connection ended")
+                if (received.ordinal, len(received.values)) != (self._ordinal, len(values)):
+                    raise OutlastError(
+                        f"the ranks do different things: this one agrees on {len(values)} numbers, another one on "
+                        f"{len(received.values)}; do all of them run the same code?"
+                    )
+                values = list(map(max, values, received.values))
+        except OSError as error:
+            why = "it did not come in time" if isinstance(error, TimeoutError) else str(error)
+            raise PeerLost(
+                f"a peer left or did not reach this step within {self._timeout_s:g} s ({why}); "
+                "its own log or the launcher's report says why"
+            ) from error
+        return values
+
+    @property
+    def pending(self) -> bool:
+        """Whether :meth:`start` was called and :meth:`finish` was not."""
+        return self._pending is not None
+
+    def cut(self) -> None:
+        """Shut down the connections: whatever waits on them, here or at a peer, fails at once. Idempotent."""
+        for connection in (*self._to, *self._of):
+            connection.abort()
+
+    def close(self) -> None:
+        """Close the connections. Idempotent. Blocks: never; peers that wait for this rank fail."""
+        for connection in (*self._to, *self._of):
+            connection.close()
+
+
+def authenticate_peers(
+    listener: socket.socket, to: Sequence[socket.socket], expected: set[int], *, rank: int, key: bytes, end_s: float
+) -> dict[int, socket.socket]:
+    """Prove the key on connections that this rank opened, and accept those of expected ranks that prove it.
+
+    Who does not prove it, or is another one, keeps nobody waiting.
+
+    Args:
+        listener: Where the others connect.
+        to: The connections that this rank opened.
+        expected: The ranks that connect to this one.
+        rank: This rank.
+        key: What all ranks know.
+        end_s: When to give up.
+
+    Returns:
+        The connection of each expected rank.
+
+    Raises:
+        OSError: A peer that this rank connected to does not prove the key, or not all came in time.
+    """
+    opened = [BufferedChannel[_RoundNumbers](one, _RoundNumbers, handshake=_handshake(key, rank)) for one in to]
+    came: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector, ExitStack() as strangers:
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
+        for channel in opened:
+            selector.register(channel, selectors.EVENT_READ)
+        while expected - came.keys() or not all(channel.is_authenticated for channel in opened):
+            for selected, _ in selector.select(_left_s(end_s)):
+                channel = selected.fileobj  # type: ignore[assignment]
+                if selected.fileobj is listener:
+                    channel = BufferedChannel(listener.accept()[0], _RoundNumbers, handshake=_handshake(key, None))
+                    selector.register(channel, selectors.EVENT_READ)
+                    strangers.callback(channel.close)
+                    continue
+                try:
+                    channel.receive()
+                except OSError:
+                    if channel in opened:
+                        raise
+                    selector.unregister(channel)
+                    channel.close()
+                    continue
+                if channel.is_authenticated:
+                    selector.unregister(channel)
+                    if channel not in opened and channel.client_id in expected - came.keys():
+                        came[channel.client_id] = channel.detach()
+    return came
+
+
+def _handshake(key: bytes, rank: int | None) -> Handshake:
+    return Handshake(key, _PROTOCOL, is_server=rank is None, client_id=rank or 0)
+
+
+def _left_s(end_s: float) -> float:
+    left_s = end_s - clock.now_s()
+    if left_s <= 0:
+        raise TimeoutError("not all ranks have come in time")
+    return left_s
 
 
 class Consensus:

@@ -30,14 +30,13 @@ import time
 import traceback
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from typing import Any, NoReturn
 
 from outlast import env, logs
 from outlast.errors import OutlastError
 from outlast.runtime import postmortem, processes
-from outlast.runtime.zygote import Spawn
 
 __all__ = ["Preloaded", "become_worker", "preload"]
 
@@ -161,25 +160,40 @@ def preload(names: Iterable[str], failed: dict[str, str]) -> list[Preloaded]:
     return groups
 
 
-def become_worker(request: Spawn, preloaded: list[Preloaded]) -> NoReturn:
-    """Run the script as ``__main__`` of this process, as a fresh interpreter would."""
-    env.replace_environ(request.env)
+def become_worker(
+    argv: Sequence[str],
+    *,
+    is_module: bool,
+    environment: Mapping[str, str],
+    on_start: str,
+    preloaded: list[Preloaded],
+) -> NoReturn:
+    """Run a script as ``__main__`` of this process, as a fresh interpreter would.
+
+    Args:
+        argv: The script, or the module, and its arguments.
+        is_module: Whether it is a module.
+        environment: The whole environment.
+        on_start: ``module:function`` to call first; empty: none.
+        preloaded: What was imported before the fork.
+    """
+    env.replace_environ(environment)
     time.tzset()
     postmortem.begin()
     sys.stdout = sys.__stdout__ = _by_lines(sys.stdout)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _by_lines(sys.stderr)  # type: ignore[misc]
     _draw_anew()
-    if (rank := request.env.get("RANK", "")).isdecimal():
-        logs.configure_worker(int(rank), request.env.get(env.NODE, ""), least=logging.WARNING)
-    if request.on_start:
-        module, _, function = request.on_start.partition(":")
+    if (rank := environment.get("RANK", "")).isdecimal():
+        logs.configure_worker(int(rank), environment.get(env.NODE, ""), least=logging.WARNING)
+    if on_start:
+        module, _, function = on_start.partition(":")
         getattr(importlib.import_module(module), function)()
     known = {name.partition(".")[0] for name in sys.modules}
     for group in preloaded:
         group.hide()
     if preloaded:
         sys.meta_path.insert(0, _Finder(preloaded))
-    _leave(_run_main(list(request.argv), is_module=request.kind == "module"), known)
+    _leave(_run_main(list(argv), is_module=is_module), known)
 
 
 def _by_lines(stream: Any) -> Any:

@@ -11,22 +11,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from outlast import clock
-from outlast.decoding import json_decoder
 from outlast.env import clean_name
 from outlast.incidents import Event, EventKind
 
-__all__ = ["Journal", "decode_events", "read_journal"]
+__all__ = ["Journal"]
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
-_decoder = json_decoder(Event)
 
 
 class Journal:
@@ -48,6 +46,8 @@ class Journal:
         """Written into every event that does not name another."""
         self.num_lost = 0
         """Lines that could not be written."""
+        self.incidents = Counter[str]()
+        """Incidents that this process wrote, by kind."""
         self.path: Path | None = None
         self._fd = -1
         self._torn = False
@@ -86,6 +86,8 @@ class Journal:
         )
         line = _encoder.encode(event) + b"\n"
         with self._lock:
+            if kind == EventKind.INCIDENT and (incident := data.get("incident")) is not None:
+                self.incidents[str(incident["kind"] if isinstance(incident, dict) else incident.kind)] += 1
             if self._fd >= 0:
                 self._append(line)
         return event
@@ -119,29 +121,3 @@ class Journal:
 def _ends_torn(fd: int) -> bool:
     size = os.fstat(fd).st_size
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-
-
-def read_journal(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
-    """Yield all events of a run, by wall time; a torn last line of a killed process is passed over."""
-    events: list[Event] = []
-    for path in sorted((Path(run_dir) / "journal").glob("*.jsonl")):
-        found, num_bad = decode_events(path.read_bytes())
-        events += found
-        if num_bad:
-            log.debug("%d unreadable lines in %s passed over", num_bad, path)
-    events.sort(key=lambda event: event.wall_ns)
-    yield from events
-
-
-def decode_events(data: bytes) -> tuple[list[Event], int]:
-    """Return the events in some lines of a journal file, and the number of lines that are no event."""
-    events: list[Event] = []
-    num_bad = 0
-    for line in data.split(b"\n"):
-        if not line:
-            continue
-        try:
-            events.append(_decoder.decode(line))
-        except (msgspec.DecodeError, msgspec.ValidationError):
-            num_bad += 1
-    return events, num_bad

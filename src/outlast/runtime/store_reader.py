@@ -1,7 +1,7 @@
-"""Reading one key of a control store, in bounded time and without torch.
+"""Asking what listens at an endpoint, in bounded time, without torch: a store, and what it holds under a key.
 
-torch's own client waits without a limit for a foreign program that accepts its connection and says nothing, and takes
-seconds to import. What it takes to read one key is little: each request is a byte that says what is asked, and lengths
+torch's own client waits without a limit for a foreign program that accepts its connection and sends nothing, and takes
+seconds to import. What is needed of its protocol is little: each request is a byte that names the operation; lengths
 are 64 bits in the order of the machine.
 
 Rejected: asking in a thread and leaving it behind (the interpreter's end aborts a thread that is inside the client).
@@ -9,22 +9,68 @@ Rejected: asking in a thread and leaving it behind (the interpreter's end aborts
 
 from __future__ import annotations
 
+import errno
 import queue
+import secrets
 import socket
 import struct
 import threading
+from enum import Enum
 
 from outlast import clock
 from outlast.errors import RendezvousError
 from outlast.runtime.addresses import Endpoint
 
-__all__ = ["read_key"]
+__all__ = ["StoreAnswer", "probe", "read_key"]
 
-_VALIDATE, _GET, _CHECK = 0, 3, 5
+_VALIDATE, _GET, _CHECK, _PING = 0, 3, 5, 13
 _MAGIC = 0x3C85F7CE
 _PREFIX = b"/"
 """What torch's client puts before each key."""
 _MAX_BYTES = 64 * 2**20
+_RESOLVE_S, _CONNECT_S = 3.0, 1.0
+_ANSWER_S = 2.0
+"""A store that hundreds of agents connect to at once may take its time."""
+_AGAIN_S = 0.3
+"""Between two questions to a name server that asks to be asked again; there are four."""
+
+_Addresses = list[tuple[int, tuple[str, int]]]
+
+
+class StoreAnswer(Enum):
+    """What is at an endpoint."""
+
+    STORE = "a store answers"
+    NOBODY = "nobody listens there yet"
+    UNREACHABLE = "it cannot be reached"
+    UNKNOWN = "there is no such host"
+    FOREIGN = "another program answers there"
+    SILENT = "a program listens there and does not answer"
+
+
+def probe(endpoint: Endpoint) -> tuple[StoreAnswer, str]:
+    """Return what is at an endpoint, and why an unknown host is unknown.
+
+    Blocks: about 0.01 s where a store answers or nobody listens; some seconds where names or hosts do not answer.
+    """
+    addresses = _look_up(endpoint, _RESOLVE_S)
+    if isinstance(addresses, str):
+        return StoreAnswer.UNKNOWN, addresses
+    connection = _connect(addresses or [], clock.now_s() + _CONNECT_S)
+    if isinstance(connection, OSError):
+        refused = connection.errno == errno.ECONNREFUSED
+        return (StoreAnswer.NOBODY if refused else StoreAnswer.UNREACHABLE), ""
+    number = secrets.randbits(32)
+    with connection:
+        try:
+            connection.settimeout(_ANSWER_S)
+            connection.sendall(struct.pack("=BIBI", _VALIDATE, _MAGIC, _PING, number))
+            data = _receive(connection, 4, clock.now_s() + _ANSWER_S)
+        except TimeoutError:
+            return StoreAnswer.SILENT, ""
+        except (_Foreign, OSError):
+            return StoreAnswer.FOREIGN, ""
+    return (StoreAnswer.STORE if data == struct.pack("=I", number) else StoreAnswer.FOREIGN), ""
 
 
 def read_key(endpoint: Endpoint, key: str, *, timeout_s: float) -> bytes | None:
@@ -41,9 +87,24 @@ def read_key(endpoint: Endpoint, key: str, *, timeout_s: float) -> bytes | None:
     Blocks: up to twice ``timeout_s``.
     """
     addresses = _look_up(endpoint, timeout_s)
+    if addresses is None:
+        raise RendezvousError(
+            f"no name server told the address of {endpoint.host} within {timeout_s:g} s; give its IP address"
+        )
+    if isinstance(addresses, str):
+        raise RendezvousError(
+            f"the host {endpoint.host} is not known here ({addresses}); check its spelling, or give its IP address"
+        )
     deadline_s = clock.now_s() + timeout_s
+    connection = _connect(addresses, deadline_s)
+    if isinstance(connection, OSError):
+        why = "no answer" if isinstance(connection, TimeoutError) else connection.strerror or str(connection)
+        raise RendezvousError(
+            f"nobody answers at {endpoint} ({why[:1].lower()}{why[1:]}); the job is over, its first agent is gone, or "
+            "the address is another one"
+        )
     try:
-        with _connect(endpoint, addresses, deadline_s) as connection:
+        with connection:
             asked = _PREFIX + key.encode()
             name = struct.pack("=Q", len(asked)) + asked
             connection.sendall(struct.pack("=BIBQ", _VALIDATE, _MAGIC, _CHECK, 1) + name)
@@ -74,34 +135,34 @@ class _Foreign(Exception):
     """The answer is none that a store gives."""
 
 
-def _look_up(endpoint: Endpoint, timeout_s: float) -> list[tuple[int, tuple[str, int]]]:
-    """Return the addresses of an endpoint; a name server that does not answer is given up."""
-    answers: queue.SimpleQueue[list[tuple[int, tuple[str, int]]] | OSError] = queue.SimpleQueue()
+def _look_up(endpoint: Endpoint, timeout_s: float) -> _Addresses | str | None:
+    """Return the addresses of an endpoint, or why there are none; ``None``: no name server answered in time."""
+    answers: queue.SimpleQueue[_Addresses | str] = queue.SimpleQueue()
 
     def ask() -> None:
-        try:
-            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-            answers.put([(one[0], one[4]) for one in found])  # type: ignore[misc]
-        except (OSError, UnicodeError) as error:
-            answers.put(OSError(str(error)) if isinstance(error, UnicodeError) else error)
+        until_s = clock.now_s() + 3 * _AGAIN_S
+        while True:
+            try:
+                found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+                answers.put([(one[0], one[4]) for one in found])  # type: ignore[misc]
+                return
+            except (OSError, UnicodeError) as error:
+                passes = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+                if not passes or clock.now_s() > until_s:
+                    answers.put(getattr(error, "strerror", None) or str(error))
+                    return
+            threading.Event().wait(_AGAIN_S)
 
     threading.Thread(target=ask, name="outlast-look-up", daemon=True).start()
     try:
-        answer = answers.get(timeout=timeout_s)
+        return answers.get(timeout=timeout_s)
     except queue.Empty:
-        raise RendezvousError(
-            f"no name server told the address of {endpoint.host} within {timeout_s:g} s; give its IP address"
-        ) from None
-    if isinstance(answer, OSError):
-        raise RendezvousError(
-            f"the host {endpoint.host} is not known here ({answer.strerror or answer}); check its spelling, or give "
-            "its IP address"
-        )
-    return answer
+        return None
 
 
-def _connect(endpoint: Endpoint, addresses: list[tuple[int, tuple[str, int]]], deadline_s: float) -> socket.socket:
-    problem: OSError = OSError("it has no address")
+def _connect(addresses: _Addresses, deadline_s: float) -> socket.socket | OSError:
+    """Return a connection to the first address that accepts one, or what the last one answered."""
+    problem = OSError("it has no address")
     for family, address in addresses:
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -111,11 +172,7 @@ def _connect(endpoint: Endpoint, addresses: list[tuple[int, tuple[str, int]]], d
         except OSError as error:
             connection.close()
             problem = error
-    why = "no answer" if isinstance(problem, TimeoutError) else problem.strerror or str(problem)
-    raise RendezvousError(
-        f"nobody answers at {endpoint} ({why[:1].lower()}{why[1:]}); the job is over, its first agent is gone, or the "
-        "address is another one"
-    )
+    return problem
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:

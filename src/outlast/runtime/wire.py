@@ -594,20 +594,19 @@ class BufferedChannel(Generic[R]):
 
     def receive(self) -> list[R]:
         """Return the messages that have come; call it when the connection is readable."""
-        found: list[R] = []
         try:
-            while not self.is_authenticated:
-                self._greet()
+            if not self.is_authenticated:
+                return self._greet()
             data = self._socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:
-            return found
+            return []
         if not data:
             raise ConnectionResetError("the other side closed the connection")
         self.received_ns = clock.now_ns()
         return self._reader.feed(data)
 
-    def _greet(self) -> None:
-        """Go on with the handshake."""
+    def _greet(self) -> list[R]:
+        """Take the next part of the handshake, and not a byte of what follows it."""
         assert self._handshake is not None
         data = self._socket.recv(self._handshake.num_wanted - len(self._greeting))
         if not data:
@@ -621,6 +620,7 @@ class BufferedChannel(Generic[R]):
                 self._outgoing += self._held
                 self._held.clear()
             self.flush()
+        return []
 
     def drain(self, timeout_s: float) -> None:
         """Send what waits, for a process that is about to end; errors are of no interest any more.
@@ -640,6 +640,11 @@ class BufferedChannel(Generic[R]):
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._socket.close()
+
+    def detach(self) -> socket.socket:
+        """Return the connection right after the handshake, to be used otherwise; this object owns it no more."""
+        assert not self._outgoing, "a handshake's last bytes always fit into the socket's buffer"
+        return socket.socket(fileno=self._socket.detach())
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview) -> Any:

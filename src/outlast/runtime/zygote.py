@@ -1,37 +1,63 @@
-"""The zygote: a process that has imported torch and from which workers are forked.
+"""The zygote: a process that imports torch once, and from which workers are forked.
 
-This module is the agent's side. The process itself is :mod:`outlast.runtime.zygote_process`; both speak the
-messages below over a ``SOCK_SEQPACKET`` pair, one message a packet.
+:class:`Zygote` is the agent's side, :func:`main` the process; both exchange the messages below over a socket pair
+(:mod:`outlast.runtime.wire`). The process is single-threaded and never runs a multi-threaded torch operation, owns no
+process group and no CUDA context: a child forked after any of those hangs or crashes in ways that show up much later.
 
-Ownership: the agent owns the zygote, the zygote owns the workers. If the agent dies, the zygote sees the socket
-close and kills every worker's process group before it ends; if the zygote dies, the kernel kills the workers
-(``PR_SET_PDEATHSIG``) and the agent learns it from the socket. A worker that ended is not reaped before
-:class:`Clear`, so that neither its pid nor its process group can be taken over by a stranger in between.
+Ownership: the agent owns the zygote, the zygote owns the workers. If the agent dies, the zygote's connection ends, and
+it kills every worker's process group before it ends itself. If the zygote dies, the kernel kills the workers
+(``PR_SET_PDEATHSIG``), and the agent's connection ends. A worker that ended is not reaped before :class:`Clear`, so
+that neither its pid nor its process group is given to another process in between.
 """
 
 from __future__ import annotations
 
-import socket
-import subprocess
+import gc
+import os
+import select
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from outlast.decoding import msgpack_decoder
+from outlast import clock
 from outlast.errors import OutlastError
+from outlast.runtime import processes
+from outlast.runtime.child import ChildProcess, channel_to_parent
+from outlast.runtime.forked_worker import Preloaded, become_worker, preload
+from outlast.runtime.wire import MessageChannel, ProtocolError
 
-__all__ = ["Clear", "Cleared", "Exited", "FailedToStart", "Ready", "SendSignal", "Spawn", "Started", "Zygote"]
-
-MAX_PACKET_BYTES = 1 << 20
+__all__ = [
+    "Clear",
+    "Cleared",
+    "Exited",
+    "FailedToStart",
+    "SendSignal",
+    "Spawn",
+    "Started",
+    "Zygote",
+    "ZygoteReady",
+    "main",
+]
 
 _MAIN = """
 import sys
 if not sys.flags.safe_path:
     del sys.path[0]  # the working directory: what lies there is the script's, not ours to import
-from outlast.runtime.zygote_process import main
-main(sys.argv[1:])
+from outlast.runtime.zygote import main
+main(sys.argv[1])
 """
+_END_S = 2.0
+"""Seconds in which killed workers are reaped when the agent is gone."""
+
+
+class Preload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the zygote imports first; see :class:`Zygote`."""
+
+    modules: tuple[str, ...]
+    own_modules: tuple[str, ...]
+    folder: str
 
 
 class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -67,7 +93,7 @@ class Clear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token: int = 0
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The zygote has imported what it was told to."""
 
     import_s: float
@@ -106,11 +132,8 @@ class Cleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token: int = 0
 
 
-Request = Spawn | SendSignal | Clear
-Reply = Ready | Started | FailedToStart | Exited | Cleared
-
-_encoder = msgspec.msgpack.Encoder()
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgpack_decoder(Reply)
+Request = Preload | Spawn | SendSignal | Clear
+Reply = ZygoteReady | Started | FailedToStart | Exited | Cleared
 
 
 class Zygote:
@@ -130,45 +153,34 @@ class Zygote:
     def __init__(
         self, *, preload: Sequence[str], env: Mapping[str, str], own_preload: Sequence[str] = (), folder: str = ""
     ) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_PACKET_BYTES)
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    "-c",
-                    _MAIN,
-                    str(theirs.fileno()),
-                    ",".join(preload),
-                    ",".join(own_preload),
-                    folder,
-                ],
-                pass_fds=(theirs.fileno(),),
-                env=dict(env),
-                start_new_session=True,
-            )
-        self._socket = ours
+        # Not isolated from the environment as other children are: what it reads as it starts is what workers have read.
+        self._child = ChildProcess(
+            "outlast.runtime.zygote",
+            interpreter=("-u", "-c", _MAIN),
+            environment=env,
+            task=Preload(modules=tuple(preload), own_modules=tuple(own_preload), folder=folder),
+            receives=Reply,
+        )
         self._has_spawned = False
-        self.pid = self._process.pid
+        self.pid = self._child.pid
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when :meth:`receive` has something."""
-        return self._socket.fileno()
+        return self._child.channel.fileno()
 
     def send(self, request: Request) -> None:
         """Send a request.
 
         Raises:
-            OutlastError: The zygote is gone, or the request is larger than a packet.
+            OutlastError: The zygote is gone, or the request is too large.
         """
-        data = _encoder.encode(request)
-        if len(data) > MAX_PACKET_BYTES // 2:
-            raise OutlastError(f"a worker's environment and arguments take {len(data)} bytes; make them smaller")
         self._has_spawned |= isinstance(request, Spawn)
         try:
-            self._socket.send(data)
+            self._child.channel.send(request)
+        except ProtocolError as error:
+            raise OutlastError(
+                f"a worker's environment and arguments are too large; make them smaller ({error})"
+            ) from error
         except OSError as error:
             raise OutlastError(f"the process that starts workers (pid {self.pid}) is gone: {error}") from error
 
@@ -178,22 +190,189 @@ class Zygote:
         Blocks: until there is one; call it when :meth:`fileno` is readable.
         """
         try:
-            data = self._socket.recv(MAX_PACKET_BYTES)
+            reply: Reply | None = self._child.channel.receive()
         except ConnectionError:
             return None
-        return _reply_decoder.decode(data) if data else None
+        return reply
 
     def kill(self) -> None:
         """End the zygote at once, and with it its workers; whoever started it reaps it. Blocks: never."""
-        self._process.kill()
+        self._child.kill()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the zygote, which first kills what is left of its workers; then reap it."""
-        self._socket.close()
-        if not self._has_spawned:
-            self._process.kill()  # it may still be importing, and has no workers to end
-        try:
-            self._process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End the zygote, which first kills what is left of its workers; then reap it. Blocks: up to ``timeout_s``."""
+        # Without workers it has nothing to end, and may still be importing.
+        self._child.close(grace_s=timeout_s if self._has_spawned else 0.0)
+
+
+class _Children:
+    """The workers that were started and not yet cleared."""
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}
+        self.ended: set[int] = set()
+
+    def take_ended(self) -> list[Exited]:
+        """Return those that ended since the last call, without reaping them."""
+        found: list[Exited] = []
+        for key, pid in self.pids.items():
+            if key in self.ended:
+                continue
+            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is not None:
+                self.ended.add(key)
+                code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+                found.append(Exited(key=key, pid=pid, exit_code=code, mono_ns=clock.now_ns()))
+        return found
+
+    def signal(self, sig: int, key: int | None = None, *, group: bool = True) -> None:
+        for child, pid in self.pids.items():
+            if key is not None and child != key:
+                continue
+            if not group or not processes.kill_group(pid, sig):
+                # It is our child and not reaped, so the pid is its; one just forked may not have its group yet.
+                os.kill(pid, sig)
+
+    def reap(self) -> bool:
+        """Reap those that ended; return whether none is left."""
+        for key, pid in list(self.pids.items()):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del self.pids[key]
+                self.ended.discard(key)
+        return not self.pids
+
+
+def main(fd: str) -> None:
+    """Serve requests until the agent closes its end.
+
+    Args:
+        fd: Descriptor of the connection to the agent.
+    """
+    channel: MessageChannel[Request] = channel_to_parent(fd, Request)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children = _Children()
+    preloaded: list[Preloaded] = []
+    spawn: Spawn | None = None
+    try:
+        task = channel.receive()
+        if isinstance(task, Preload):
+            ready, preloaded = _preload(task)
+            channel.send(ready)
+            spawn = _serve(channel, wake_read, children)
+    except ConnectionError:
+        pass
+    if spawn is None:
+        # The agent is gone, or needs no workers any more: none may outlive it.
+        children.signal(signal.SIGKILL)
+        deadline_s = clock.now_s() + _END_S
+        while not children.reap() and clock.now_s() < deadline_s:
+            select.select([wake_read], [], [], 0.05)
+        os._exit(0)
+    # Only a forked worker comes here.
+    signal.set_wakeup_fd(-1)
+    os.close(wake_read)
+    os.close(wake_write)
+    channel.close()
+    become_worker(
+        spawn.argv,
+        is_module=spawn.kind == "module",
+        environment=spawn.env,
+        on_start=spawn.on_start,
+        preloaded=preloaded,
+    )
+
+
+def _preload(task: Preload) -> tuple[ZygoteReady, list[Preloaded]]:
+    started_s, failed = clock.now_s(), dict[str, str]()
+    preloaded = preload(task.modules, failed)
+    sys.path.insert(0, task.folder)
+    preloaded += preload(task.own_modules, failed)
+    sys.path.remove(task.folder)
+    gc.collect()
+    gc.freeze()
+    return ZygoteReady(import_s=clock.now_s() - started_s, failed=failed), preloaded
+
+
+def _serve(channel: MessageChannel[Request], wake_read: int, children: _Children) -> Spawn | None:
+    """Serve; return a request in the worker that was forked for it, or ``None`` when the agent is gone."""
+    clearing: int | None = None
+    own_pid = os.getpid()
+    while True:
+        # Once in a while look without being woken: SIGCHLD may come while its pipe is being drained.
+        readable, _, _ = select.select([channel.fileno(), wake_read], [], [], 1.0)
+        if wake_read in readable:
+            os.read(wake_read, 4096)
+        for exited in children.take_ended():
+            channel.send(exited)
+        if clearing is not None and children.reap():
+            channel.send(Cleared(token=clearing))
+            clearing = None
+        if channel.fileno() not in readable:
+            continue
+        request = channel.receive()
+        if request is None:
+            return None
+        if isinstance(request, Spawn):
+            try:
+                pid = _start(request, own_pid)
+            except OSError as error:
+                channel.send(FailedToStart(key=request.key, error=str(error)))
+                continue
+            if pid == 0:
+                return request
+            children.pids[request.key] = pid
+            channel.send(Started(key=request.key, pid=pid))
+        elif isinstance(request, SendSignal):
+            children.signal(request.signal, request.key, group=request.group)
+        elif isinstance(request, Clear):
+            children.signal(signal.SIGKILL)
+            clearing = request.token
+            if children.reap():
+                channel.send(Cleared(token=clearing))
+                clearing = None
+
+
+def _start(request: Spawn, parent_pid: int) -> int:
+    """Fork; return the pid, or 0 in a child that is to run Python code here."""
+    stdout = _open_log(request.stdout)
+    stderr = stdout if request.stderr == request.stdout else _open_log(request.stderr)
+    # A child would ignore SIGTERM as its parent does until it is set up: it waits for it until then.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        for fd in {stdout, stderr} - {-1}:
+            os.close(fd)
+        return pid
+    try:
+        os.setsid()
+        processes.die_with_parent(parent_pid)
+        # Also what a shell or nohup has ignored: torchrun handles these, so that its workers do not ignore them.
+        for sig in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(sig, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if stdout >= 0:
+            os.dup2(stdout, 1)
+        if stderr >= 0:
+            os.dup2(stderr, 2)
+        if request.kind == "exec":
+            # A handler that is a Python function is reset by exec, what is ignored stays so: python ignores SIGPIPE.
+            for sig in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(sig, signal.SIG_DFL)
+            os.execvpe(request.argv[0], list(request.argv), request.env)
+    except BaseException as error:  # noqa: BLE001  a child must never return into the zygote's loop
+        sys.stderr.write(f"outlast: cannot start {request.argv[0]}: {error}\n")
+        sys.stderr.flush()
+        os._exit(127)
+    return 0
+
+
+def _open_log(path: str) -> int:
+    if not path:
+        return -1
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

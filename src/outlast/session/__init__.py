@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outlast.session.session import Session
-from outlast.session.start import init
+from outlast.session.attempts import Attempt
+from outlast.session.session import Session, init
+from outlast.session.step_consensus import StepDecision
 
-__all__ = ["Session", "init"]
+__all__ = ["Attempt", "Session", "StepDecision", "init"]

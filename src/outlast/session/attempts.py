@@ -1,4 +1,4 @@
-"""The runs of a step: the first one and, if a result was invalid, one more, with all ranks."""
+"""The attempts of a step: the first one and, if a result was invalid, one more, with all ranks."""
 
 from __future__ import annotations
 
@@ -7,39 +7,43 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outlast.env import WorkerEnv
-from outlast.errors import ConfigError, OutlastError
+from outlast.errors import OutlastError
 from outlast.policy.rerun import Replay, decode_replay
-from outlast.runtime.consensus import Consensus
 from outlast.runtime.journal import Journal
+from outlast.session.step_consensus import StepConsensus
 
 if TYPE_CHECKING:
     from outlast.chaos.armed import ArmedFaults
     from outlast.config import RerunStateMachineConfig
     from outlast.numerics.replay import ReplayableIterator
-    from outlast.numerics.rerun_machine import RerunStateMachine, StepDecision
+    from outlast.numerics.rerun_machine import RerunDecision, RerunStateMachine
 
-__all__ = ["OWN_STATE", "Attempt", "Attempts"]
+__all__ = ["Attempt", "Attempts"]
 
 log = logging.getLogger(__name__)
-OWN_STATE = "outlast"
-"""Name under which the session saves what it goes on from itself."""
 
 
 class Attempt:
-    """One run of a step; the body of ``for attempt in run.attempts(...)`` does it.
+    """One attempt of a step; the body of ``for attempt in run.attempts(...)`` makes it.
 
     Thread: that of the training loop.
     """
 
-    __slots__ = ("_attempts", "_iterators", "number")
+    __slots__ = ("_faults", "_iterators", "_machine", "number")
 
-    def __init__(self, attempts: Attempts, iterators: Sequence[ReplayableIterator[Any]], number: int) -> None:
-        self._attempts, self._iterators = attempts, iterators
+    def __init__(
+        self,
+        machine: RerunStateMachine,
+        iterators: Sequence[ReplayableIterator[Any]],
+        number: int,
+        faults: ArmedFaults | None,
+    ) -> None:
+        self._machine, self._iterators, self._faults = machine, iterators, faults
         self.number = number
-        """0 for the first run of the step, 1 for the one that an invalid result asked for."""
+        """0 for the first attempt of the step, 1 for the one after an invalid result."""
 
     def next_batch(self, source: int = 0) -> Any:
-        """Return the step's next batch; a run of the same step gets the same ones.
+        """Return the step's next batch; each attempt of a step gets the same ones.
 
         Args:
             source: Which of the sources given to ``run.attempts()``, from 0.
@@ -55,7 +59,7 @@ class Attempt:
             return next(self._iterators[source])
         except StopIteration:
             raise OutlastError(
-                f"there is no batch left for iteration {self._attempts.iteration}; give run.attempts() what goes on as "
+                f"there is no batch left for iteration {self._machine.iteration}; give run.attempts() what goes on as "
                 "long as training does, such as itertools.chain.from_iterable(epochs)"
             ) from None
 
@@ -80,7 +84,9 @@ class Attempt:
         Raises:
             ValueError: It is not one number.
         """
-        self._attempts.validate(value, what, rejects=rejects, message=message, tolerance=tolerance)
+        if self._faults is not None:
+            value = self._faults.on_loss(self._machine.iteration, value)
+        self._machine.validate(value, what, rejects=rejects, message=message, tolerance=tolerance)
 
 
 class Attempts:
@@ -91,8 +97,7 @@ class Attempts:
         place: This worker's place.
         journal: Where findings are written.
         consensus: How the ranks agree.
-        wishes: What else this rank asks all ranks for at a step's end; it rides along in the same reduction.
-        faults: What befalls results on purpose, in a test.
+        faults: Faults that a test injects into results; ``None`` = none.
 
     Thread: that of the training loop.
     """
@@ -106,47 +111,40 @@ class Attempts:
         place: WorkerEnv,
         journal: Journal,
         *,
-        consensus: Consensus,
-        wishes: Callable[[], Mapping[str, int]],
+        consensus: StepConsensus,
         faults: ArmedFaults | None,
     ) -> None:
         from outlast.numerics.rerun_machine import RerunStateMachine
 
-        self._machine: RerunStateMachine = RerunStateMachine(config, place=place, journal=journal, agree=self._agree)
-        self._consensus, self._wishes, self._faults = consensus, wishes, faults
-        self._agreed: dict[str, int] | None = None
+        self._machine: RerunStateMachine = RerunStateMachine(
+            config, place=place, journal=journal, agree=consensus.agree
+        )
+        self._faults = faults
         self._is_used = False
         self._state: Mapping[str, Any] = {}
         self.replay: Replay | None = decode_replay(place.replay)
         """What is to be run again before anything else; ``None`` = nothing, or it has begun."""
 
     @property
-    def iteration(self) -> int:
-        """Number of optimizer steps done before the step that runs."""
-        return self._machine.iteration
-
-    @property
-    def carries_wishes(self) -> bool:
-        """Whether the steps' own reduction also asks for what the session wishes."""
+    def have_reduction(self) -> bool:
+        """Whether the steps are expected to have attempts, whose reduction can carry more."""
         return self._is_used and self._machine.config.rerun_mode == "validate_results"
 
-    def watch(self, state: Mapping[str, Any]) -> None:
-        """Take in the state that the steps change.
+    @property
+    def decision(self) -> RerunDecision:
+        """What follows the last step; the same on all ranks."""
+        return self._machine.decision
 
-        Raises:
-            ConfigError: It uses a name that is the session's own.
-        """
-        if OWN_STATE in state:
-            raise ConfigError(f"state[{OWN_STATE!r}] is the session's own; choose another name")
+    def watch(self, state: Mapping[str, Any]) -> None:
+        """Take the state that the steps change."""
         self._state = state
         self._machine.watch(*_modules_in(state))
 
     def begin_step(self, iteration: int) -> None:
-        """Begin a step of the session; where that is the one to replay, the machine is told.
+        """Begin a step of the session; where that is the one to replay, begin the replay.
 
         Collective: all ranks.
         """
-        self._agreed = None
         if self.replay is not None and self.replay.iteration <= iteration:
             replay, self.replay = self.replay, None
             if replay.iteration == iteration:
@@ -155,10 +153,10 @@ class Attempts:
                 log.warning("iteration %d is not replayed: training resumes from %d", replay.iteration, iteration)
 
     def run(self, iteration: int, batches: Any) -> Iterator[Attempt]:
-        """Yield the runs of a step; :attr:`decision` says what follows.
+        """Yield the attempts of a step; :attr:`decision` says what follows.
 
         Collective: all ranks.
-        Blocks: after each run until all ranks have ended theirs.
+        Blocks: after each attempt until all ranks have ended theirs.
         """
         self._is_used = True
         sources = batches if isinstance(batches, list | tuple) else [] if batches is None else [batches]
@@ -166,54 +164,27 @@ class Attempts:
         self._machine.begin_step(iteration, iterators)
         number = 0
         while self._machine.should_run():
-            yield Attempt(self, iterators, number)
+            yield Attempt(self._machine, iterators, number, self._faults)
             number += 1
             if self._faults is not None:
                 self._faults.after_backward(iteration, self._state)
 
-    @property
-    def decision(self) -> StepDecision:
-        """What follows the last step; the same on all ranks."""
-        return self._machine.decision
-
-    def validate(self, value: Any, what: str, **how: Any) -> None:
-        """See :meth:`Attempt.validate`."""
-        if self._faults is not None:
-            value = self._faults.on_loss(self._machine.iteration, value)
-        self._machine.validate(value, what, **how)
-
-    def take_agreed(self) -> dict[str, int] | None:
-        """Return what all ranks wished for in the step's own reduction; ``None`` = there was none."""
-        agreed, self._agreed = self._agreed, None
-        return agreed
-
     def finish(self) -> None:
-        """Tell how much two runs of a step differed, where that is what they were run twice for."""
+        """Report how much two runs of a step differed, where they were run twice for that."""
         if self._is_used and self._machine.config.rerun_mode == "report_determinism_stats":
             self._machine.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next process goes on from."""
+        """Return what the next process resumes from."""
         return {"rerun": self._machine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Resume from what :meth:`state_dict` returned."""
         self._machine.load_state_dict(state["rerun"])
 
     def close(self) -> None:
-        """Let go of what the machine holds."""
+        """Release what the machine holds."""
         self._machine.close()
-
-    def _agree(self, values: Sequence[int]) -> list[int]:
-        """Agree with all ranks on the largest of each value; once a step, on what the session wishes too."""
-        if self._consensus.pending:  # the session does not know yet that this step has attempts
-            self._agreed = self._consensus.finish()
-        if self._agreed is not None:
-            return self._consensus.agree(values)
-        wishes = self._wishes()
-        answer = self._consensus.agree([*wishes.values(), *values])
-        self._agreed = dict(zip(wishes, answer, strict=False))
-        return answer[len(wishes) :]
 
 
 def _modules_in(value: Any) -> Iterator[Any]:

@@ -1,90 +1,192 @@
-"""What a session saves and loads, and when."""
+"""What a session saves, to which tiers, and when.
+
+An interval in iterations needs no communication: every rank counts alike. For ``"auto"`` one rank measures and decides,
+since no two ranks measure the same: rank 0 requests at a step's begin what is to follow the step, and all ranks read it
+from the step's reduction.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from outlast import clock
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, Untrusted
-from outlast.inprocess.call import current_handle
-from outlast.monitor.rank_monitor import RankMonitor
+from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.runtime.journal import Journal
-from outlast.session.attempts import OWN_STATE, Attempts
-from outlast.session.departure import Departure
-from outlast.session.place import has_near_tier
-from outlast.session.recovery import recover, recover_suspect, tell_loaded
-from outlast.session.rhythm import NEAR_TIERS, Due, Rhythm
-from outlast.session.state import without_wrappers
+from outlast.session.environment import has_near_tier
+from outlast.session.inprocess_scope import InProcessScope
+from outlast.wording import count
 
 if TYPE_CHECKING:
-    from outlast.checkpoint import Restored, SaveHandle
+    from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
     from outlast.policy.in_place import Origin
 
-__all__ = ["Saves"]
+__all__ = ["NEAR_TIERS", "DueSave", "SaveSchedule", "Saves"]
 
 log = logging.getLogger(__name__)
+NEAR_TIERS = ("memory", "local", "replica")
+"""The tiers of a save that nothing outside the nodes takes part in."""
+MIN_TIMED_STEPS = 3
+"""Steps to time before the first automatic save, which measures what one costs."""
+STEP_WEIGHT = 0.1
+"""Of the newest step in the mean of what steps take."""
+
+
+class DueSave(IntEnum):
+    """What follows a step; the larger one includes the smaller."""
+
+    NOTHING = 0
+    NEAR = 1
+    """A save to memory, local tier and replicas."""
+    ALL = 2
+    """A save to all tiers."""
+
+
+class SaveSchedule:
+    """Decide after which steps the state is saved.
+
+    Args:
+        config: The intervals and the failure rate.
+        decides: Whether this rank decides about automatic intervals; one does.
+        world_size: Number of ranks.
+        has_near: Whether there is a near tier that a save can go to.
+
+    Thread: that of the training loop.
+    """
+
+    def __init__(self, config: CheckpointConfig, *, decides: bool, world_size: int, has_near: bool) -> None:
+        self._decides = decides
+        self._intervals = {DueSave.ALL: config.save_interval}
+        if has_near:
+            self._intervals[DueSave.NEAR] = config.non_persistent_save_interval
+        rate = failures_per_s(world_size, config.rank_mttf_hours)
+        has_both = self._intervals.get(DueSave.NEAR, 0) != 0
+        self._rates = {DueSave.NEAR: rate, DueSave.ALL: rate * GLOBAL_SHARE if has_both else rate}
+        self._saved_at = dict.fromkeys(self._intervals, 0)
+        self._chosen: dict[DueSave, int] = {}
+        self._step_s = 0.0
+        self._num_timed = -1  # the first step of a cycle warms up
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether some save comes without a call of ``save()``."""
+        return any(interval != 0 for interval in self._intervals.values())
+
+    def start_from(self, iteration: int) -> None:
+        """Count from the iteration at which this cycle begins."""
+        self._saved_at = dict.fromkeys(self._intervals, iteration)
+
+    def note_step(self, took_s: float) -> None:
+        """Record how long a step took, without its saves."""
+        self._num_timed += 1
+        if self._num_timed == 1:
+            self._step_s = took_s
+        elif self._num_timed > 1:
+            self._step_s += STEP_WEIGHT * (took_s - self._step_s)
+
+    def request(self, iteration: int, cost_s: float | None) -> DueSave:
+        """Return what this rank requests to follow the step that begins.
+
+        Args:
+            iteration: Number of optimizer steps done once the step has ended.
+            cost_s: What a save cost training lately, in seconds; ``None`` = there was none yet.
+        """
+        due = DueSave.NOTHING
+        for kind, interval in self._intervals.items():
+            if interval == "auto" and self._decides and iteration - self._saved_at[kind] >= self._between(kind, cost_s):
+                due = max(due, kind)
+        return due
+
+    def due(self, iteration: int, agreed: int) -> DueSave:
+        """Return what follows the step that has ended.
+
+        Args:
+            iteration: Number of optimizer steps done.
+            agreed: The largest of what the ranks requested when it began.
+        """
+        due = DueSave(agreed)
+        for kind, interval in self._intervals.items():
+            if interval != "auto" and interval > 0 and iteration % interval == 0:
+                due = max(due, kind)
+        return due
+
+    def note_save(self, iteration: int, kind: DueSave) -> None:
+        """Record that the state was saved."""
+        for one in self._saved_at:
+            if one <= kind:
+                self._saved_at[one] = iteration
+
+    def _between(self, kind: DueSave, cost_s: float | None) -> int:
+        if self._num_timed < MIN_TIMED_STEPS:
+            return 1 << 62
+        if cost_s is None:
+            return 1
+        number = iterations_between(cost_s, self._step_s, self._rates[kind])
+        if (before := self._chosen.get(kind)) is None or not before / 2 <= number <= before * 2:
+            self._chosen[kind] = number
+            log.info(
+                "a save to %s every %s: it costs %.3g s of training, a step takes %.3g s, "
+                "and a failure that needs it is expected every %.3g h",
+                "all tiers" if kind == DueSave.ALL else "the near tiers",
+                count(number, "iteration"),
+                cost_s,
+                self._step_s,
+                1 / self._rates[kind] / 3600,
+            )
+        return number
 
 
 class Saves:
-    """Load a session's state once, and save it in its rhythm.
+    """Load a session's state once, and save it on schedule.
 
     Args:
         config: Where, how and how often.
         place: This worker's place.
         journal: Where events are written.
-        monitor: Is told what is durable.
-        section: Opens the section that saving is in.
+        scope: The call around the session: a save that fails because the call was left is abandoned, not failed.
 
     Collective: all ranks make it.
     Thread: that of the training loop.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        place: WorkerEnv,
-        journal: Journal,
-        monitor: RankMonitor,
-        section: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, config: CheckpointConfig, place: WorkerEnv, journal: Journal, scope: InProcessScope) -> None:
         from outlast.checkpoint import CheckpointManager
 
-        self._place, self._monitor, self._section = place, monitor, section
-        self._saved_iteration: int | None = None
-        self._manager = CheckpointManager(config, env=place, journal=journal)
-        if (call := current_handle()) is not None:
-            self._manager.let_fail_when(lambda: call.is_left)
-        self._rhythm = Rhythm(
+        self._place = place
+        self.manager: CheckpointManager = CheckpointManager(config, env=place, journal=journal)
+        if scope.is_active:
+            self.manager.treat_failures_as_abandoned(lambda: scope.is_left)
+        self.schedule = SaveSchedule(
             config,
             decides=place.global_rank == 0,
             world_size=place.world_size,
             has_near=has_near_tier(config, place),
         )
-        self._manager.on_commit = monitor.set_durable_iteration
-        if self._rhythm.saves_by_itself:
-            monitor.report_progress()
-
-    @property
-    def has_durable(self) -> bool:
-        """Whether there is something to come back from."""
-        return self.durable_iteration is not None
-
-    @property
-    def durable_iteration(self) -> int | None:
-        """The newest iteration that there is a generation of, saved or loaded; ``None`` = none yet. Thread: any."""
-        return self._manager.durable_iteration
+        self.has_loaded = False
+        """Whether training goes on from a generation."""
+        self.newest: SaveHandle | None = None
+        """The newest save to all tiers."""
+        self.last_stall_s: float | None = None
+        """Seconds that the newest save kept training waiting; ``None`` = there was none."""
+        self._saved_iteration: int | None = None
 
     @property
     def refusal(self) -> CheckpointError | None:
         """Why no save can succeed any more: a directory is another run's; ``None``: they can. Thread: any."""
-        return self._manager.refusal
+        return self.manager.refusal
 
-    def restore(self, state: Mapping[str, Any], own: Attempts) -> Restored | None:
-        """Load what is to be replayed, if anything, else the newest generation; ``None`` when there is nothing to load.
+    def load(self, state: dict[str, Any], *, suspect_iteration: int | None) -> Restored | None:
+        """Load the newest generation into what is saved; return ``None`` if there is nothing to load.
+
+        Args:
+            state: What is saved.
+            suspect_iteration: Of the state saved for diagnosis that is loaded instead if all ranks have it; ``None`` =
+                none is.
 
         Raises:
             CheckpointError: There are generations, but none that all ranks can load; or another run uses a directory,
@@ -93,23 +195,25 @@ class Saves:
 
         Collective: all ranks.
         """
-        self._manager.claim()
-        restored = self._recover(state, own)
+        self.manager.claim()
+        restored = None if suspect_iteration is None else self.manager.load_suspect(state, suspect_iteration)
+        if restored is None:
+            restored = self.manager.load_latest(state)
         if restored is None:
             return None
-        if self._manager.config.directory is None or set(restored.tiers) == {"global"}:
+        self.has_loaded = True
+        if self.manager.config.directory is None or set(restored.tiers) == {"global"}:
             self._saved_iteration = restored.iteration
-        self._rhythm.start_from(restored.iteration)
+        self.schedule.start_from(restored.iteration)
         return restored
 
-    def go_on(self, state: Mapping[str, Any], own: Attempts, iteration: int, origin: Origin | None) -> None:
-        """Go on from a state that all ranks have in memory already.
+    def go_on(self, state: Mapping[str, Any], iteration: int, origin: Origin | None) -> None:
+        """Resume from a state that all ranks have in memory already.
 
         Args:
-            state: As for :meth:`save`.
-            own: The session's own state.
+            state: What is saved.
             iteration: Number of optimizer steps that it has done.
-            origin: What it goes back to.
+            origin: The generation that it goes back to; ``None`` = none.
 
         Raises:
             CheckpointError: Another run has taken a directory.
@@ -119,9 +223,10 @@ class Saves:
         """
         from outlast.checkpoint import Restored
 
-        self._manager.claim()
+        self.manager.claim()
         loaded = None
         if origin is not None:
+            self.has_loaded = True
             loaded = Restored(
                 iteration=iteration,
                 generation=origin.generation,
@@ -132,38 +237,22 @@ class Saves:
                 load_s=0.0,
                 bytes_read={},
             )
-            tell_loaded(self._monitor, loaded, self._manager.config.suspect_window)
-        self._manager.go_on({**without_wrappers(state), OWN_STATE: own}, iteration, loaded)
-        if (durable := self._manager.durable_iteration) is not None:
-            self._monitor.set_durable_iteration(durable)
-        self._rhythm.start_from(iteration)
-
-    def wish(self, iteration: int) -> Due:
-        """Return what this rank wants to follow the step that begins after so many."""
-        return self._rhythm.wish(iteration + 1, self._manager.save_cost_s)
-
-    def note_step(self, took_s: float) -> None:
-        """Take in how long a step took, saves aside."""
-        self._rhythm.note_step(took_s)
-
-    def due(self, iteration: int, agreed: int) -> Due:
-        """Return what follows the step that has ended; see :meth:`Rhythm.due`."""
-        return self._rhythm.due(iteration, agreed)
+        self.manager.go_on(state, iteration, loaded)
+        self.schedule.start_from(iteration)
 
     def is_saved(self, iteration: int) -> bool:
         """Return whether a save of that iteration to all tiers was begun, or is what was loaded."""
         return self._saved_iteration == iteration
 
     def save(
-        self, state: Mapping[str, Any], own: Attempts, iteration: int, *, near: bool = False, suspect: bool = False
+        self, state: Mapping[str, Any], iteration: int, *, scope: DueSave = DueSave.ALL, suspect: bool = False
     ) -> SaveHandle:
         """Save ``state`` and return once it is copied.
 
         Args:
-            state: As for :meth:`Session.steps`.
-            own: The session's own state, saved with it.
+            state: What is saved.
             iteration: Number of optimizer steps done.
-            near: To the near tiers only.
+            scope: To which tiers.
             suspect: For a diagnosis only.
 
         Raises:
@@ -172,72 +261,20 @@ class Saves:
         Collective: all ranks, at the same iteration.
         Blocks: while the state is copied; with ``async_save`` off, until it is committed.
         """
-        tiers: Collection[str] | None = NEAR_TIERS if near else None
-        with self._section():
-            saved = {**without_wrappers(state), OWN_STATE: own}
-            try:
-                handle = self._manager.save(saved, iteration, tiers=tiers, suspect=suspect)
-            except Untrusted as error:
-                if self.refusal is None:
-                    raise
-                handle = _failed(iteration, error)  # all ranks leave together, once they have agreed to
+        begin_ns = clock.now_ns()
+        try:
+            tiers = NEAR_TIERS if scope == DueSave.NEAR else None
+            handle = self.manager.save(state, iteration, tiers=tiers, suspect=suspect)
+        except Untrusted as error:
+            if self.refusal is None:
+                raise
+            handle = _failed(iteration, error)  # all ranks leave together, once they have agreed to
+        self.last_stall_s = (clock.now_ns() - begin_ns) / 1e9
         if not suspect:
-            self._rhythm.note_save(iteration, Due.NEAR if near else Due.ALL)
-            if not near:
-                self._saved_iteration = iteration
+            self.schedule.note_save(iteration, scope)
+            if scope == DueSave.ALL:
+                self._saved_iteration, self.newest = iteration, handle
         return handle
-
-    def save_suspect(self, state: Mapping[str, Any], own: Attempts, iteration: int) -> None:
-        """Save ``state`` for diagnosis, and wait until it is committed.
-
-        Raises:
-            CheckpointError: It was not committed.
-
-        Collective: all ranks, at the same iteration.
-        Blocks: until it is committed, up to ``checkpoint.save_timeout``.
-        """
-        handle = self.save(state, own, iteration, suspect=True)
-        with self._section():
-            handle.wait()
-
-    def wait(self) -> None:
-        """Wait until what was saved is committed.
-
-        Raises:
-            CheckpointError: The newest save failed.
-
-        Blocks: up to ``checkpoint.save_timeout``.
-        """
-        with self._section():
-            self._manager.wait()
-
-    def wait_unless_given_up(self, handle: SaveHandle, departure: Departure) -> bool:
-        """Wait for the commit; return ``False`` if it is to be given up before: told again, or the deadline is near.
-
-        Raises:
-            CheckpointError: The save failed.
-        """
-        with self._section():
-            while not handle.done:
-                if departure.wait_to_give_up(0.02):
-                    return False
-            handle.wait()
-        return True
-
-    def finish_staging(self) -> None:
-        """Wait until nothing of the state is being copied any more. Blocks: up to the rest of one memory copy."""
-        self._manager.finish_staging()
-
-    def close(self) -> None:
-        """End the threads; what is not committed yet is given up. Idempotent. Blocks: up to 10 s."""
-        self._manager.close()
-
-    def _recover(self, state: Mapping[str, Any], own: Attempts) -> Restored | None:
-        if own.replay is not None:
-            replayed = recover_suspect(self._manager, state, own, self._monitor, own.replay.iteration)
-            if replayed is not None:
-                return replayed
-        return recover(self._manager, state, own, self._monitor)
 
 
 def _failed(iteration: int, error: CheckpointError) -> SaveHandle:

@@ -1,31 +1,62 @@
-"""One worker's session: it restores, heartbeats, saves, stops in time, and stays out of the way.
+"""One worker's session: it restores, sends heartbeats, saves, and stops in time.
 
-Leaving has two ways. An orderly end (``steps()`` is through, or a notice was agreed upon) waits until what
-was saved is committed. Anything else (an exception, ``sys.exit`` in the body) waits for nobody: the groups'
-connections are cut, so that a crashed rank is gone at once and its peers learn of it, even while one of them
-hangs.
+One module because it is one state machine: each public method is a transition, with its contract.
+
+A script's own loop is driven by :meth:`Session.steps`, a loop that somebody else owns (a trainer's) by the methods on
+which ``steps()`` itself is written::
+
+    iteration = run.restore(state)
+    while iteration < total:
+        run.begin_step()
+        ...
+        decision = run.end_step()
+        run.save_due(state)
+        if decision.stop:
+            break
+        iteration = run.iteration
+    run.finish(state)
+
+A session ends in one of two ways. An orderly end (:meth:`Session.finish`, :meth:`Session.leave`, :meth:`Session.close`)
+waits until what was saved is committed. Anything else (an exception, ``sys.exit`` in the body) waits for nobody: the
+groups' connections are cut, so that a crashed rank is gone at once and its peers notice, even while one of them hangs.
+
+What a session opens lies in one stack and is closed in the reverse order, however the session ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from enum import Enum
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from outlast import env, logs
+from outlast.chaos.armed import arm_configured
 from outlast.config import Config, FaultToleranceConfig
-from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
-from outlast.monitor.rank_monitor import SectionTimer
+from outlast.config.files import load_config
+from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
+from outlast.incidents import EventKind
+from outlast.monitor.rank_monitor import RankMonitor, SectionTimer
 from outlast.policy.causes import OWN_VERDICTS
 from outlast.runtime import postmortem
+from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
-from outlast.session.attempts import Attempt
-from outlast.session.beginning import restore
-from outlast.session.equipment import Equipment
-from outlast.session.replicas import ReplicaWatch
-from outlast.session.rhythm import Due
-from outlast.session.rounds import Rounds
+from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import Group, connect_world, is_initialised, settle
+from outlast.session.attempts import Attempt, Attempts
+from outlast.session.checks import RankLiveness, ReplicaWatch, SlowRanks
+from outlast.session.environment import announce_session, read_place, seed_random_numbers
+from outlast.session.inprocess_scope import InProcessScope
+from outlast.session.preemption import Preemption
+from outlast.session.progress import ProgressReporter
+from outlast.session.restore import OWN_STATE, restore, saved_state, unwrap_ddp
+from outlast.session.saves import DueSave, Saves
+from outlast.session.step_consensus import QUESTIONS, StepConsensus, StepDecision
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +65,67 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint import SaveHandle
 
-__all__ = ["Session"]
+__all__ = ["Session", "StepDecision", "init"]
 
 log = logging.getLogger(__name__)
+
+
+def init(
+    config: Config | str | os.PathLike[str] | None = None,
+    *,
+    log_metrics: Callable[[dict[str, float], int], object] | None = None,
+) -> Session:
+    """Start the session of this worker.
+
+    Works the same under ``outlast run``, ``torchrun``, ``srun`` and plain ``python``. With more than one rank
+    it initialises ``torch.distributed`` (NCCL where there are GPUs, gloo otherwise) unless that was done
+    before; a rank whose script initialised it leaves it no faster than torch does when a peer hangs. The
+    fault tolerance settings that ``outlast run`` is given, by option or file, come before those of ``config``, field by
+    field, and so does its run directory.
+    Unless logging was configured, the package's own lines go to stderr: all warnings, the rest of rank 0.
+
+    Args:
+        config: The settings, or a ``.toml``, ``.yaml`` or ``.json`` file of them; ``None`` for the defaults,
+            which save nothing.
+        log_metrics: Called with figures by name and the number of optimizer steps done, for a logger such as W&B or
+            TensorBoard: on each rank that gives one, in the thread of the training loop, at the end of every step and
+            after every save. The documentation lists the names. If it raises, that is logged once; training continues.
+
+    Returns:
+        The session; use it as a context manager, or call :meth:`Session.close`, to end it before the process
+        does.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        RendezvousError: The ranks did not find each other.
+
+    Collective: all ranks of the world.
+    Blocks: until all ranks have come.
+    Thread: the main thread, or notices (SIGTERM) are not handled.
+    """
+    postmortem.begin_with_hook()
+    place = env.read_worker()
+    logs.read_settings()
+    logs.configure_worker(place.global_rank, place.node)
+    if config is None:
+        settings = Config()
+    elif isinstance(config, Config):
+        settings = config
+    elif isinstance(config, str | os.PathLike):
+        settings = load_config(config)
+    else:
+        raise ConfigError(f"init() takes an outlast.Config or the path of a config file, not {type(config).__name__}")
+    return Session(settings, log_metrics=log_metrics)
+
+
+class _Phase(Enum):
+    """Where the loop is; the value says what is to be called next."""
+
+    OPENED = "call restore(state) first"
+    BETWEEN = "call begin_step() first"
+    STEPPING = "call end_step() first"
+    STOPPING = "all ranks agreed to stop: call finish(state) or leave(state)"
+    OVER = "the loop has ended; a process that trains on starts a session of its own with outlast.init()"
 
 
 class Session:
@@ -44,31 +133,70 @@ class Session:
 
     Args:
         config: The settings.
-        place: This worker's place.
-        fault_tolerance: The script's own timeouts and the like; what a launcher was given comes before them.
+        log_metrics: Takes figures; see :func:`outlast.init`.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        RendezvousError: The ranks did not find each other.
 
     Collective: all ranks of the world make it.
     Thread: that of the training loop; :meth:`section` from any thread that trains.
     """
 
-    def __init__(self, config: Config, place: WorkerEnv, fault_tolerance: FaultToleranceConfig) -> None:
+    def __init__(self, config: Config, *, log_metrics: Callable[[dict[str, float], int], object] | None = None) -> None:
         self.config = config
-        self._stepped = False
+        self._iteration = 0
+        self._phase = _Phase.OPENED
+        self._decision: StepDecision | None = None
         self._state: Mapping[str, Any] = {}
-        self._has = has = Equipment(config, place, fault_tolerance)
-        self.run_dir = has.place.run_dir
+        self._stack = ExitStack()
+        self._is_closed = False
+        self._scope = InProcessScope(config)
+        self._place = place = read_place(config, self._scope)
+        self.run_dir = place.run_dir
         """Where this run keeps its journal and stacks; ``None`` = nowhere."""
-        self._place, self._monitor = has.place, has.monitor
-        self.fault_tolerance = has.monitor.config
-        """What is in force."""
-        self._departure, self._pulse, self._faults = has.departure, has.pulse, has.faults
-        self._attempts, self._saves = has.attempts, has.saves
-        self._rounds = Rounds(has.consensus, has.attempts, has.wishes, has.slow_ranks)
+        self._saves: Saves | None = None
+        self._slow_ranks: SlowRanks | None = None
+        self._liveness: RankLiveness | None = None
+        self._replicas: ReplicaWatch | None = None
+        self._owns_world = place.world_size > 1 and not is_initialised()
+        try:
+            with self._scope.undivided():
+                self._open_alone()
+            self._progress = ProgressReporter(self._scope, self._monitor, self._journal, place, log_metrics)
+            with self._section("setup"):
+                self._open_together()
+            self._faults = arm_configured(config, self._monitor.config, place, self._journal)
+            if self._faults is not None:
+                for name in self._faults.sections:
+                    self._monitor.call_in(name, partial(self._inject_faults, name))
+            self._step_consensus = StepConsensus(self._consensus, self._preemption, self._saves, self._slow_ranks)
+            self._attempts = Attempts(
+                config.rerun_state_machine,
+                place,
+                self._journal,
+                consensus=self._step_consensus,
+                faults=self._faults,
+            )
+            self._scope.on_leave(self._attempts.close)
+            if self._scope.call_number > 0:
+                self._attempts.replay = None  # it was for the cycle's begin
+            announce_session(
+                config,
+                place,
+                self._scope,
+                self._journal,
+                self._monitor,
+                watches_signals=self._preemption.watches_signals,
+            )
+        except BaseException as error:
+            self._abort(error)
+            raise
 
     @property
     def iteration(self) -> int:
         """Number of optimizer steps done, over all cycles and jobs of the run."""
-        return self._has.iteration
+        return self._iteration
 
     @property
     def global_rank(self) -> int:
@@ -98,7 +226,9 @@ class Session:
         ``evaluation`` and ``validation``, which are left out.
         """
         section = self._monitor.section(name)
-        return section if self._has.slow_ranks is None else self._has.slow_ranks.timed(name, section)
+        return section if self._slow_ranks is None else self._slow_ranks.timed(name, section)
+
+    # -- the loop --------------------------------------------------------------------------------------------------
 
     def steps(
         self,
@@ -115,10 +245,10 @@ class Session:
         near ones (section ``checkpointing``). After the last one the state is saved to all tiers, unless that was
         just done, and the call waits until everything is committed.
 
-        When any rank was told to leave (SIGTERM, or what else ``preemption`` names), all ranks stop after the same
-        iteration, commit one generation, and ``SystemExit(75)`` (``ExitReason.PREEMPTED``) is raised here. A
+        When a shutdown of any rank was requested (SIGTERM, or what else ``preemption`` names), all ranks stop after the
+        same iteration, commit one generation, and ``SystemExit(75)`` (``ExitReason.PREEMPTED``) is raised here. A
         second signal, a second or more after the first, and the deadline (``shutdown_timeout``) give up that save; the
-        exit code is 75 then, too, and a line says which iterations are lost. Without any saved generation to go on
+        exit code is 75 then, too, and a line says which iterations are lost. Without any saved generation to resume
         from the exit code is 128 plus the signal's number.
         ``SystemExit(17)`` (``ExitReason.FAILED_VALIDATION``) says that every generation led to invalid results.
         ``SystemExit(93)`` (``ExitReason.NO_PROGRESS``) says that a checkpoint directory is another run's, and
@@ -128,6 +258,9 @@ class Session:
         Before the first iteration a notice waits for that one's end; after the last, a signal ends the process.
 
         ``break`` leaves the loop without a save; an exception in the body passes through untouched.
+
+        It is :meth:`restore`, then :meth:`begin_step`, :meth:`end_step` and :meth:`save_due` around each body, then
+        :meth:`finish`.
 
         Args:
             state: Name to what is saved: anything with ``state_dict()`` and ``load_state_dict()`` (a module
@@ -144,58 +277,280 @@ class Session:
             CheckpointError: Saving failed too often in a row.
             PeerLost: A peer left or did not reach the step's end in time, or does not answer.
             UnhealthyRank: A peer answered that wrongly.
-            SystemExit: The run was told to leave, there is no generation left to trust, replicas differ, or a rank is
+            SystemExit: A shutdown was requested, there is no generation left to trust, replicas differ, or a rank is
                 slow.
 
         Collective: all ranks, with the same ``total``.
         Blocks: at the end of each step until all ranks have begun it.
         """
-        if self._stepped:
+        if self._phase != _Phase.OPENED:
             raise OutlastError("steps() was called before; call it once for each outlast.init()")
-        self._stepped = self._has.in_steps = True
+        self.restore(state, replicas=replicas)
+        try:
+            while self._iteration < total:
+                self.begin_step()
+                yield self._iteration
+                decision = self.end_step(is_last=self._iteration + 1 >= total)
+                if decision.stop:
+                    self.leave(state)
+                self.save_due(state)
+        except GeneratorExit:
+            self.break_off()
+            raise
+        self.finish(state)
+
+    def restore(self, state: Mapping[str, Any], *, replicas: dist.ProcessGroup | DeviceMesh | None = None) -> int:
+        """Load the newest generation that can be trusted into ``state``; return the iteration to continue from.
+
+        After a restart in process the state may still be in memory; nothing is loaded then. The section is ``setup``.
+
+        Args:
+            state: As for :meth:`steps`; the same mapping is given to the other methods.
+            replicas: As for :meth:`steps`.
+
+        Returns:
+            Number of optimizer steps that ``state`` has done; 0 = there is no generation, and training begins.
+
+        Raises:
+            ConfigError: ``state`` uses a name that is the session's own.
+            CheckpointError: There are generations, but none that all ranks can load.
+            OutlastError: It was called before.
+            PeerLost: A peer left.
+            SystemExit: There is no generation left to trust (17), or a directory is another run's (93).
+
+        Collective: all ranks, once, before the first step.
+        Blocks: until all ranks have read and verified their parts.
+        """
+        self._expect(_Phase.OPENED, "restore()")
+        if OWN_STATE in state:
+            raise ConfigError(f"state[{OWN_STATE!r}] is the session's own; choose another name")
         self._state = state
         self._attempts.watch(state)
-        with self._has.section("setup"):
-            self._restore(state, replicas)
-            if self.config.replica_digest is not None and self.config.replica_digest.interval:
-                self._has.replicas = ReplicaWatch(
-                    self.config.replica_digest, state, replicas, self._place, self._has.journal
+        with self._section("setup"):
+            try:
+                self._iteration = restore(
+                    state,
+                    self._attempts,
+                    self._saves,
+                    self._scope,
+                    replicas,
+                    place=self._place,
+                    journal=self._journal,
                 )
-            if self._has.slow_ranks is not None:
-                self._has.slow_ranks.watch(state)
-        try:
-            while self._has.iteration < total:
-                if self._faults is not None:
-                    self._faults.before_step(self._has.iteration, state, has_durable=self._has_durable())
-                self._pulse.begin_step()
-                self._rounds.begin(self._has.iteration)
-                yield self._has.iteration
-                agreed = self._end_step()
-                if agreed["refused"]:
+            except Untrusted as error:
+                if self._saves is not None and self._saves.refusal is not None:
                     self._leave_refused()
-                if agreed["stop"] and self._has.iteration < total:
-                    self._leave(state)
-                if agreed["report"]:
-                    self._report_slow_ranks(state, is_last=self._has.iteration >= total)
-                self._between_steps(state, agreed["save"], is_last=self._has.iteration >= total)
-        except GeneratorExit:
-            if self._saves is not None:
-                self._saves.finish_staging()  # the script may now change what is being copied
-            self._monitor.end_all_sections()
-            self._monitor.promise_heartbeats(False)
-            self._departure.close()
-            self._has.in_steps = False
-            raise
-        self._finish(state)
-        self._has.in_steps = False
+                if self._place.untrusted is None:
+                    raise
+                self._log(logging.ERROR, "no trusted generation is left: %s", error)
+                self._exit(ExitReason.FAILED_VALIDATION)
+            if self._saves is not None and self._saves.has_loaded:
+                self._monitor.set_restored()
+            if self._iteration:
+                self._monitor.set_iteration(self._iteration)
+            digests = self.config.replica_digest
+            if digests is not None and digests.interval:
+                self._replicas = ReplicaWatch(digests, unwrap_ddp(state), replicas, self._place, self._journal)
+                self._stack.callback(self._replicas.close)
+            if self._slow_ranks is not None:
+                self._slow_ranks.watch(state)
+        self._phase = _Phase.BETWEEN
+        return self._iteration
+
+    def begin_step(self) -> None:
+        """Begin an optimizer step: heartbeat, section ``step``, and the reduction in which all ranks agree.
+
+        With gradient accumulation a step is all micro-batches up to the optimizer's step.
+
+        Raises:
+            OutlastError: It is not the time for it; the message names what to call instead.
+
+        Collective: all ranks.
+        Blocks: never.
+        """
+        self._expect(_Phase.BETWEEN, "begin_step()")
+        if self._faults is not None:
+            if self._decision is not None:
+                self._faults.after_step(self._iteration, self._state, has_durable=self._has_durable())
+            self._faults.before_step(self._iteration, self._state, has_durable=self._has_durable())
+        self._phase = _Phase.STEPPING
+        self._progress.begin_step()
+        self._attempts.begin_step(self._iteration)
+        self._step_consensus.begin(self._iteration, with_attempts=self._attempts.have_reduction)
+        if self._slow_ranks is not None:
+            self._slow_ranks.begin_step(self._iteration)
+
+    def end_step(self, *, is_last: bool = False) -> StepDecision:
+        """End the step: it counts as done, and all ranks agree on what follows it.
+
+        Call it once the optimizer has stepped. What is due is compared here, too: the replicas
+        (``replica_digest``), whether all ranks answer (``health.process_group_interval``), and who is slow
+        (``straggler_detection``). Nothing is saved yet.
+
+        Args:
+            is_last: Training is complete with this step, on all ranks: nobody stops for a notice or a slow rank any
+                more, and :meth:`finish` saves.
+
+        Returns:
+            What all ranks agreed on. After ``decision.stop`` the loop ends, and :meth:`finish` or :meth:`leave` ends
+            the process.
+
+        Raises:
+            OutlastError: It is not the time for it; the message names what to call instead.
+            PeerLost: A peer left or did not reach the step's end in time, or does not answer.
+            UnhealthyRank: A peer answered that wrongly.
+            SystemExit: A peer left because a shutdown was requested, before all could agree on it.
+
+        Collective: all ranks, with the same ``is_last``.
+        Blocks: until all ranks have begun the step.
+        """
+        self._expect(_Phase.STEPPING, "end_step()")
+        agreed = self._agree()
+        self._iteration += 1
+        self._phase = _Phase.BETWEEN
+        took_s = self._progress.end_step(self._iteration)
+        due = DueSave.NOTHING
+        if self._saves is not None:
+            self._saves.schedule.note_step(took_s)
+            due = self._saves.schedule.due(self._iteration, agreed["save"])
+        figures: dict[str, float] = {}
+        reason = None
+        if agreed["refused"]:
+            reason = ExitReason.NO_PROGRESS
+        elif agreed["stop"] and not is_last:
+            self._preemption.start_leaving()
+            reason = ExitReason.PREEMPTED
+        elif agreed["report"]:
+            if self._slow_ranks is None:
+                raise OutlastError(
+                    "straggler_detection is on for another rank and off for this one; give all ranks the same"
+                )
+            report = self._slow_ranks.report()
+            figures = report.metrics()
+            if report.should_stop and not is_last:
+                self._slow_ranks.diagnose(report)
+                reason = ExitReason.STRAGGLER
+        save = self._agreed_save(due, reason, is_last=is_last)
+        if reason != ExitReason.NO_PROGRESS and (differ := self._check_replicas(saves=save is not None)) is not None:
+            reason, save = differ, None
+        self._decision = StepDecision(
+            iteration=self._iteration,
+            save=save,
+            reason=reason,
+            signal=agreed["stop"] if reason == ExitReason.PREEMPTED else None,
+        )
+        if self._decision.stop:
+            self._phase = _Phase.STOPPING
+        self._progress.log_step(self._iteration, took_s, figures)
+        return self._decision
+
+    def save_due(self, state: Mapping[str, Any]) -> SaveHandle | None:
+        """Save what the newest decision says is due now; nothing if nothing is. It does not end the process.
+
+        Args:
+            state: As for :meth:`steps`.
+
+        Returns:
+            A handle to wait for the commit with; ``None`` = nothing was due.
+
+        Raises:
+            OutlastError: It is not the time for it; the message names what to call instead.
+            CheckpointError: Saving failed too often in a row.
+
+        Collective: all ranks, after :meth:`end_step` and before the next :meth:`begin_step`.
+        Blocks: while the state is copied; with ``async_save`` off, until it is committed.
+        """
+        self._expect((_Phase.BETWEEN, _Phase.STOPPING), "save_due()")
+        decision, saves = self._decision, self._saves
+        if decision is None or decision.save is None or saves is None or saves.is_saved(self._iteration):
+            return None
+        return self._save(state, DueSave.ALL if decision.save == "all" else DueSave.NEAR)
+
+    def finish(self, state: Mapping[str, Any]) -> None:
+        """End the loop: save to all tiers unless that was just done, and wait until everything is committed.
+
+        After a decision to stop it is :meth:`leave`.
+
+        Args:
+            state: As for :meth:`steps`.
+
+        Raises:
+            OutlastError: It is not the time for it; the message names what to call instead.
+            CheckpointError: The state could not be saved.
+            PeerLost: A peer left.
+            SystemExit: All ranks agreed to stop, replicas differ, or a directory is another run's.
+
+        Collective: all ranks, after the same iteration.
+        Blocks: until what was saved is committed, up to ``checkpoint.save_timeout``.
+        """
+        if self._phase == _Phase.STOPPING:
+            self.leave(state)
+        self._expect(_Phase.BETWEEN, "finish()")
+        if self._faults is not None and self._decision is not None:
+            self._faults.after_step(self._iteration, state, has_durable=self._has_durable())
+        self._attempts.finish()
+        if self._saves is not None:
+            if not self._saves.is_saved(self._iteration):
+                if (differ := self._check_replicas(saves=True)) is not None:
+                    self._exit(differ)
+                self._save(state)
+            try:
+                with self._section("checkpointing"):
+                    self._saves.manager.wait()
+            except Untrusted:
+                if self._saves.refusal is None:
+                    raise
+                self._leave_refused()
+        self._preemption.close()
+        self._monitor.finish()
+        self._write_end(ExitReason.FINISHED)
+        self._phase = _Phase.OVER
+
+    def leave(self, state: Mapping[str, Any]) -> NoReturn:
+        """Do what all ranks agreed on when they agreed to stop: save, wait as long as there is time, and exit.
+
+        Args:
+            state: As for :meth:`steps`.
+
+        Raises:
+            OutlastError: Nobody agreed to stop.
+            SystemExit: Always else, with the exit code that :meth:`steps` lists.
+
+        Collective: all ranks, after the same decision.
+        Blocks: until the save is committed, a second signal comes, or the deadline is near.
+        """
+        decision = self._decision
+        if decision is None or decision.reason is None or self._phase != _Phase.STOPPING:
+            raise OutlastError("leave() without an agreement to stop; call finish(state), or go on with begin_step()")
+        if decision.reason == ExitReason.NO_PROGRESS:
+            self._leave_refused()
+        if decision.reason not in (ExitReason.PREEMPTED, ExitReason.STRAGGLER):
+            self._exit(decision.reason)
+        self._save_to_leave(state)
+        self._exit(self._preemption.log_exit() if decision.reason == ExitReason.PREEMPTED else decision.reason)
+
+    def break_off(self) -> None:
+        """End the loop here, without a save: what ``break`` does in :meth:`steps`.
+
+        Idempotent. Collective: no; what all ranks do next must not need a step's end.
+        Blocks: while the state is still being copied.
+        """
+        if self._saves is not None:
+            self._saves.manager.finish_staging()  # the script may now change what is being copied
+        self._monitor.end_all_sections()
+        self._monitor.promise_heartbeats(False)
+        self._preemption.close()
+        self._phase = _Phase.OVER
+
+    # -- within a step ---------------------------------------------------------------------------------------------
 
     def attempts(self, batches: Any = None) -> Iterator[Attempt]:
-        """Yield the runs of a step: one, and another one if a result was invalid; in the body of :meth:`steps`.
+        """Yield the attempts of a step: one, and another one if a result was invalid; within a step.
 
         The body of the loop computes the gradients and validates what it likes; the optimizer's step comes after it.
         If any rank's result is rejected, all ranks put back random numbers, batches, gradients and the buffers that a
-        module changes as it computes, and run the body again. Is the result another one then, and valid, training
-        goes on with it. Is it the same, the state is saved for diagnosis and all ranks leave with
+        module changes as it computes, and run the body again. If the second result differs and is valid, training
+        continues with it. If it is the same, the state is saved for diagnosis and all ranks leave with
         ``SystemExit(16)``: the launcher has the step replayed elsewhere. ``rerun_state_machine`` says what is invalid.
 
         Gradients are put back to what they were only as far as they were ``None`` or zero: accumulate within the body.
@@ -205,19 +560,22 @@ class Session:
                 the same order by all steps; ``None`` = the body gets its batches itself, the same for the same step.
 
         Yields:
-            The run of the step.
+            The attempt.
 
         Raises:
-            OutlastError: It is called outside of :meth:`steps`.
-            PeerLost: A peer left, or did not end its run in time.
+            OutlastError: It is called outside of a step.
+            PeerLost: A peer left, or did not end its attempt in time.
             SystemExit: An invalid result came again (16), or was judged (17).
 
         Collective: all ranks, in the same steps; none leaves the loop early.
-        Blocks: after each run until all ranks have ended theirs.
+        Blocks: after each attempt until all ranks have ended theirs.
         """
-        if not self._has.in_steps:
-            raise OutlastError("attempts() belongs into the body of steps(): for iteration in run.steps(...): ...")
-        yield from self._attempts.run(self._has.iteration, batches)
+        if self._phase != _Phase.STEPPING:
+            raise OutlastError(
+                "attempts() belongs into the body of steps(): for iteration in run.steps(...): ...; in a loop of "
+                "another kind, between begin_step() and end_step()"
+            )
+        yield from self._attempts.run(self._iteration, batches)
         decision = self._attempts.decision
         if decision.exit_code is not None:
             self._leave_invalid(decision.exit_code, must_save=decision.must_save)
@@ -233,14 +591,13 @@ class Session:
 
         Collective: all ranks, in the same step.
         """
-        self._log(logging.ERROR, "iteration %d: rolling back to the newest generation", self._has.iteration)
+        self._log(logging.ERROR, "iteration %d: rolling back to the newest generation", self._iteration)
         self._exit(ExitReason.RESUME_TO_DISAMBIGUATE)
 
     def save(self, state: Mapping[str, Any], *, suspect: bool = False) -> SaveHandle:
         """Save ``state`` now to all tiers as that of :attr:`iteration`, and return once it is copied.
 
-        Call it before the body's optimizer step, or after the loop: what is saved must be what that many
-        steps made.
+        Call it before the step's optimizer step, or between steps: what is saved must be what that many steps made.
 
         Args:
             state: As for :meth:`steps`.
@@ -250,24 +607,34 @@ class Session:
             A handle to wait for the commit with.
 
         Raises:
-            ConfigError: There is no checkpoint directory.
+            OutlastError: There is no checkpoint directory.
             CheckpointError: Saving failed too often in a row.
 
         Collective: all ranks, at the same iteration.
         Blocks: while the state is copied; with ``async_save`` off, until it is committed.
         """
-        if self._saves is None:
-            raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
-        return self._saves.save(state, self._attempts, self._has.iteration, suspect=suspect)
+        return self._save(state, suspect=suspect)
 
     def close(self) -> None:
-        """End the session in order: wait for what was saved, then let go of everything. Idempotent.
+        """End the session in order: wait for what was saved, then close everything. Idempotent.
 
         Collective: all ranks, if something was saved that is not committed.
         Blocks: until what was saved is committed, up to ``checkpoint.save_timeout``.
         Thread: the main thread.
         """
-        self._has.close()
+        if self._is_closed:
+            return
+        if self._saves is not None:
+            with self._section("checkpointing"):
+                self._saves.manager.wait()
+            self._saves.manager.close()
+        self._let_go()
+        if self._owns_world and is_initialised():
+            import torch.distributed as dist
+
+            if self._scope.is_active:
+                settle()  # a thread that frees tensors needs the interpreter's lock, which is held from here on
+            dist.destroy_process_group()
 
     def __enter__(self) -> Session:
         return self
@@ -277,122 +644,173 @@ class Session:
     ) -> None:
         if kind is None:
             self.close()
-        else:
-            if not isinstance(error, SystemExit) and error is not None and (kept := postmortem.recorder()) is not None:
-                kept.exception(error)  # before peers notice that this rank is gone
+        elif error is not None:
             if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code in OWN_VERDICTS:
                 self._monitor.set_leaving(error.code)
-            self._has.let_go()
+            self._abort(error)
 
-    def _restore(self, state: Mapping[str, Any], replicas: dist.ProcessGroup | DeviceMesh | None) -> None:
-        try:
-            self._has.iteration = restore(state, self._attempts, self._saves, self._has.resuming, replicas)
-        except Untrusted as error:
-            if self._saves is not None and self._saves.refusal is not None:
-                self._leave_refused()
-            if self._place.untrusted is None:
-                raise
-            self._log(logging.ERROR, "no trusted generation is left: %s", error)
-            self._exit(ExitReason.FAILED_VALIDATION)
-        if self._has.iteration:
-            self._monitor.set_iteration(self._has.iteration)
+    # -- opening and closing ---------------------------------------------------------------------------------------
 
-    def _end_step(self) -> dict[str, int]:
-        """Count the step; return what all ranks agreed on: the signal on which they leave now, what they save."""
-        if self._has.resuming is not None:
-            self._has.resuming.note(self._has.iteration + 1)
-        if self._has.liveness is not None:
-            with self._has.section("checkpointing"):  # before the round, which would wait for a silent rank
-                self._has.liveness.check(self._has.iteration + 1)
-        try:
-            agreed = self._rounds.finish()
-        except PeerLost as error:
-            if not self._departure.is_told:
-                raise
-            log.error("a peer ended before all ranks could stop together: %s", error)
-            self._exit(self._departure.say_farewell())
-        self._has.iteration += 1
-        took_s = self._pulse.end_step(self._has.iteration)
-        if self._saves is not None:
-            self._saves.note_step(took_s)
-        return agreed
+    def _open_alone(self) -> None:
+        """Open what no peer takes part in. What is opened here is closed also if the call around is left."""
+        config, place = self.config, self._place
+        self._scope.on_leave(self._scope.release)
+        self._scope.on_leave(self._let_go)
+        if config.seed is not None:
+            seed_random_numbers(config.seed + place.global_rank)
+        self._journal = Journal(
+            place.run_dir,
+            run_id=place.run_id,
+            job=place.job,
+            node=place.node,
+            proc=f"rank-{place.global_rank}",
+        )
+        self._stack.callback(self._journal.close)
+        self._journal.cycle = place.cycle
+        self._monitor = RankMonitor(place, config.fault_tolerance or FaultToleranceConfig(), place.run_dir)
+        self._stack.callback(self._monitor.close)
+        self.fault_tolerance = self._monitor.config
+        """What is in force."""
+        self._monitor.promise_heartbeats(True)
+        self._preemption = Preemption(config.preemption, place=place, journal=self._journal, monitor=self._monitor)
+        self._stack.callback(self._preemption.close)
+        atexit.register(self._at_exit)
+        self._stack.callback(atexit.unregister, self._at_exit)
 
-    def _between_steps(self, state: Mapping[str, Any], agreed: int, *, is_last: bool) -> None:
-        due = self._saves.due(self._has.iteration, agreed) if self._saves is not None else Due.NOTHING
-        self._check_replicas(saves=due != Due.NOTHING)
-        if due == Due.ALL:
-            self.save(state)
-        elif due == Due.NEAR and not is_last and self._saves is not None:  # the end saves to all tiers
-            self._saves.save(state, self._attempts, self._has.iteration, near=True)
-        if self._faults is not None:
-            self._faults.after_step(self._has.iteration, state, has_durable=self._has_durable())
+    def _open_together(self) -> None:
+        """Open what all ranks open together."""
+        config, place = self.config, self._place
+        if self._owns_world:
+            self._stack.callback(self._cut, connect_world(place))
+        self._consensus = Consensus(QUESTIONS, world_size=place.world_size)
+        self._stack.callback(self._consensus.close)
+        if config.straggler_detection is not None and config.straggler_detection.enabled:
+            self._slow_ranks = SlowRanks(config.straggler_detection, place, self._journal, self._consensus)
+            self._stack.callback(self._slow_ranks.close)
+        if config.checkpoint is not None:
+            self._saves = Saves(config.checkpoint, place, self._journal, self._scope)
+            self._scope.on_leave(self._saves.manager.close)
+            self._preemption.manager = self._saves.manager
+            if self._saves.schedule.is_automatic:
+                self._monitor.report_progress()
+        if config.health is not None and config.health.process_group_interval and place.world_size > 1:
+            self._liveness = RankLiveness(config.health, place, self._journal)
+            self._stack.callback(self._liveness.close)
+
+    def _let_go(self) -> None:
+        """Close everything that closes without waiting for a peer. Idempotent."""
+        with self._scope.undivided():
+            self._is_closed = True
+            self._stack.close()
+
+    def _abort(self, error: BaseException) -> None:
+        """Close everything, since an exception ends the session."""
+        if not isinstance(error, SystemExit) and (kept := postmortem.recorder()) is not None:
+            kept.exception(error)  # before peers notice that this rank is gone
+        self._let_go()
+
+    def _cut(self, world: Group) -> None:
+        world.cut()
+        if not self._scope.is_active:  # the wrapper waits for more than the world
+            settle()
+
+    def _at_exit(self) -> None:
+        if self._saves is not None and not self._is_closed and self._phase not in (_Phase.OPENED, _Phase.OVER):
+            log.warning("the session ended in the middle of a step; saves that were not committed are lost")
+        self._let_go()
+
+    # -- details of a step -----------------------------------------------------------------------------------------
+
+    def _expect(self, phases: _Phase | tuple[_Phase, ...], what: str) -> None:
+        """Raise :class:`OutlastError` if it is not the time for a call."""
+        expected = phases if isinstance(phases, tuple) else (phases,)
+        if self._phase in expected:
+            return
+        if self._phase == _Phase.BETWEEN and expected == (_Phase.OPENED,):
+            raise OutlastError(f"{what} was called before; go on with begin_step(), or call finish(state)")
+        raise OutlastError(f"{what} is out of order: {self._phase.value}")
+
+    def _section(self, name: str) -> AbstractContextManager[None]:
+        """Return a section of the session's own, in which restarts in process have no deadlines."""
+        section = self._scope.section(self._monitor, name)
+        return section if self._slow_ranks is None else self._slow_ranks.left_out(section)
+
+    def _inject_faults(self, section: str) -> None:
+        assert self._faults is not None
+        self._faults.enter_section(section, self._iteration)
 
     def _has_durable(self) -> bool:
-        """Say whether there is something to come back from, or nothing is saved at all."""
-        return self._saves is None or self._saves.has_durable
+        """Return whether there is something to come back from, or nothing is saved at all."""
+        return self._saves is None or self._saves.manager.durable_iteration is not None
 
-    def _finish(self, state: Mapping[str, Any]) -> None:
-        self._attempts.finish()
-        if self._saves is not None:
-            if not self._saves.is_saved(self._has.iteration):
-                self._check_replicas(saves=True)
-                self.save(state)
-            try:
-                self._saves.wait()
-            except Untrusted:
-                if self._saves.refusal is None:
-                    raise
-                self._leave_refused()
-        self._departure.close()
-        self._monitor.finish()
-        self._has.write_end(ExitReason.FINISHED)
+    def _agree(self) -> dict[str, int]:
+        """Return what all ranks agreed on at the step's end."""
+        self._scope.note_iteration(self._iteration + 1)
+        if self._liveness is not None:
+            with self._section("checkpointing"):  # before the agreement, which would wait for a silent rank
+                self._liveness.check(self._iteration + 1)
+        if self._slow_ranks is not None:
+            self._slow_ranks.end_step()
+        try:
+            agreed = self._step_consensus.finish()
+        except PeerLost as error:
+            if not self._preemption.is_requested:
+                raise
+            log.error("a peer ended before all ranks could stop together: %s", error)
+            self._exit(self._preemption.log_exit())
+        if self._slow_ranks is not None:
+            self._slow_ranks.note_wait()
+        return agreed
 
-    def _leave(self, state: Mapping[str, Any]) -> None:
-        """Save if there is where to, as far as there is time, and raise SystemExit; all ranks agreed to leave."""
-        self._departure.start_leaving()
-        self._save_to_leave(state)
-        self._exit(self._departure.say_farewell())
+    def _agreed_save(self, due: DueSave, reason: ExitReason | None, *, is_last: bool) -> Literal["near", "all"] | None:
+        """Return what is saved after a step, given what is due and why all ranks stop."""
+        if self._saves is None or reason == ExitReason.NO_PROGRESS:
+            return None
+        if reason is not None or due == DueSave.ALL:
+            return "all"
+        return "near" if due == DueSave.NEAR and not is_last else None  # the end saves to all tiers
+
+    def _check_replicas(self, *, saves: bool) -> ExitReason | None:
+        """Compare the replicas if it is time to; return the exit code with which all ranks leave if they differ."""
+        if self._replicas is None:
+            return None
+        with self._section("checkpointing"):
+            return self._replicas.verdict(self._iteration, saves=saves)
+
+    def _save(self, state: Mapping[str, Any], scope: DueSave = DueSave.ALL, *, suspect: bool = False) -> SaveHandle:
+        if self._saves is None:
+            raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
+        with self._section("checkpointing"):
+            saved = saved_state(state, self._attempts)
+            handle = self._saves.save(saved, self._iteration, scope=scope, suspect=suspect)
+        if (stall_s := self._saves.last_stall_s) is not None:
+            self._progress.log(self._iteration, {"save_stall_s": stall_s})
+        return handle
+
+    # -- leaving ---------------------------------------------------------------------------------------------------
 
     def _save_to_leave(self, state: Mapping[str, Any]) -> None:
         """Save if there is where to, as far as there is time; all ranks agreed to leave."""
         self._attempts.finish()
-        self._check_replicas(saves=self._saves is not None)
-        iteration = self._has.iteration
-        if self._saves is None:
+        iteration, saves = self._iteration, self._saves
+        if saves is None:
             what = "stopping after iteration %d, on all ranks; there is no checkpoint.directory to save to"
             self._log(logging.WARNING, what, iteration)
-        else:
-            self._log(logging.INFO, "stopping after iteration %d, on all ranks, and saving a checkpoint", iteration)
-            try:
-                if not self._saves.wait_unless_given_up(self.save(state), self._departure):
-                    self._log(logging.WARNING, "the save of iteration %d is abandoned", iteration)
-            except (CheckpointError, DeadlineExceeded, PeerLost) as error:  # a peer may have given it up
-                self._log(logging.ERROR, "the save of iteration %d failed: %s", iteration, error)
-
-    def _report_slow_ranks(self, state: Mapping[str, Any], *, is_last: bool) -> None:
-        """Compare the ranks; leave with all of them if one is so slow that its node is to be replaced."""
-        slow_ranks = self._has.slow_ranks
-        if slow_ranks is None:
-            raise OutlastError(
-                "straggler_detection is on for another rank and off for this one; give all ranks the same"
-            )
-        report = slow_ranks.report()
-        if report.should_stop and not is_last:
-            slow_ranks.leave_word(report)
-            self._save_to_leave(state)
-            self._exit(ExitReason.STRAGGLER)
-
-    def _check_replicas(self, *, saves: bool) -> None:
-        """Compare the replicas if it is time to; if they differ, leave with all ranks, and save nothing."""
-        if self._has.replicas is None:
             return
-        with self._has.section("checkpointing"):
-            code = self._has.replicas.verdict(self._has.iteration, saves=saves)
-        if code is not None:
-            self._exit(code)
+        self._log(logging.INFO, "stopping after iteration %d, on all ranks, and saving a checkpoint", iteration)
+        try:
+            handle = saves.newest if saves.is_saved(iteration) and saves.newest is not None else self._save(state)
+            with self._section("checkpointing"):
+                while not handle.done:
+                    if self._preemption.wait_to_give_up(0.02):
+                        self._log(logging.WARNING, "the save of iteration %d is abandoned", iteration)
+                        return
+                handle.wait()
+        except (CheckpointError, DeadlineExceeded, PeerLost) as error:  # a peer may have given it up
+            self._log(logging.ERROR, "the save of iteration %d failed: %s", iteration, error)
 
     def _leave_refused(self) -> NoReturn:
-        """Leave, with all ranks, since nothing can be saved; a restart would only take up the other run's state."""
+        """Leave, with all ranks, since nothing can be saved; a restart would only resume from the other run's state."""
         refusal = self._saves.refusal if self._saves is not None else None
         level = logging.ERROR if self._place.local_rank == 0 else logging.DEBUG
         log.log(
@@ -405,21 +823,28 @@ class Session:
         self._monitor.end_section("step")
         if must_save and self._saves is not None:
             try:
-                self._saves.save_suspect(self._state, self._attempts, self._has.iteration)
-                iteration = self._has.iteration
-                self._log(logging.ERROR, "iteration %d is saved for diagnosis; exit code %d", iteration, code)
+                handle = self._save(self._state, suspect=True)
+                with self._section("checkpointing"):
+                    handle.wait()
+                self._log(logging.ERROR, "iteration %d is saved for diagnosis; exit code %d", self._iteration, code)
             except OutlastError as error:
                 log.error("the state could not be saved for diagnosis: %s", error)
         self._exit(code)
 
     def _log(self, level: int, text: str, *values: object) -> None:
-        """Log what all ranks have to say alike: rank 0 does."""
+        """Log what holds for all ranks alike: rank 0 does."""
         log.log(level if self._place.global_rank == 0 else logging.DEBUG, text, *values)
+
+    def _write_end(self, code: int) -> None:
+        self._journal.write(
+            EventKind.SESSION_ENDED, rank=self._place.global_rank, iteration=self._iteration, exit_code=int(code)
+        )
 
     def _exit(self, code: int, why: OutlastError | None = None) -> NoReturn:
         self._monitor.set_leaving(code)
         self._monitor.finish()
-        self._has.write_end(code)
-        # torchrun ends the others when the first rank has left: their exit codes must still be this one.
-        self._has.let_go(keep_notices=True)
+        self._write_end(code)
+        self._phase = _Phase.OVER
+        self._preemption.outlive_session()
+        self._let_go()
         raise SystemExit(code) from why

@@ -19,16 +19,16 @@ from outlast.decoding import from_json
 from outlast.env import clean_name
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import Event, EventKind
-from outlast.launch.live import STATUS_KEY, LiveStatus, decode_live
+from outlast.journal import decode_events
+from outlast.launch.protocol import STATUS_KEY, LiveStatus, decode_live
 from outlast.policy.ladder import LadderState
-from outlast.policy.lease import Process as SystemProcess
+from outlast.policy.lease import Process
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
-from outlast.runtime.journal import decode_events
 from outlast.runtime.lease import FOLDER
 from outlast.runtime.processes import is_alive, machine_id
 from outlast.runtime.store_reader import read_key
 
-__all__ = ["Evidence", "Process", "ask_coordinator", "gather", "processes_in"]
+__all__ = ["Evidence", "JobProcess", "ask_coordinator", "gather", "processes_in"]
 
 MAX_FILES = 20_000
 """Newest files of the journal that are looked at."""
@@ -45,15 +45,13 @@ ASK_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class JobProcess:
     """A process of the job that the journal names."""
 
     node: str
     rank: int | None
     """``None``: the node's agent."""
-    pid: int
-    started: int
-    machine: str
+    process: Process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,7 @@ class Evidence:
     earlier: Sequence[Event] = ()
     """What earlier jobs saved."""
     ladder: LadderState | None = None
-    living: Mapping[Process, bool | None] = field(default_factory=dict)
+    living: Mapping[JobProcess, bool | None] = field(default_factory=dict)
     """Whether a process runs; ``None``: that cannot be told from here."""
     live: LiveStatus | None = None
     renewed_ns: int = 0
@@ -99,10 +97,7 @@ def gather(run_dir: Path, *, live: LiveStatus | None = None) -> Evidence:
         raise ConfigError(
             f"the journal in {run_dir} holds no event{why}; the job has not begun yet, or its files are damaged"
         )
-    living = {
-        one: is_alive(SystemProcess(host=one.node, machine=one.machine, pid=one.pid, started=one.started))
-        for one in processes_in(events)
-    }
+    living = {one: is_alive(one.process) for one in processes_in(events)}
     unreachable = None
     if live is not None and live.job != job:
         live = None
@@ -139,10 +134,10 @@ def ask_coordinator(endpoint: Endpoint) -> LiveStatus:
     return decode_live(data)
 
 
-def processes_in(events: Iterable[Event]) -> list[Process]:
+def processes_in(events: Iterable[Event]) -> list[JobProcess]:
     """Return the processes that a job's life hangs on: its agents or, where there are none, its ranks."""
-    agents: dict[str, Process] = {}
-    ranks: dict[int, Process] = {}
+    agents: dict[str, JobProcess] = {}
+    ranks: dict[int, JobProcess] = {}
     for event in events:
         data = event.data
         if event.kind not in (EventKind.JOB_STARTED, EventKind.SESSION_STARTED):
@@ -151,7 +146,8 @@ def processes_in(events: Iterable[Event]) -> list[Process]:
         if not isinstance(pid, int) or not isinstance(started, int) or not isinstance(machine, str):
             pid, started, machine = 0, 0, ""  # written by an earlier version
         rank = event.rank if event.kind == EventKind.SESSION_STARTED else None
-        process = Process(node=event.node, rank=rank, pid=pid, started=started, machine=machine)
+        found = Process(host=event.node, machine=machine, pid=pid, started=started)
+        process = JobProcess(node=event.node, rank=rank, process=found)
         if rank is None:
             agents[event.node] = process
         else:
@@ -163,7 +159,7 @@ def processes_in(events: Iterable[Event]) -> list[Process]:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _JournalFile:
     path: str
     name: str
     size: int
@@ -174,13 +170,13 @@ class _File:
         return self.name.endswith(("-agent.jsonl", "-coordinator.jsonl"))
 
 
-def _list_journal(run_dir: Path) -> list[_File]:
+def _list_journal(run_dir: Path) -> list[_JournalFile]:
     """Return the journal's files, newest first."""
     folder = run_dir / "journal"
     try:
         with os.scandir(folder) as entries:
             files = [
-                _File(entry.path, entry.name, stat.st_size, stat.st_mtime_ns)
+                _JournalFile(entry.path, entry.name, stat.st_size, stat.st_mtime_ns)
                 for entry in entries
                 if entry.name.endswith(".jsonl") and (stat := _stat(entry)) is not None
             ]
@@ -221,7 +217,7 @@ def _no_run_directory(run_dir: Path) -> str:
 
 
 def _read(
-    run_dir: Path, files: list[_File], pool: ThreadPoolExecutor, problems: list[str]
+    run_dir: Path, files: list[_JournalFile], pool: ThreadPoolExecutor, problems: list[str]
 ) -> tuple[str, list[Event], list[Event], LadderState | None]:
     """Return the newest job's name, its events, what earlier jobs saved, and the ladder's state."""
     heads = [file for file in files if file.is_main]
@@ -256,7 +252,7 @@ def _read(
     return job, events, earlier, _read_ladder(run_dir, problems)
 
 
-def _read_head(file: _File) -> tuple[list[Event], str | None]:
+def _read_head(file: _JournalFile) -> tuple[list[Event], str | None]:
     try:
         with open(file.path, "rb") as opened:
             data = opened.read(HEAD_BYTES)
@@ -265,7 +261,7 @@ def _read_head(file: _File) -> tuple[list[Event], str | None]:
     return decode_events(_whole_lines(data, from_begin=True))[0], None
 
 
-def _read_end(file: _File, rank_bytes: int) -> tuple[list[Event], int, str | None]:
+def _read_end(file: _JournalFile, rank_bytes: int) -> tuple[list[Event], int, str | None]:
     """Return the last events of a file, of an agent's the first ones too; the number of bad lines; and a problem."""
     most = MAIN_BYTES if file.is_main else rank_bytes
     try:
@@ -315,7 +311,7 @@ def _read_ladder(run_dir: Path, problems: list[str]) -> LadderState | None:
 # -- the coordinator -------------------------------------------------------------------------------------------
 
 
-def _is_worth_asking(events: Sequence[Event], living: Mapping[Process, bool | None]) -> bool:
+def _is_worth_asking(events: Sequence[Event], living: Mapping[JobProcess, bool | None]) -> bool:
     """Return whether the coordinator may know what the journal and this machine's processes do not."""
     ended: dict[str, bool] = {}
     runs = False

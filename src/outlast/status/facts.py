@@ -11,10 +11,10 @@ import msgspec
 from outlast.clock import as_iso
 from outlast.env import clean_name
 from outlast.incidents import Event, EventKind, IncidentKind
-from outlast.launch.live import LiveBudgets, LiveStatus
+from outlast.launch.protocol import LiveBudgets, LiveStatus
 from outlast.policy.ladder import LadderState, begin_job, begin_run
+from outlast.status.events import JobEvents, list_troubles
 from outlast.status.evidence import Evidence
-from outlast.status.job_events import JobEvents
 from outlast.status.report import (
     SCHEMA,
     BudgetReport,
@@ -26,7 +26,7 @@ from outlast.status.report import (
     StatusReport,
     WaitingReport,
 )
-from outlast.status.troubles import list_troubles
+from outlast.wording import count, duration
 
 __all__ = ["judge"]
 
@@ -389,7 +389,7 @@ def _summary(report: StatusReport, unreachable: str | None) -> str:
                 return "over"
             return f"over with exit code {report.exit_code}" + (f": {report.reason}" if report.reason else "")
         case RunState.NO_PROCESS:
-            return f"no live process: last seen {_ago(report.last_seen_s)}; start it again to go on"
+            return f"no live process: last seen {_ago(report.last_seen_s)}; start it again to resume"
         case RunState.UNKNOWN:
             hosts = sorted({node.host or node.name for node in report.nodes if node.state == NodeState.UNKNOWN})
             where = f"on {', '.join(hosts[:3])}{', ...' if len(hosts) > 3 else ''}"
@@ -400,10 +400,10 @@ def _summary(report: StatusReport, unreachable: str | None) -> str:
             )
         case RunState.WAITING if report.waiting is not None:
             waiting = report.waiting
-            nodes = "1 node" if waiting.num_needed == 1 else f"{waiting.num_needed} nodes"
             have = ", ".join(waiting.have[:8]) + (", ..." if len(waiting.have) > 8 else "")
             ends = "" if waiting.gives_up_in_s is None else f"; gives up in {waiting.gives_up_in_s:.0f} s"
-            return f"waiting for {waiting.num_missing} of {nodes} (have: {have or 'none'}){ends}"
+            needed = count(waiting.num_needed, "node")
+            return f"waiting for {waiting.num_missing} of {needed} (have: {have or 'none'}){ends}"
         case RunState.RUNNING:
             where = "" if report.cycle is None else f"cycle {report.cycle}"
             told = "" if report.iteration is None else f"iteration {report.iteration}"
@@ -414,13 +414,7 @@ def _summary(report: StatusReport, unreachable: str | None) -> str:
 
 
 def _ago(age_s: float | None) -> str:
-    if age_s is None:
-        return "at an unknown time"
-    if age_s < 90:
-        return f"{age_s:.0f} s ago"
-    if age_s < 90 * 60:
-        return f"{age_s / 60:.0f} min ago"
-    return f"{age_s / 3600:.0f} h ago" if age_s < 48 * 3600 else f"{age_s / 86400:.0f} days ago"
+    return "at an unknown time" if age_s is None else f"{duration(age_s)} ago"
 
 
 def _wall(event: Event) -> int:

@@ -1,15 +1,15 @@
-"""The search for slow ranks: what is timed, when ranks tell each other, and what comes of it.
+"""The search for slow ranks: what is timed, when ranks exchange it, and what follows.
 
 A window begins after a report and ends with the next one. When that is must be the same step on all ranks. A session
-agrees on it with the step's other decisions (:meth:`StragglerDetector.wishes_report`); without one, each report tells
-how fast the ranks go, from which all of them work out the step of the next (:meth:`StragglerDetector.is_due`): nothing
-is sent between two reports.
+agrees on it with the step's other decisions (:meth:`StragglerDetector.wishes_report`); without one, each report
+contains how fast the ranks go, from which all of them compute the step of the next (:meth:`StragglerDetector.is_due`):
+nothing is sent between two reports.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter_ns
@@ -19,36 +19,32 @@ import msgspec
 import torch.distributed as dist
 
 from outlast import clock
-from outlast.config.straggler_detection import StragglerDetectionConfig
+from outlast.config.training import StragglerDetectionConfig
 from outlast.decoding import from_msgpack
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError, PeerLost
 from outlast.policy.machines import MachineVerdict, SlownessCause, choose_others
 from outlast.policy.slowness import MIN_SAMPLES
 from outlast.policy.stragglers import Findings, Streaks, judge
-from outlast.policy.timings import RankTimings, lower_median
+from outlast.policy.timings import RankTimings, Timing, lower_median
 from outlast.runtime.device import device_word, timing_event, training_device
-from outlast.runtime.gathering import gather_bytes
-from outlast.runtime.group import Group
 from outlast.runtime.journal import Journal
-from outlast.straggler.device_times import DeviceTimes
-from outlast.straggler.history import OwnBest
-from outlast.straggler.kernels import NUM_STEPS as NUM_KERNEL_STEPS
-from outlast.straggler.kernels import KernelTimes
+from outlast.runtime.process_groups import Group, gather_bytes
+from outlast.straggler.device_times import MAX_SAMPLES, NUM_KERNEL_STEPS, DeviceTimes, KernelTimes
 from outlast.straggler.machine_check import gather_machine_verdict
-from outlast.straggler.publisher import Metrics, Publisher
-from outlast.straggler.recorder import MAX_SAMPLES, STEP, Recorder
-from outlast.straggler.report import Report
-from outlast.straggler.sections import LeftOut, Section, Waiting, Wrappings
+from outlast.straggler.recorder import STEP, SectionRecorder, StepSection, Wrappings
+from outlast.straggler.report import Metrics, Report, publish
 
 __all__ = ["StragglerDetector"]
 
 FIRST_REPORT_STEPS = 16
-"""Timed steps after which the first report comes that paces itself: it tells how fast the ranks go."""
+"""Timed steps after which the first report comes that paces itself: it shows how fast the ranks go."""
 MAX_GROWTH = 8
 """Times as many steps as the window before that one may have: the first steps need not be like the later ones."""
 KERNELS_FROM = 3
 """Step of a window from which kernels are timed."""
+NUM_FASTEST = 3
+"""Windows whose middle one is the best: a single one that was timed wrongly, or had less work, does not count."""
 MAX_CHECKED = 2
 """Ranks whose machines are checked in one report, the worst ones."""
 
@@ -82,15 +78,15 @@ class StragglerDetector:
         self.config = config or StragglerDetectionConfig()
         self._place = place or read_worker()
         self._role, self._timeout_s = role, timeout_s
-        self._publisher = Publisher(self.config, self._place, journal, log_metrics)
+        self._journal, self._log_metrics = journal, log_metrics
         self._device = training_device(self._place.local_rank)
-        self._recorder = Recorder(None if self._device.type == "cpu" else DeviceTimes(timing_event))
+        self._recorder = SectionRecorder(None if self._device.type == "cpu" else DeviceTimes(timing_event))
         self._step = self._recorder.index(STEP, on_device=False)
         self._kernels = KernelTimes() if self.config.profile_kernels else None
         self._wrappings = Wrappings(self._recorder)
-        self._sections: dict[str, Section] = {}
-        self._waiting, self._left_out = Waiting(self._recorder), LeftOut(self._recorder)
-        self._best = OwnBest()
+        self._sections: dict[str, StepSection] = {}
+        self._waiting, self._left_out = self._recorder.waiting(), self._recorder.left_out()
+        self._best = _OwnBest()
         self._streaks = Streaks()
         self._causes: dict[int, SlownessCause] = {}
         self._group: Group | None = None
@@ -100,7 +96,7 @@ class StragglerDetector:
         self._due_at = num_warmup_steps + FIRST_REPORT_STEPS * self._interval
         self._begin_window()
 
-    def section(self, name: str, *, on_device: bool = True) -> Section:
+    def section(self, name: str, *, on_device: bool = True) -> StepSection:
         """Return a context manager, also usable as a decorator, that times what is within it as part of a step.
 
         Args:
@@ -111,14 +107,14 @@ class StragglerDetector:
         if name == STEP:
             raise OutlastError(f"the section {STEP!r} is the whole step's; choose another name")
         if name not in self._sections:
-            self._sections[name] = Section(self._recorder, self._recorder.index(name, on_device=on_device))
+            self._sections[name] = self._recorder.section(name, on_device=on_device)
         return self._sections[name]
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> StepSection:
         """Return a context manager, also usable as a decorator, around waiting for other ranks: nobody's own time."""
         return self._waiting
 
-    def leave_out(self) -> LeftOut:
+    def leave_out(self) -> StepSection:
         """Return a context manager, also usable as a decorator, around what belongs to no step, such as a save."""
         return self._left_out
 
@@ -172,15 +168,12 @@ class StragglerDetector:
         recorder.leave(self._step)
         recorder.active = False
         recorder.poll()
-        if (
-            self._kernels is not None
-            and self._kernels.is_running
-            and not self._profiles_kernels(self._num_in_window + 1)
-        ):
-            self._kernels.stop()
+        kernels = self._kernels
+        if kernels is not None and kernels.is_running and not self._profiles_kernels(self._num_in_window + 1):
+            kernels.stop()
 
     def note_wait(self, wait_s: float) -> None:
-        """Take in how long this rank waited for the others at the end of the step that was just timed."""
+        """Record how long this rank waited for the others at the end of the step that was just timed."""
         self._waits_s.append(wait_s)
 
     @contextmanager
@@ -251,14 +244,14 @@ class StragglerDetector:
         )
         report = replace(report, processing_s=(clock.now_ns() - begin_ns) / 1e9)
         if self._place.global_rank == 0:
-            self._publisher.publish(report)
+            publish(report, self.config, self._place, self._journal, self._log_metrics)
         self._begin_window()
         return report
 
     def close(self) -> None:
-        """Take away what was put around callables, modules and optimizers, and give the group back. Idempotent.
+        """Remove what was put around callables, modules and optimizers, and close the group. Idempotent.
 
-        Blocks: never, however the peers fare.
+        Blocks: never; peers that wait in the group fail.
         """
         self._wrappings.undo()
         if self._kernels is not None:
@@ -304,8 +297,8 @@ class StragglerDetector:
         group = self._open_group()
         if group is None:
             return (mine,)
-        told = gather_bytes(group, msgspec.msgpack.encode(mine))
-        return tuple(from_msgpack(data, RankTimings) for data in told)
+        gathered = gather_bytes(group, msgspec.msgpack.encode(mine))
+        return tuple(from_msgpack(data, RankTimings) for data in gathered)
 
     def _open_group(self) -> dist.ProcessGroup | None:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -336,9 +329,29 @@ class StragglerDetector:
         return tuple(rank for rank in findings.below_threshold if rank not in alike or rank in proven)
 
     def _pace(self, ranks: tuple[RankTimings, ...]) -> None:
-        """Work out the step of the next report, the same on all ranks."""
+        """Set the step of the next report, the same on all ranks."""
         slowest_s = max(owner.pace_s for owner in ranks)
         fewest = MIN_SAMPLES * self._interval + (NUM_KERNEL_STEPS + KERNELS_FROM if self._kernels is not None else 0)
         most = max(fewest, MAX_GROWTH * max(1, self._num_in_window))
         wanted = round(self.config.report_time_interval / slowest_s) if slowest_s > 0 else most
         self._due_at = self._num_steps + min(most, max(fewest, wanted))
+
+
+class _OwnBest:
+    """The medians of the fastest windows so far, by name."""
+
+    def __init__(self) -> None:
+        self._fastest_s: dict[str, list[float]] = {}
+
+    def best_s(self) -> dict[str, float]:
+        """Return the best by name; of what has fewer than :data:`NUM_FASTEST` windows there is none."""
+        return {name: lower_median(fastest) for name, fastest in self._fastest_s.items() if len(fastest) == NUM_FASTEST}
+
+    def note(self, timings: Iterable[Timing]) -> None:
+        """Add a window's timings; what was timed too seldom does not count."""
+        for timing in timings:
+            if timing.is_usable and timing.count >= MIN_SAMPLES:
+                fastest = self._fastest_s.setdefault(timing.name, [])
+                fastest.append(timing.median_s)
+                fastest.sort()
+                del fastest[NUM_FASTEST:]

@@ -6,7 +6,7 @@ the nodes' network, not the one between GPUs. Each is done several times and its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import msgspec
@@ -18,7 +18,7 @@ from outlast.decoding import from_msgpack
 from outlast.policy.machines import MachineTimes, MachineVerdict, judge_machine
 from outlast.policy.timings import lower_median
 from outlast.runtime.device import time_on_device
-from outlast.runtime.gathering import gather_bytes
+from outlast.runtime.process_groups import gather_bytes
 
 __all__ = ["gather_machine_verdict", "time_copy", "time_product"]
 
@@ -33,7 +33,7 @@ MESSAGE_BYTES = 1 << 20
 def gather_machine_verdict(
     group: dist.ProcessGroup, suspect: int, others: Sequence[int], *, node: str, device: torch.device
 ) -> MachineVerdict:
-    """Return what the benchmark says, the same on all ranks.
+    """Return the verdict of the benchmark, the same on all ranks.
 
     Args:
         group: A gloo group of all ranks, whose numbers are the global ones.
@@ -61,10 +61,9 @@ def gather_machine_verdict(
         mine = msgspec.msgpack.encode(
             MachineTimes(rank=rank, product_s=product_s, copy_s=copy_s, exchange_s=exchange_s)
         )
-    told = {
-        times.rank: times for data in gather_bytes(group, mine) if data for times in [from_msgpack(data, MachineTimes)]
-    }
-    return judge_machine(told[suspect], [told[other] for other in others], node=node)
+    measured = [from_msgpack(data, MachineTimes) for data in gather_bytes(group, mine) if data]
+    by_rank = {times.rank: times for times in measured}
+    return judge_machine(by_rank[suspect], [by_rank[other] for other in others], node=node)
 
 
 def time_product(device: torch.device) -> float:
@@ -83,8 +82,7 @@ def time_copy(device: torch.device) -> float:
     return _median_s(lambda: target.copy_(source), device)
 
 
-def _median_s(work: object, device: torch.device) -> float:
-    assert callable(work)
+def _median_s(work: Callable[[], object], device: torch.device) -> float:
     with torch.no_grad():
         return lower_median([time_on_device(work, device) for _ in range(NUM_TIMES)][1:])
 

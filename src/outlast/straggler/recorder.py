@@ -7,29 +7,36 @@ both have happened, so that nothing ever waits for the device (:mod:`outlast.str
 What is open is a stack of small lists: section, when it began (0: it is not timed), time that is not its own, and the
 device's span. Rejected: one object a span with methods (twice as slow), and reading the thread's processor time to tell
 waiting from work (a system call of 1 us, measured, and a busy neighbour looks like waiting).
+
+Sections are marked by context managers and decorators, and by hooks of modules and optimizers.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from time import perf_counter_ns
-from typing import Any
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
+from outlast.errors import OutlastError
 from outlast.policy.timings import Timing, summarise
-from outlast.straggler.device_times import DeviceTimes, Span
+from outlast.straggler.device_times import MAX_SAMPLES, DeviceSpan, DeviceTimes
 
-__all__ = ["STEP", "Recorder"]
+__all__ = ["STEP", "SectionRecorder", "StepSection", "Wrappings"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 STEP = "step"
 """Name of a whole step's section."""
-MAX_SAMPLES = 4096
-"""Newest times of a section that its median is taken from."""
-_WAITING = -1
-_LEFT_OUT = -2
+_WAITING, _LEFT_OUT = -1, -2
+"""Numbers of the sections whose time is no section's."""
 
 
-class Recorder:
+class SectionRecorder:
     """Collect times by section.
 
     Args:
@@ -67,8 +74,12 @@ class Recorder:
             self._has_ended.append(False)
         return self._indices[name]
 
+    def section(self, name: str, *, on_device: bool = True) -> StepSection:
+        """Return the section of a name; arguments as for :meth:`index`."""
+        return StepSection(self.enter, self.leave, self.index(name, on_device=on_device))
+
     def enter(self, index: int) -> None:
-        """Begin a section, or waiting (:data:`_WAITING`); one within itself is part of the one around it."""
+        """Begin a section; one within itself is part of the one around it."""
         if threading.get_ident() != self._thread:
             return
         times = self.active and not self._left_out
@@ -110,25 +121,24 @@ class Recorder:
                 self._has_ended[index] = True
                 self._ended.append(index)
 
-    def begin_waiting(self) -> None:
-        """Let what follows be nobody's own time."""
-        self.enter(_WAITING)
+    def waiting(self) -> StepSection:
+        """Return a section around waiting for other ranks: the time within is no section's."""
+        return StepSection(self.enter, self.leave, _WAITING)
 
-    def end_waiting(self) -> None:
-        """End what :meth:`begin_waiting` began."""
-        self.leave(_WAITING)
+    def left_out(self) -> StepSection:
+        """Return a section around what belongs to no step, such as a save or an evaluation: nothing in it is timed."""
 
-    def begin_left_out(self) -> None:
-        """Let what follows be nobody's own time, and time no section in it."""
-        if threading.get_ident() == self._thread:
-            self.enter(_LEFT_OUT)
-            self._left_out += 1
+        def enter(index: int) -> None:
+            if threading.get_ident() == self._thread:
+                self.enter(index)
+                self._left_out += 1
 
-    def end_left_out(self) -> None:
-        """End what :meth:`begin_left_out` began."""
-        if threading.get_ident() == self._thread and self._left_out:
-            self._left_out -= 1
-            self.leave(_LEFT_OUT)
+        def leave(index: int, *, failed: bool) -> None:
+            if threading.get_ident() == self._thread and self._left_out:
+                self._left_out -= 1
+                self.leave(index)
+
+        return StepSection(enter, leave, _LEFT_OUT)
 
     def drop_open(self) -> None:
         """Forget what is open, as after an exception."""
@@ -136,7 +146,7 @@ class Recorder:
         self._left_out = 0
 
     def poll(self) -> None:
-        """Take in what the device has finished; asks once, and waits for nothing."""
+        """Read what the device has finished; waits for nothing."""
         if self._device is not None:
             self._device.poll()
 
@@ -163,10 +173,117 @@ class Recorder:
         self._has_ended = [False] * len(names)
         return tuple(timings)
 
-    def _span(self) -> Span | None:
+    def _span(self) -> DeviceSpan | None:
         """Return the innermost open span on the device."""
         for entry in reversed(self._stack):
             if entry[3] is not None:
-                span: Span = entry[3]
+                span: DeviceSpan = entry[3]
                 return span
         return None
+
+
+class StepSection:
+    """A stretch of a step: a context manager, and a decorator; within itself it is part of the one around it.
+
+    What is within is timed, or is waiting, or is left out. One object serves every use of it.
+    """
+
+    __slots__ = ("_enter", "_leave", "index")
+
+    def __init__(self, enter: Callable[[int], None], leave: Callable[..., None], index: int) -> None:
+        self._enter, self._leave = enter, leave
+        self.index = index
+        """Its number in the recorder."""
+
+    def __enter__(self) -> None:
+        self._enter(self.index)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        self._leave(self.index, failed=kind is not None)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return the function with every call of it in this section.
+
+        Raises:
+            TypeError: The function returns before its work is done (a coroutine or generator function).
+        """
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(f"{function.__qualname__} returns before its work is done: use 'with' in it")
+
+        @functools.wraps(function)
+        def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return marked
+
+
+class Wrappings:
+    """What was put around the script's callables, modules and optimizers, and is removed again.
+
+    Args:
+        recorder: What times the sections.
+    """
+
+    def __init__(self, recorder: SectionRecorder) -> None:
+        self._recorder = recorder
+        self._undo: list[Callable[[], None]] = []
+
+    def wrap(self, owner: Any, attribute: str, section: StepSection) -> None:
+        """Replace a callable attribute of an object, a class or a module by one that is timed.
+
+        Raises:
+            OutlastError: There is no such callable.
+        """
+        function = getattr(owner, attribute, None)
+        if not callable(function):
+            raise OutlastError(f"{owner!r} has no callable {attribute!r} to time")
+        is_own = attribute in vars(owner) if hasattr(owner, "__dict__") else False
+        previous = vars(owner)[attribute] if is_own else None
+        if isinstance(previous, staticmethod | classmethod):
+            raise OutlastError(f"{attribute!r} of {owner!r} is a static or class method; time its body instead")
+        setattr(owner, attribute, section(function))
+
+        def undo() -> None:
+            if is_own:
+                setattr(owner, attribute, previous)
+            else:
+                delattr(owner, attribute)
+
+        self._undo.append(undo)
+
+    def watch(self, state: Any, section: Callable[[str], StepSection]) -> None:
+        """Time the forward of modules and the step of optimizers, by hooks.
+
+        Args:
+            state: A module, an optimizer, or a mapping of them; everything else in it is ignored. Of a module in
+                ``DistributedDataParallel`` the module within is timed, which waits for nobody.
+            section: Makes a section of a name.
+        """
+        import torch
+
+        for value in state.values() if isinstance(state, Mapping) else (state,):
+            if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+                value = value.module
+            if isinstance(value, torch.nn.Module):
+                index = section("forward").index
+                self._hook(value.register_forward_pre_hook, value.register_forward_hook, index)
+            elif isinstance(value, torch.optim.Optimizer):
+                index = section("optimizer").index
+                self._hook(value.register_step_pre_hook, value.register_step_post_hook, index)
+
+    def undo(self) -> None:
+        """Remove everything, newest first. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _hook(self, register_before: Callable[..., Any], register_after: Callable[..., Any], index: int) -> None:
+        enter, leave = self._recorder.enter, self._recorder.leave
+
+        def before(*_: Any) -> None:
+            enter(index)
+
+        def after(*_: Any) -> None:
+            leave(index)
+
+        self._undo += [register_before(before).remove, register_after(after).remove]

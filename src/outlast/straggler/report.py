@@ -1,17 +1,28 @@
-"""What a window's report says, in the layout that people know from NVIDIA's resiliency extension."""
+"""What a window's report contains, in the layout of NVIDIA's resiliency extension, and where rank 0 publishes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from outlast.incidents import Incident, IncidentKind
+import msgspec
+
+from outlast.config.training import StragglerDetectionConfig
+from outlast.env import WorkerEnv
+from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.machines import MachineVerdict
 from outlast.policy.slowness import Basis
 from outlast.policy.stragglers import Findings
 from outlast.policy.timings import RankTimings, lower_median
+from outlast.runtime.journal import Journal
 
-__all__ = ["Report"]
+__all__ = ["Metrics", "Report", "publish"]
+
+NUM_WORST = 5
+"""Ranks whose score is in the journal."""
+Metrics = Callable[[Mapping[str, float], int], None]
+"""Takes metrics by name, and the iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,3 +166,58 @@ def _describe_arrivals(ranks: tuple[RankTimings, ...]) -> list[str]:
         f"Arrival at the step's end: rank {last} comes last, the longest wait of another one is "
         f"{skew_s * 1e3:.3g} ms of {step_s * 1e3:.3g} ms"
     ]
+
+
+def publish(
+    report: Report,
+    config: StragglerDetectionConfig,
+    place: WorkerEnv,
+    journal: Journal | None = None,
+    log_metrics: Metrics | None = None,
+) -> None:
+    """Write a report to the logger, the loggers of metrics, and the journal.
+
+    Args:
+        report: The report.
+        config: What is printed, and where.
+        place: This rank's place.
+        journal: The journal; ``None`` = none.
+        log_metrics: Gets metrics; ``None`` = nobody does.
+    """
+    log, findings = logging.getLogger(config.logger_name), report.findings
+    if config.num_gpu_perf_scores_to_print > 0:
+        log.info("\n%s", report.render(config.num_gpu_perf_scores_to_print))
+    elif findings.named:
+        log.info("\n%s", report.render())
+    for line in report.warnings():
+        log.warning("%s", line)
+    metrics = report.metrics()
+    if config.enable_logging and metrics:
+        log.info("scores: %s", ", ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+        if log_metrics is not None:
+            log_metrics(metrics, report.iteration)
+    if report.should_stop:
+        ranks = ", ".join(map(str, report.stop_for))
+        log.error("Detected stragglers. Training should be stopped: rank %s is below its threshold", ranks)
+    if journal is None:
+        return
+    worst = sorted(findings.relative, key=lambda rank: findings.relative[rank])[:NUM_WORST]
+    journal.write(
+        EventKind.STRAGGLER_REPORT,
+        rank=place.global_rank,
+        iteration=report.iteration,
+        named=list(findings.named_ranks),
+        metrics=dict(metrics),
+        worst={str(rank): findings.relative[rank] for rank in worst},
+        why_nobody=findings.why_nobody,
+        notes=list(findings.notes),
+        machines=[verdict.describe() for verdict in report.machines],
+        processing_s=report.processing_s,
+    )
+    for incident in report.incidents(job=place.job, cycle=place.cycle):
+        journal.write(
+            EventKind.INCIDENT,
+            rank=place.global_rank,
+            iteration=report.iteration,
+            incident=msgspec.to_builtins(incident),
+        )

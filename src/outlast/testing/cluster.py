@@ -24,7 +24,7 @@ from outlast import clock
 from outlast.env import DEVICE, environ
 from outlast.errors import DeadlineExceeded
 from outlast.incidents import Event, EventKind
-from outlast.runtime.journal import read_journal
+from outlast.journal import read
 from outlast.testing.reaping import TOKEN, describe_process, end_processes, free_port, processes_with
 
 __all__ = ["Agent", "Cluster"]
@@ -208,7 +208,7 @@ class Cluster:
 
     def events(self) -> list[Event]:
         """Return what the journal holds so far, by wall time."""
-        return list(read_journal(self.run_dir))
+        return list(read(self.run_dir))
 
     def worker_pid(self, global_rank: int) -> int:
         """Return the process id of a rank in the newest cycle that started it.

@@ -10,15 +10,15 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from outlast.checkpoint.claim import RUN
+from outlast.checkpoint.verification import StoredFile
 from outlast.errors import CheckpointError, Corrupt, Incomplete
 from outlast.policy.lease import DirectoryRun
 
@@ -31,8 +31,6 @@ __all__ = [
     "ListedPlace",
     "NodeHolding",
     "Problem",
-    "Reader",
-    "StoredFile",
     "check_hint",
     "describe_error",
     "list_leftovers",
@@ -55,8 +53,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """What lies in that chunk."""
 
     def __str__(self) -> str:
-        within = f" ({', '.join(self.tensors[:3])}{', ...' if len(self.tensors) > 3 else ''})" if self.tensors else ""
-        return f"{self.file}: {self.reason}{within}"
+        return f"{self.file}: {self.reason}"
 
 
 class NodeHolding(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,34 +132,6 @@ class ListedPlace(msgspec.Struct, frozen=True, kw_only=True):
     generations: tuple[Generation, ...] = ()
     """Newest first, those for diagnosis last."""
     leftovers: tuple[Leftover, ...] = ()
-
-
-class Reader(Protocol):
-    """An open file. Thread: one."""
-
-    def read(self, offset: int, num_bytes: int) -> bytes | memoryview:
-        """Return bytes from ``offset``, at least one unless the file ends there; valid until the next read.
-
-        Raises:
-            OSError: They cannot be read.
-        """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFile:
-    """A file of a generation, and what its bytes should be."""
-
-    name: str
-    """Relative to the place."""
-    num_bytes: int
-    chunks: tuple[str, ...]
-    tensors: Sequence[tuple[str, int, int]] = ()
-    """Name, offset and bytes of what lies in it."""
-    open: Callable[[], AbstractContextManager[Reader]]
-    piece_bytes: int
-    """What is best read at once."""
-    node: str | None = None
-    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,20 +1,24 @@
-"""What kind of directory a path or URL is, and what lies in it."""
+"""What kind of directory a path or URL is, what lies in it, and whether every byte of that is right."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from outlast.checkpoint.catalogue.entries import DirectoryListing
+import msgspec
+
+from outlast.checkpoint import verification
+from outlast.checkpoint.catalogue.entries import DirectoryListing, Generation, ListedGeneration, describe_error
 from outlast.checkpoint.catalogue.local import find_node_folders, look_into_folders
 from outlast.checkpoint.directory import SUSPECT
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.errors import ConfigError
 
-__all__ = ["look_into"]
+__all__ = ["Verified", "look_into", "verify"]
 
 _STEP = re.compile(r"step-\d+(?:\..+)?")
 _STORE_FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
@@ -47,6 +51,45 @@ def look_into(name: str) -> DirectoryListing:
     if _is_store(path):
         return _look_into_store(os.fspath(path))
     return look_into_folders(path, find_node_folders(path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What reading a generation showed."""
+
+    entry: Generation
+    """With what is wrong; its ``valid`` is judged by the bytes."""
+    num_bytes_read: int
+
+
+def verify(
+    found: ListedGeneration, *, num_threads: int, on_read: Callable[[int], None] = lambda num_bytes: None
+) -> Verified:
+    """Compare every byte of a generation with its digest.
+
+    Args:
+        found: As listed.
+        num_threads: Readers, each of which holds a piece of a file in memory (1 MiB; 8 MiB from an object store).
+        on_read: Called in the readers' threads with the bytes that were just read.
+
+    Blocks: while all of it is read. Ctrl-C ends it once each reader has read the piece that it is at.
+    """
+    sizes: list[int] = []
+
+    def count(piece: memoryview, _: int) -> None:
+        sizes.append(len(piece))
+        on_read(len(piece))
+
+    flaws = verification.verify(found.files, num_threads=num_threads, on_piece=count)
+    problems = [
+        msgspec.structs.replace(
+            describe_error(flaw.error, flaw.file.name, node=flaw.file.node, rank=flaw.file.rank),
+            chunk=flaw.chunk,
+            tensors=flaw.contents,
+        )
+        for flaw in flaws
+    ]
+    return Verified(entry=found.judge(problems) if problems else found.entry, num_bytes_read=sum(sizes))
 
 
 def _look_into_store(url: str) -> DirectoryListing:

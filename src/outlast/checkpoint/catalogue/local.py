@@ -24,19 +24,18 @@ from outlast.checkpoint.catalogue.entries import (
     ListedPlace,
     NodeHolding,
     Problem,
-    StoredFile,
     check_hint,
     describe_error,
     list_leftovers,
 )
-from outlast.checkpoint.catalogue.shard_file import PIECE_BYTES, check_shard_file, open_file
 from outlast.checkpoint.claim import RUN, owner_of
 from outlast.checkpoint.directory import SUSPECT, TRACKER, Directory
 from outlast.checkpoint.manifest import MANIFEST, Manifest
 from outlast.checkpoint.shard import shard_name
+from outlast.checkpoint.verification import PIECE_BYTES, StoredFile, check_shard, read_path, shard_file
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete, Untrusted
-from outlast.policy.partners import parity_groups
+from outlast.policy.checkpoint_plan import parity_groups
 
 __all__ = [
     "NodeCopy",
@@ -304,20 +303,11 @@ def _check(copy: NodeCopy, rank: int, manifest: Manifest) -> Problem | StoredFil
         stray = Untrusted(f"belongs to no rank: there were {manifest.world_size}")
         return describe_error(stray, name, node=copy.node, rank=rank)
     try:
-        check_shard_file(path, manifest, rank)
+        check_shard(path, manifest, rank, read_head=True)
     except CheckpointError as error:
         return describe_error(error, name, node=copy.node, rank=rank)
-    shard = manifest.shards[rank]
-    return StoredFile(
-        name=name,
-        num_bytes=shard.num_bytes,
-        chunks=shard.chunks,
-        tensors=[(tensor.name, tensor.offset, tensor.num_bytes) for tensor in shard.tensors],
-        open=partial(open_file, path),
-        piece_bytes=PIECE_BYTES,
-        node=copy.node,
-        rank=rank,
-    )
+    read = partial(read_path, path)
+    return shard_file(manifest.shards[rank], read, name=name, room_bytes=PIECE_BYTES, node=copy.node)
 
 
 def _list_rebuildable(manifest: Manifest, present: Collection[int], beside: Collection[int]) -> tuple[int, ...]:

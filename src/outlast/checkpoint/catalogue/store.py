@@ -1,4 +1,4 @@
-"""The generations of a global directory."""
+"""The generations of a global directory, on a file system or in an object store."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from outlast.checkpoint.catalogue.entries import (
     DirectoryListing,
     Generation,
+    Leftover,
     ListedGeneration,
     ListedLeftover,
     ListedPlace,
     Problem,
-    StoredFile,
     check_hint,
     describe_error,
+    list_leftovers,
 )
-from outlast.checkpoint.catalogue.store_files import Bucket, Disk, Files
 from outlast.checkpoint.claim import RUN, owner_of
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import METADATA, FileEntry, GlobalManifest, decode_global_manifest
-from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
+from outlast.checkpoint.dcp.store import open_store
 from outlast.checkpoint.directory import SUSPECT, TRACKER
 from outlast.checkpoint.manifest import MANIFEST
+from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, ConfigError, Incomplete, Untrusted
 
 __all__ = ["look_into_store"]
@@ -48,11 +50,10 @@ def look_into_store(url: str) -> DirectoryListing:
 
     Blocks: up to the store's time limit for one listing, and one manifest for every ``NUM_THREADS`` generations.
     """
-    files: Files = Bucket(open_store(url)) if is_remote(url) else Disk(local_path(url))
-    sizes = files.sizes()
-    if not sizes and is_remote(url):
+    directory = GlobalDirectory.open(url)
+    sizes = directory.sizes("")
+    if not sizes and directory.is_remote:
         raise ConfigError(f"there is nothing at {url}; name a directory that holds generations")
-    directory = GlobalDirectory(url)
     owner = owner_of(directory)
     run = None if owner is None else owner.run
     folders: dict[tuple[bool, int], dict[str, int]] = {}
@@ -62,21 +63,20 @@ def look_into_store(url: str) -> DirectoryListing:
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outlast-list") as pool:
         outcomes = list(
             pool.map(
-                lambda one: _examine(files, one[1], folders[one], suspect=not one[0], run=run),
+                lambda one: _examine(directory, one[1], folders[one], suspect=not one[0], run=run),
                 sorted(folders, reverse=True),
             )
         )
-    remains = [
-        *files.remains(""),
-        *files.remains(SUSPECT),
-        *(one for one in outcomes if isinstance(one, ListedLeftover)),
-    ]
+    remains = [one for one in outcomes if isinstance(one, ListedLeftover)]
+    if not directory.is_remote:  # in a store, what is unfinished has its final name already
+        path = Path(directory.url)
+        remains += [*list_leftovers(path, ""), *list_leftovers(path / SUSPECT, f"{SUSPECT}/")]
     found = tuple(one for one in outcomes if isinstance(one, ListedGeneration))
     place = ListedPlace(
         path=url,
         tier="global",
         run=run,
-        latest=_read_latest(files) if TRACKER in sizes else None,
+        latest=_read_latest(directory) if TRACKER in sizes else None,
         problems=check_hint(directory.hint(), owner, is_there=RUN in sizes),
         generations=tuple(one.entry for one in found),
         leftovers=tuple(one.entry for one in remains),
@@ -85,11 +85,10 @@ def look_into_store(url: str) -> DirectoryListing:
 
 
 def _examine(
-    files: Files, iteration: int, sizes: Mapping[str, int], *, suspect: bool, run: str | None
+    directory: GlobalDirectory, iteration: int, sizes: Mapping[str, int], *, suspect: bool, run: str | None
 ) -> ListedGeneration | ListedLeftover:
     """Judge a generation by its manifest and its files' lengths."""
-    above = SUSPECT if suspect else ""
-    folder = f"{above}/step-{iteration}" if above else f"step-{iteration}"
+    folder = f"{SUSPECT}/step-{iteration}" if suspect else f"step-{iteration}"
     entry = Generation(
         iteration=iteration,
         tier="global",
@@ -101,11 +100,10 @@ def _examine(
     data = None
     try:
         if MANIFEST not in sizes:
-            unfinished = files.unfinished(folder, iteration, [f"{folder}/{name}" for name in sizes], entry.num_bytes)
-            if unfinished is not None:
-                return unfinished
+            if directory.is_remote:
+                return _unfinished(directory.url, folder, iteration, sizes)
             raise Incomplete("there is no manifest")
-        data = files.read(f"{folder}/{MANIFEST}")
+        data = directory.read(f"{folder}/{MANIFEST}")
         manifest = decode_global_manifest(data)
         if manifest.iteration != iteration:
             raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
@@ -113,9 +111,8 @@ def _examine(
             raise Untrusted(f"belongs to run {manifest.run}, its directory to run {run}")
     except (OSError, CheckpointError) as error:
         bad = msgspec.structs.replace(entry, problems=(describe_error(error, f"{folder}/{MANIFEST}"),))
-        return ListedGeneration(
-            entry=bad, files=(), judge=lambda problems: bad, remove=partial(_remove, files, above, iteration, data)
-        )
+        remove = partial(_remove, directory, folder, iteration, data)
+        return ListedGeneration(entry=bad, files=(), judge=lambda problems: bad, remove=remove)
     problems = list(_check_sizes(manifest, folder, sizes))
     torn = {problem.file for problem in problems}
     entry = msgspec.structs.replace(
@@ -130,23 +127,30 @@ def _examine(
         finite=manifest.finite,
         problems=tuple(problems),
     )
+    verified = VerifiedFiles(directory, manifest, folder)
+    files = [
+        verified.stored(file, index if index < len(manifest.files) else None)
+        for index, file in enumerate(_all_files(manifest))
+    ]
     return ListedGeneration(
         entry=entry,
-        files=tuple(
-            StoredFile(
-                name=f"{folder}/{file.name}",
-                num_bytes=file.num_bytes,
-                chunks=file.chunks,
-                tensors=manifest.contents(index) if index < len(manifest.files) else (),
-                open=partial(files.open, f"{folder}/{file.name}"),
-                piece_bytes=files.piece_bytes,
-            )
-            for index, file in enumerate(_all_files(manifest))
-            if f"{folder}/{file.name}" not in torn
-        ),
+        files=tuple(file for file in files if file.name not in torn),
         judge=partial(_judge, entry),
-        remove=partial(_remove, files, above, iteration, data),
+        remove=partial(_remove, directory, folder, iteration, data),
     )
+
+
+def _unfinished(url: str, folder: str, iteration: int, sizes: Mapping[str, int]) -> ListedLeftover:
+    """Return a generation's folder without a manifest in an object store: an attempt, under way or not."""
+    store = open_store(url)
+    entry = Leftover(
+        name=folder,
+        kind="attempt",
+        iteration=iteration,
+        num_bytes=sum(sizes.values()),
+        modified_ns=store.modified_ns(folder),
+    )
+    return ListedLeftover(entry=entry, remove=partial(store.remove, [f"{folder}/{name}" for name in sizes]))
 
 
 def _check_sizes(manifest: GlobalManifest, folder: str, sizes: Mapping[str, int]) -> Iterator[Problem]:
@@ -172,21 +176,22 @@ def _all_files(manifest: GlobalManifest) -> tuple[FileEntry, ...]:
     return manifest.files if manifest.metadata is None else (*manifest.files, manifest.metadata)
 
 
-def _remove(files: Files, above: str, iteration: int, listed: bytes | None) -> None:
+def _remove(directory: GlobalDirectory, folder: str, iteration: int, listed: bytes | None) -> None:
     """Delete a generation, unless its manifest is another than the listed one."""
-    folder = f"{above}/step-{iteration}" if above else f"step-{iteration}"
     try:
-        data = files.read(f"{folder}/{MANIFEST}")
+        data = directory.read(f"{folder}/{MANIFEST}")
     except FileNotFoundError:
         data = None
     if data is not None and data != listed:
         raise CheckpointError(f"{folder} has changed meanwhile and is left alone")
-    files.remove(above, iteration)
-
-
-def _read_latest(files: Files) -> int | None:
     try:
-        number = files.read(TRACKER).decode("utf-8", errors="replace").strip().removeprefix("step-")
+        (directory.suspects if folder.startswith(SUSPECT) else directory).remove(iteration)
+    except FileNotFoundError:
+        pass  # the run that it belongs to was quicker
+
+
+def _read_latest(directory: GlobalDirectory) -> int | None:
+    try:
+        return directory.latest()
     except OSError:
         return None
-    return int(number) if number.isdecimal() else None

@@ -7,52 +7,200 @@ in the generation's folder, and the manifest, put last, is the commit. Nothing h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from outlast.checkpoint.claim import RUN, decode_hint, encode_hint, owner_of
 from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, decode_global_manifest, encode_global_manifest
 from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
-from outlast.checkpoint.directory import SUSPECT, TRACKER, Directory, SaveAttempt
+from outlast.checkpoint.directory import SUSPECT, TRACKER, GenerationFolder, SaveAttempt
 from outlast.checkpoint.manifest import MANIFEST, run_of
-from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import fsync_folder
-from outlast.runtime.lease import FOLDER, FolderRecords, Records
+from outlast.runtime.lease import FOLDER, Records
 
-__all__ = ["FilePlace", "GlobalDirectory", "ObjectPlace", "StoreRecords", "parse_tracker"]
+__all__ = ["GlobalDirectory", "StoreRecords"]
+
+_GENERATION = re.compile(r"step-(\d+)")
+_RECORD = re.compile(r"(\d+)\.json")
+_FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
 
 
-class FilePlace:
-    """A folder of generations; an attempt is a folder beside them, and becomes one by its rename.
+class GlobalDirectory(ABC):
+    """A path, or any URL that fsspec knows, with generations in it. Thread: any.
 
-    Args:
-        url: A path, or ``file://`` and a path.
+    All methods raise CheckpointError where an object store, and OSError where a file system fails.
     """
 
-    def __init__(self, url: str) -> None:
-        self._directory = Directory(local_path(url))
-        self.url = os.fspath(self._directory.path)
+    is_remote: bool
+    """Whether it is reached through fsspec."""
 
+    @staticmethod
+    def open(url: str | os.PathLike[str]) -> GlobalDirectory:
+        """Return the directory at ``/path``, ``file:///path``, ``s3://bucket/run``, ``gs://bucket/run``, ..."""
+        text = os.fspath(url)
+        return ObjectDirectory(text) if is_remote(text) else FileDirectory(local_path(text))
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The place, as a path where it is one."""
+
+    @property
+    @abstractmethod
+    def owners(self) -> Records:
+        """The records of the place's owners."""
+
+    @property
+    def suspects(self) -> GlobalDirectory:
+        """Where saves for diagnosis go; none of them is ever the newest generation."""
+        return GlobalDirectory.open(f"{self.url}/{SUSPECT}")
+
+    # -- what is there -----------------------------------------------------------------------------------------
+
+    @abstractmethod
     def generations(self) -> list[int]:
-        return self._directory.generations()
+        """Return the iterations that have a folder of a committed name, newest first; whole or not."""
+
+    def manifest(self, iteration: int) -> GlobalManifest:
+        """Read a generation's manifest.
+
+        Raises:
+            CheckpointError: There is none, or it cannot be trusted.
+        """
+        try:
+            data = self.read(f"{self.folder(iteration)}/{MANIFEST}")
+        except FileNotFoundError:
+            raise Incomplete("there is no manifest") from None
+        return decode_global_manifest(data)
+
+    def run(self) -> str | None:
+        """Return the run that the place belongs to; ``None`` when it is new."""
+        owner = owner_of(self)
+        return None if owner is None else owner.run
+
+    @abstractmethod
+    def hint(self) -> str | None:
+        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""
+
+    @abstractmethod
+    def named_runs(self) -> Iterator[str]:
+        """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
+
+    def latest(self) -> int | None:
+        """Return what the tracker names, a hint for people; ``None``: nothing that can be read."""
+        try:
+            text = self.read(TRACKER).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+        prefix, _, number = text.strip().partition("-")
+        return int(number) if prefix == "step" and number.isdecimal() else None
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all that lies directly in the place."""
+
+    @abstractmethod
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return a folder's files, names relative to it, and their bytes."""
+
+    @abstractmethod
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Return a file, or its bytes from ``start`` up to ``end`` or the file's end.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+
+    @abstractmethod
+    def read_into(self, name: str, start: int, target: memoryview) -> int:
+        """Fill ``target`` with a file's bytes from ``start`` on; return how many there were.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+
+    @staticmethod
+    def folder(iteration: int) -> str:
+        """Return the name of a generation's folder."""
+        return f"step-{iteration}"
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
+        """Return the folder that an attempt's files go to."""
+
+    @abstractmethod
+    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
+        """Return the name of a rank's file of an attempt."""
+
+    @abstractmethod
+    def create_hint(self, run: str) -> bool:
+        """Name the run that the place belongs to, unless it is named; return whether this call did."""
+
+    @abstractmethod
+    def write_hint(self, run: str) -> None:
+        """Name the run that the place belongs to, whatever it was named before."""
+
+    @abstractmethod
+    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
+        """Make an attempt, all of whose files are there, the generation of its iteration.
+
+        A generation that has its place already is replaced in one step; on a file system it is set aside.
+
+        Args:
+            iteration: Number of optimizer steps done.
+            attempt: Whose files they are.
+            manifest: What it consists of.
+            metadata: What other readers of the format read.
+
+        Raises:
+            Incomplete: A file is not there, or is torn.
+        """
+
+    @abstractmethod
+    def point_to(self, iteration: int) -> None:
+        """Set the tracker."""
+
+    @abstractmethod
+    def discard(self, iteration: int, attempt: SaveAttempt) -> None:
+        """Delete what a failed attempt wrote: its room may be what the next one lacks."""
+
+    @abstractmethod
+    def remove(self, iteration: int) -> None:
+        """Delete a generation, so that no half of it is ever taken for one."""
+
+    @abstractmethod
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
+        """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.
+
+        Only what is provably not in use. Another job's leftovers stay.
+        """
+
+
+class FileDirectory(GenerationFolder, GlobalDirectory):
+    """A folder of generations; an attempt is a folder beside them, and becomes one by its rename."""
+
+    is_remote = False
 
     def names(self) -> list[str]:
         try:
-            return sorted(os.listdir(self.url))
+            return sorted(os.listdir(self.path))
         except FileNotFoundError:
             return []
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        with open(self._path(name), "rb") as file:
+        with open(self.path / name, "rb") as file:
             file.seek(start or 0)
             return file.read() if end is None else file.read(end - (start or 0))
 
     def read_into(self, name: str, start: int, target: memoryview) -> int:
-        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             done = 0
             while done < len(target) and (count := os.preadv(fd, [target[done:]], start + done)):
@@ -62,95 +210,53 @@ class FilePlace:
             os.close(fd)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        root = self._path(folder)
-        return {os.path.relpath(path, root): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}
-
-    def hint(self) -> str | None:
-        return self._directory.hint()
-
-    def named_runs(self) -> Iterator[str]:
-        return self._directory.named_runs()
-
-    def create_hint(self, run: str) -> bool:
-        return self._directory.create_hint(run)
-
-    def write_hint(self, run: str) -> None:
-        self._directory.write_hint(run)
-
-    def latest(self) -> int | None:
-        try:
-            return parse_tracker(self._path(TRACKER).read_bytes())
-        except FileNotFoundError:
-            return None
+        root, found = self.path / folder, dict[str, int]()
+        for above, folders, names in os.walk(root, onerror=_raise_unless_gone):
+            folders.sort()
+            for name in sorted(names):
+                path = Path(above, name)
+                with contextlib.suppress(FileNotFoundError):  # a run is at work there
+                    found[path.relative_to(root).as_posix()] = path.stat().st_size
+        return found
 
     def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
-        return self._directory.temporary(iteration, attempt).name
+        return self.temporary(iteration, attempt).name
 
     def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
         return f"__{rank}_{index}.distcp"
 
     def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
-        folder = self._directory.temporary(iteration, attempt)
-        check_files(manifest, self.sizes(folder.name))
+        folder = self.temporary(iteration, attempt)
+        _check_files(manifest, self.sizes(folder.name))
         for name, data in ((METADATA, metadata), (MANIFEST, encode_global_manifest(manifest))):
             with open(folder / name, "xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
         fsync_folder(folder)
-        self._directory.commit(iteration, attempt)
-
-    def point_to(self, iteration: int) -> None:
-        self._directory.point_to(iteration)
-
-    def discard(self, iteration: int, attempt: SaveAttempt) -> None:
-        self._directory.discard(iteration, attempt)
-
-    def remove(self, iteration: int) -> None:
-        self._directory.remove(iteration)
-
-    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
-        return self._directory.remove_stale(attempt) if self._directory.path.is_dir() else []
-
-    def _path(self, name: str) -> Path:
-        return self._directory.path / name
+        self.promote(iteration, attempt)
 
 
-def check_files(manifest: GlobalManifest, sizes: dict[str, int]) -> None:
-    """Check that all files of a generation are there and as long as they should be.
-
-    Raises:
-        Incomplete: One is not.
-    """
-    for file in manifest.files:
-        size = sizes.get(file.name)
-        if size is None:
-            raise Incomplete(f"{file.name} is missing; is it the same place for all ranks?")
-        if size != file.num_bytes:
-            raise Incomplete(f"{file.name} is {size} bytes long instead of {file.num_bytes}")
-
-
-def parse_tracker(data: bytes) -> int | None:
-    """Return the generation that a tracker names; ``None``: it cannot be read."""
-    prefix, _, number = data.decode(errors="replace").strip().partition("-")
-    return int(number) if prefix == "step" and number.isdecimal() else None
-
-
-_GENERATION = re.compile(r"step-(\d+)")
-_RECORD = re.compile(r"(\d+)\.json")
-_FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
-
-
-class ObjectPlace:
+class ObjectDirectory(GlobalDirectory):
     """Objects below a URL.
 
     Args:
         url: As fsspec takes it.
     """
 
+    is_remote = True
+
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self._store = open_store(self.url)
+        self._url = url.rstrip("/")
+        self._store = open_store(self._url)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def owners(self) -> Records:
+        return StoreRecords(self._url)
 
     def generations(self) -> list[int]:
         found = (_GENERATION.fullmatch(name) for name in self._store.names())
@@ -177,7 +283,7 @@ class ObjectPlace:
             return None
 
     def named_runs(self) -> Iterator[str]:
-        for place in (self, ObjectPlace(f"{self.url}/{SUSPECT}")):
+        for place in (self, ObjectDirectory(f"{self.url}/{SUSPECT}")):
             for iteration in place.generations():
                 try:
                     run = run_of(place.read(f"step-{iteration}/{MANIFEST}"), iteration)
@@ -192,12 +298,6 @@ class ObjectPlace:
     def write_hint(self, run: str) -> None:
         self._store.write(RUN, encode_hint(run))
 
-    def latest(self) -> int | None:
-        try:
-            return parse_tracker(self._store.read(TRACKER))
-        except FileNotFoundError:
-            return None
-
     def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
         return f"step-{iteration}"
 
@@ -206,7 +306,7 @@ class ObjectPlace:
 
     def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
         folder = f"step-{iteration}"
-        check_files(manifest, self._store.sizes(folder))
+        _check_files(manifest, self._store.sizes(folder))
         replaced = self._committed_files(folder)
         self._store.write(f"{folder}/{METADATA}", metadata)
         self._store.write(f"{folder}/{MANIFEST}", encode_global_manifest(manifest))
@@ -230,7 +330,7 @@ class ObjectPlace:
         removed = []
         for iteration in self.generations():
             folder = f"step-{iteration}"
-            stale = {name for name in self._store.sizes(folder) if _is_stale(name, attempt)}
+            stale = {name for name in self._store.sizes(folder) if attempt.makes_stale(_FILE.fullmatch(name))}
             committed = self._committed_files(folder) if stale else None
             if committed is None:
                 continue  # nobody knows what belongs to it
@@ -288,202 +388,20 @@ class StoreRecords:
         pass  # a folder is nothing but the names of its objects
 
 
-def _is_stale(name: str, attempt: SaveAttempt) -> bool:
-    """Whether a file is of an attempt of this job that is decided or whose processes are gone."""
-    match = _FILE.fullmatch(name)
-    if match is None or match["job"] != clean_name(attempt.job):
-        return False
-    if match["token"] == attempt.token:
-        return int(match["ordinal"]) < attempt.ordinal
-    return int(match["cycle"]) <= attempt.cycle
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
-class GlobalPlace(Protocol):
-    """What differs between a file system and an object store."""
+def _check_files(manifest: GlobalManifest, sizes: dict[str, int]) -> None:
+    """Check that all files of a generation are there and as long as they should be.
 
-    url: str
-
-    def generations(self) -> list[int]: ...
-
-    def names(self) -> list[str]: ...
-
-    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes: ...
-
-    def read_into(self, name: str, start: int, target: memoryview) -> int: ...
-
-    def sizes(self, folder: str) -> dict[str, int]: ...
-
-    def hint(self) -> str | None: ...
-
-    def named_runs(self) -> Iterator[str]: ...
-
-    def create_hint(self, run: str) -> bool: ...
-
-    def write_hint(self, run: str) -> None: ...
-
-    def latest(self) -> int | None: ...
-
-    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str: ...
-
-    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str: ...
-
-    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None: ...
-
-    def point_to(self, iteration: int) -> None: ...
-
-    def discard(self, iteration: int, attempt: SaveAttempt) -> None: ...
-
-    def remove(self, iteration: int) -> None: ...
-
-    def remove_stale(self, attempt: SaveAttempt) -> list[str]: ...
-
-
-class GlobalDirectory:
-    """A path, or any URL that fsspec knows, with generations in it. Thread: any.
-
-    Args:
-        url: ``/path``, ``file:///path``, ``s3://bucket/run``, ``gs://bucket/run``, ``memory://run``, ...
-
-    All methods raise CheckpointError where an object store, and OSError where a file system fails.
+    Raises:
+        Incomplete: One is not.
     """
-
-    def __init__(self, url: str | os.PathLike[str]) -> None:
-        text = os.fspath(url)
-        self._place: GlobalPlace = ObjectPlace(text) if is_remote(text) else FilePlace(text)
-
-    @property
-    def url(self) -> str:
-        """The place, as a path where it is one."""
-        return self._place.url
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether it is reached through fsspec."""
-        return is_remote(self.url)
-
-    @property
-    def owners(self) -> Records:
-        """The records of the place's owners."""
-        return StoreRecords(self.url) if self.is_remote else FolderRecords(self.url)
-
-    @property
-    def suspects(self) -> GlobalDirectory:
-        """Where saves for diagnosis go; none of them is ever the newest generation."""
-        return GlobalDirectory(f"{self.url}/{SUSPECT}")
-
-    # -- what is there -----------------------------------------------------------------------------------------
-
-    def generations(self) -> list[int]:
-        """Return the iterations that have a folder of a committed name, newest first; whole or not."""
-        return self._place.generations()
-
-    def manifest(self, iteration: int) -> GlobalManifest:
-        """Read a generation's manifest.
-
-        Raises:
-            CheckpointError: There is none, or it cannot be trusted.
-        """
-        try:
-            data = self._place.read(f"{self.folder(iteration)}/manifest.json")
-        except FileNotFoundError:
-            raise Incomplete("there is no manifest") from None
-        return decode_global_manifest(data)
-
-    def run(self) -> str | None:
-        """Return the run that the place belongs to; ``None`` when it is new."""
-        owner = owner_of(self)
-        return None if owner is None else owner.run
-
-    def hint(self) -> str | None:
-        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""
-        return self._place.hint()
-
-    def named_runs(self) -> Iterator[str]:
-        """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
-        return self._place.named_runs()
-
-    def latest(self) -> int | None:
-        """Return what the tracker names, a hint for people; ``None``: nothing that can be read."""
-        return self._place.latest()
-
-    def names(self) -> list[str]:
-        """Return the names of all that lies directly in the place."""
-        return self._place.names()
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return a folder's files, names relative to it, and their bytes."""
-        return self._place.sizes(folder)
-
-    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return a file, or its bytes from ``start`` up to ``end`` or the file's end.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
-        return self._place.read(name, start, end)
-
-    def read_into(self, name: str, start: int, target: memoryview) -> int:
-        """Fill ``target`` with a file's bytes from ``start`` on; return how many there were.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
-        return self._place.read_into(name, start, target)
-
-    @staticmethod
-    def folder(iteration: int) -> str:
-        """Return the name of a generation's folder."""
-        return f"step-{iteration}"
-
-    # -- saving ------------------------------------------------------------------------------------------------
-
-    def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
-        """Return the folder that an attempt's files go to."""
-        return self._place.attempt_folder(iteration, attempt)
-
-    def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
-        """Return the name of a rank's file of an attempt."""
-        return self._place.file_name(rank, index, attempt)
-
-    def create_hint(self, run: str) -> bool:
-        """Name the run that the place belongs to, unless it is named; return whether this call did."""
-        return self._place.create_hint(run)
-
-    def write_hint(self, run: str) -> None:
-        """Name the run that the place belongs to, whatever it was named before."""
-        self._place.write_hint(run)
-
-    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
-        """Make an attempt, all of whose files are there, the generation of its iteration.
-
-        A generation that has its place already is replaced in one step; on a file system it is set aside.
-
-        Args:
-            iteration: Number of optimizer steps done.
-            attempt: Whose files they are.
-            manifest: What it consists of.
-            metadata: What other readers of the format read.
-
-        Raises:
-            Incomplete: A file is not there, or is torn.
-        """
-        self._place.commit(iteration, attempt, manifest, metadata)
-
-    def point_to(self, iteration: int) -> None:
-        """Set the tracker."""
-        self._place.point_to(iteration)
-
-    def discard(self, iteration: int, attempt: SaveAttempt) -> None:
-        """Delete what a failed attempt wrote: its room may be what the next one lacks."""
-        self._place.discard(iteration, attempt)
-
-    def remove(self, iteration: int) -> None:
-        """Delete a generation, so that no half of it is ever taken for one."""
-        self._place.remove(iteration)
-
-    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
-        """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.
-
-        Only what is provably not in use. Another job's leftovers stay.
-        """
-        return self._place.remove_stale(attempt)
+    for file in manifest.files:
+        size = sizes.get(file.name)
+        if size is None:
+            raise Incomplete(f"{file.name} is missing; is it the same place for all ranks?")
+        if size != file.num_bytes:
+            raise Incomplete(f"{file.name} is {size} bytes long instead of {file.num_bytes}")

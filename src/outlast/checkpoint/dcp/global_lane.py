@@ -7,211 +7,166 @@ together, several at once, and rank 0 commits: data, ``.metadata``, manifest, tr
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import msgspec
 
-from outlast.checkpoint.claim import NEW, Claim, DirectoryContent, DirectoryRefused, Held
+from outlast import clock
+from outlast.checkpoint.claim import Claim, DirectoryRefused
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import Items, dump_metadata
 from outlast.checkpoint.dcp.layout import FILE_BYTES, Duty, Inventory, Packing, WriteReport, assign, compose
 from outlast.checkpoint.dcp.manifest import METADATA, SCHEMA, FileEntry, GlobalManifest
-from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.lane import PeerSilent, SaveExchange, SaveOutcome, deadline
-from outlast.checkpoint.manifest import TensorEntry
+from outlast.checkpoint.lane import GRACE_S, Lane, RankAnswer, Reached, SaveOutcome
+from outlast.checkpoint.outcomes import Outcomes
+from outlast.checkpoint.places import Places
+from outlast.checkpoint.save import PeerSilent, Save
 from outlast.checkpoint.shard import digests
+from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
-from outlast.policy.retention import choose_kept
+from outlast.policy.recovery_point import Tier
+from outlast.policy.retention import RetentionRules
 
-__all__ = ["AskWriter", "GlobalLane", "GlobalRetention", "GlobalSave", "Planned", "Step"]
+__all__ = ["GlobalLane"]
 
-
+log = logging.getLogger(__name__)
 NUM_FILES_AT_ONCE = 3
-GRACE_S = 10.0
-"""Ranks wait this much longer for rank 0's words than rank 0 does for theirs: better late than contradictory."""
 ANSWER_S = 5.0
 """The writer has this much longer to answer than it has to write: it is not to be taken for dead."""
-T = TypeVar("T", bound=msgspec.Struct)
-AskWriter: TypeAlias = Callable[[Assemble, int, float], Assembled]
-"""Has the writer process put a file together: request, descriptor of the image, seconds to wait for the answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalSave:
-    """One save on its way to the global tier."""
+class RankInventory(RankAnswer, frozen=True, kw_only=True):
+    """What a rank has to save, or why it has nothing."""
 
-    iteration: int
-    attempt: SaveAttempt
-    fd: int
-    """Of the image, for the writer; stays open until the outcome."""
-    image: memoryview
-    """The shard; stays what it is until the outcome."""
-    tensors: tuple[TensorEntry, ...]
-    """What lies where in it."""
-    restored_from: int | None = None
-    restored_attempt: str | None = None
-    suspect: bool = False
-    """For diagnosis only: it goes to ``suspect/`` and is never the newest."""
-    context: Any = None
-    """Whatever the caller wants to find again in the outcome."""
-
-
-class _Told(msgspec.Struct, frozen=True):
-    """A rank's inventory, or why there is none."""
-
-    iteration: int
     inventory: Inventory | None = None
-    error: str | None = None
 
 
-class _Order(msgspec.Struct, frozen=True):
+class WriteOrder(msgspec.Struct, frozen=True):
     """What a rank is to write, or why nobody writes."""
 
     duty: Duty | None = None
     error: str | None = None
 
 
-class _Wrote(msgspec.Struct, frozen=True):
+class RankWrote(msgspec.Struct, frozen=True):
+    """What a rank wrote, or why it wrote nothing."""
+
     report: WriteReport | None = None
     error: str | None = None
 
 
 @dataclass(slots=True)
-class Planned:
+class _SharedWriting:
     """What rank 0 knows of a save under way."""
 
     inventories: list[Inventory] = field(default_factory=list)
     duties: tuple[Duty, ...] = ()
+    reports: list[WriteReport] = field(default_factory=list)
+    refusal: SaveOutcome | None = None
+    """Why nothing may be written; ``None``: the directory is this run's."""
+    error: str | None = None
+    """The first failure of any rank."""
+    is_silent: bool = False
+    """A rank did not answer in time."""
+
+    def fail(self, error: CheckpointError) -> None:
+        """Note a failure; the first counts."""
+        self.is_silent |= isinstance(error, PeerSilent)
+        self.error = self.error or str(error)
 
 
-class Step:
-    """One save, on one rank.
+class GlobalLane(Lane):
+    """Commit saves to the global tier.
 
     Args:
-        save: The save.
-        exchange: This rank's words to its peers.
+        places: The global tier and the ranks.
         rank: This rank.
-        world_size: Number of ranks.
-        timeout_s: Longest time from now to the outcome.
-
-    Thread: the lane's.
+        store: A store connection for this lane's thread alone.
+        writer: The writer process.
+        timeout_s: Longest time from the beginning of a save to its outcome.
+        claim: To the directory, on rank 0.
+        retention: What is kept.
+        outcomes: Is called in the lane's thread with what became of each save.
+        file_bytes: A file that has reached it is full.
     """
 
-    def __init__(
-        self, save: GlobalSave, exchange: SaveExchange, *, rank: int, world_size: int, timeout_s: float
-    ) -> None:
-        self.save, self.rank, self.world_size = save, rank, world_size
-        self._exchange, self._timeout_s, self._left_s = exchange, timeout_s, deadline(timeout_s)
-        self.is_silent = False
-        """A rank said nothing in time."""
+    _tier = Tier.GLOBAL
+    _sweeps_each_time = False  # a store charges for listings
 
-    def tell_inventory(self) -> Items | None:
-        """Say what this rank has; return it, ``None`` when it cannot be told apart."""
-        rank, world_size = self.rank, self.world_size
+    def __init__(
+        self,
+        places: Places,
+        *,
+        rank: int,
+        store: Any,
+        writer: WriterClient,
+        timeout_s: float,
+        claim: Claim | None,
+        retention: RetentionRules,
+        outcomes: Outcomes,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        assert places.directory is not None
+        self._places, self._writer, self._file_bytes = places, writer, file_bytes
+        self._directory, self._suspects = places.directory, places.directory.suspects
+        super().__init__(
+            "outlast-global",
+            store,
+            f"{places.token}/global",
+            rank=rank,
+            world_size=len(places.nodes),
+            timeout_s=timeout_s,
+            claim=claim,
+            retention=retention,
+            outcomes=outcomes,
+        )
+
+    def _commit(self, save: Save) -> Reached:
+        self._end_ns = clock.now_ns() + int(self._timeout_s * 1e9)
+        directory = self._suspects if save.suspect else self._directory
+        items = self._post_inventory(save)
+        plan = self._order(save) if self._rank == 0 else None
+        self._post(save, f"wrote/{self._rank}", self._write(save, directory, items))
+        if plan is not None:
+            self._decide(save, directory, plan)
+        self._conclude(save, f"iteration {save.iteration} is not saved to {directory.url}")
+        if self._rank == 0:
+            self._follow_up(save, directory)
+        return Reached(frozenset({Tier.GLOBAL}))
+
+    def _clear_up(self, save: Save) -> None:
+        """Rank 0 has done it before it posted the outcome."""
+
+    # -- every rank --------------------------------------------------------------------------------------------
+
+    def _post_inventory(self, save: Save) -> Items | None:
+        """Post what this rank has; return it, ``None`` when its image cannot be read."""
+        assert save.arena is not None
+        items: Items | None = None
         try:
-            items = Items(self.save.image, self.save.tensors, world_size=world_size)
+            items = Items(save.arena.view(save.num_bytes), save.tensors, world_size=self._world_size)
+            answer = RankInventory(iteration=save.iteration, inventory=items.inventory)
         except CheckpointError as error:
-            self.say(f"has/{rank}", _Told(self.save.iteration, error=f"rank {rank}: {error}"))
-            return None
-        self.say(f"has/{rank}", _Told(self.save.iteration, items.inventory))
+            answer = RankInventory(iteration=save.iteration, error=f"rank {self._rank}: {error}")
+        self._post(save, f"has/{self._rank}", answer)
         return items
 
-    def order(self, refusal: str | None) -> Planned:
-        """Hear what all ranks have, and tell each what to write. Errors are told, not raised.
-
-        Args:
-            refusal: Why nobody is to write anything; ``None`` = all may.
-        """
-        planned, error = Planned(), refusal
+    def _write(self, save: Save, directory: GlobalDirectory, items: Items | None) -> RankWrote:
+        """Write what rank 0 orders; return what came of it."""
         try:
-            for rank in range(self.world_size):
-                told = self.hear(f"has/{rank}", _Told)
-                if told.iteration != self.save.iteration:
-                    raise CheckpointError(f"rank {rank} saves iteration {told.iteration}; all must save the same ones")
-                if told.inventory is None:
-                    raise CheckpointError(told.error or f"rank {rank} has nothing")
-                planned.inventories.append(told.inventory)
-            planned.duties = assign(planned.inventories)
-        except CheckpointError as failure:
-            error = error or str(failure)
-        for rank in range(self.world_size):
-            self.say(f"order/{rank}", _Order(error=error) if error is not None else _Order(planned.duties[rank]))
-        return planned
-
-    def write(self, directory: GlobalDirectory, items: Items | None, ask: AskWriter, *, file_bytes: int) -> None:
-        """Write what this rank was told to, and say what came of it.
-
-        Args:
-            directory: Where the generation goes.
-            items: What this rank has; ``None`` = it could not be told apart.
-            ask: Reaches the writer process.
-            file_bytes: A file that has reached it is full.
-        """
-        rank = self.rank
-        try:
-            order = self.hear(f"order/{rank}", _Order, grace_s=GRACE_S)
+            order = self._receive(save, f"order/{self._rank}", WriteOrder, grace_s=GRACE_S)
             if order.duty is None or items is None:
                 raise CheckpointError(order.error or "there is nothing to write")
-            wrote = _Wrote(self._write(directory, items, order.duty, ask, file_bytes))
+            return RankWrote(self._write_files(save, directory, items, order.duty))
         except CheckpointError as error:
             text = str(error)
-            wrote = _Wrote(error=text if text.startswith("rank ") else f"rank {rank}: {text}")
-        self.say(f"wrote/{rank}", wrote)
+            return RankWrote(error=text if text.startswith("rank ") else f"rank {self._rank}: {text}")
 
-    def gather_reports(self) -> tuple[list[WriteReport], str | None]:
-        """Hear what all ranks wrote, even after a failure: nothing may be cleared away while somebody writes."""
-        reports, first_error = [], None
-        for rank in range(self.world_size):
-            try:
-                wrote = self.hear(f"wrote/{rank}", _Wrote)
-            except CheckpointError as error:
-                first_error = first_error or str(error)
-                continue
-            if wrote.report is not None:
-                reports.append(wrote.report)
-            else:
-                first_error = first_error or wrote.error
-        return reports, first_error
-
-    def tell_outcome(self, outcome: SaveOutcome) -> None:
-        """Say what became of the save. Rank 0 does."""
-        self.say("outcome", outcome)
-
-    def hear_outcome(self) -> SaveOutcome:
-        """Return whether there is a generation, or why not. Raises: CheckpointError, when nobody says it."""
-        return self.hear("outcome", SaveOutcome, grace_s=GRACE_S)
-
-    def say(self, name: str, word: msgspec.Struct) -> None:
-        """Tell all ranks something about this save."""
-        self._exchange.post(self.save.attempt.ordinal, name, word)
-
-    def hear(self, name: str, kind: type[T], *, grace_s: float = 0.0) -> T:
-        """Return what a rank says. Raises: CheckpointError, when it says nothing in time."""
-        save = self.save
-        try:
-            return self._exchange.hear(
-                save.iteration,
-                save.attempt.ordinal,
-                name,
-                kind,
-                lambda: self._left_s() + grace_s,
-                timeout_s=self._timeout_s,
-            )
-        except PeerSilent:
-            self.is_silent = True
-            raise
-
-    def _write(
-        self, directory: GlobalDirectory, items: Items, duty: Duty, ask: AskWriter, file_bytes: int
-    ) -> WriteReport:
-        save, inventory = self.save, items.inventory
-        packing = Packing(file_bytes)
+    def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
+        inventory, packing = items.inventory, Packing(self._file_bytes)
         tree = packing.add_range(items.tree.offset, items.tree.num_bytes)
         values = tuple(packing.add_bytes(items.value(inventory.values[index].item)) for index in duty.values)
         own = tuple(packing.add_tensor(items.entry(inventory.parts[index].name)) for index in duty.own)
@@ -221,179 +176,82 @@ class Step:
             Assemble(
                 url=directory.url,
                 folder=directory.attempt_folder(save.iteration, save.attempt),
-                name=directory.file_name(self.rank, index, save.attempt),
+                name=directory.file_name(self._rank, index, save.attempt),
                 pieces=tuple(contents),
                 timeout_s=limit_s,
             )
             for index, contents in enumerate(packing.files)
         ]
+
+        def ask(request: Assemble) -> FileEntry:
+            assert save.arena is not None
+            done, _ = self._writer.ask(request, Assembled, timeout_s=limit_s + ANSWER_S, fd=save.arena.fd)
+            if done.error is not None:
+                raise CheckpointError(done.error)
+            are_finite.append(done.finite)
+            return FileEntry(name=request.name, num_bytes=done.num_bytes, chunks=done.chunks)
+
+        are_finite: list[bool] = []
         with ThreadPoolExecutor(NUM_FILES_AT_ONCE, thread_name_prefix="outlast-global") as pool:
-            running = [pool.submit(ask, request, save.fd, limit_s + ANSWER_S) for request in requests]
-            answers = [one.result() for one in running]
-        if error := next((answer.error for answer in answers if answer.error is not None), None):
-            raise CheckpointError(error)
-        files = tuple(
-            FileEntry(name=request.name, num_bytes=answer.num_bytes, chunks=answer.chunks)
-            for request, answer in zip(requests, answers, strict=True)
-        )
-        return WriteReport(files, all(answer.finite for answer in answers), tree, parts, own, values)
-
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalRetention:
-    """How many generations are kept; see ``policy.retention``."""
-
-    most_recent_k: int
-    retain_interval: int = 0
-    suspect_window: int = 0
-
-
-class GlobalLane:
-    """Take saves to the global tier, in their order.
-
-    Args:
-        directory: The global tier.
-        store: A connection to the ranks' store for this thread alone.
-        rank: This rank.
-        world_size: Number of ranks.
-        token: Names this set of processes; the same for all ranks.
-        run: The run's name.
-        topology: Digest of the ranks' arrangement.
-        ask: Has the writer process put a file together.
-        timeout_s: Longest time from the beginning of a save to its outcome.
-        retention: What is kept.
-        on_outcome: Called in the lane's thread with each save and its error; ``None`` = it is committed.
-        file_bytes: A file that has reached it is full.
-        seen: What lay in the directory when the run began; ``None`` = that is not known. Only rank 0 uses it.
-        lease: On the directory, on rank 0; ``None`` = there is none.
-
-    Collective: all ranks, with the same saves in the same order.
-    """
-
-    def __init__(
-        self,
-        directory: GlobalDirectory,
-        store: Any,
-        *,
-        rank: int,
-        world_size: int,
-        token: str,
-        run: str,
-        topology: str,
-        ask: AskWriter,
-        timeout_s: float,
-        retention: GlobalRetention,
-        on_outcome: Callable[[GlobalSave, CheckpointError | None], None],
-        file_bytes: int = FILE_BYTES,
-        seen: DirectoryContent | None = NEW,
-        lease: Held | None = None,
-    ) -> None:
-        self._directory = directory
-        self._rank, self._world_size, self._run_name, self._topology = rank, world_size, run, topology
-        self._ask, self._timeout_s, self._retention = ask, timeout_s, retention
-        self._on_outcome, self._file_bytes = on_outcome, file_bytes
-        self._known: set[int] = set()
-        self._not_finite: set[int] = set()
-        self._claim, self._may_be_stale = Claim(directory, run, seen, lease), True
-        self._saves: queue.SimpleQueue[GlobalSave | None] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self._exchange = SaveExchange(store, f"{token}/global", self._stop, rank=rank)
-        self._thread = threading.Thread(target=self._run, name="outlast-global", daemon=True)
-        self._thread.start()
-
-    def start_from(self, generations: Iterable[int], not_finite: frozenset[int]) -> None:
-        """Take generations, and no others, for valid. Only before the first save.
-
-        Args:
-            generations: Which.
-            not_finite: Generations that hold numbers that are infinite or NaN.
-        """
-        self._known, self._not_finite = set(generations), set(not_finite)
-
-    def submit(self, save: GlobalSave) -> None:
-        """Take a save to the global tier. Thread: any, but on all ranks in the same order."""
-        self._saves.put(save)
-
-    def stop(self, timeout_s: float) -> bool:
-        """Give up what is not committed yet and end the thread; return whether it ended in time."""
-        self._stop.set()
-        self._saves.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (save := self._saves.get()) is not None:
-            error: CheckpointError | None = None
-            try:
-                self._save(save)
-            except CheckpointError as failure:
-                error = failure
-            except Exception as failure:  # noqa: BLE001 - whatever it is, it must not end saving without a word
-                text = f"saving iteration {save.iteration} failed: {type(failure).__name__}: {failure}"
-                error = CheckpointError(text, rank=self._rank, iteration=save.iteration)
-            try:
-                self._on_outcome(save, error)
-            except Exception:  # a caller's own code, whose error is not the save's
-                log.exception("a callback after the save of iteration %d failed", save.iteration)
-
-    def _save(self, save: GlobalSave) -> None:
-        step = Step(save, self._exchange, rank=self._rank, world_size=self._world_size, timeout_s=self._timeout_s)
-        directory = self._directory.suspects if save.suspect else self._directory
-        items = step.tell_inventory()
-        refusal = self._refusal() if self._rank == 0 else None
-        planned = step.order(refusal.error if refusal is not None else None) if self._rank == 0 else Planned()
-        step.write(directory, items, self._ask, file_bytes=self._file_bytes)
-        if self._rank == 0:
-            self._decide(step, directory, planned, refusal)
-        outcome = step.hear_outcome()
-        if outcome.is_refused:
-            self._exchange.part(save.attempt.ordinal, self._world_size, deadline(GRACE_S))
-        if outcome.error is not None:
-            what = f"iteration {save.iteration} is not saved to {directory.url}"
-            raise outcome.failure(what, rank=self._rank, iteration=save.iteration)
-        self._exchange.forget(save.attempt.ordinal)
-        if self._rank == 0:
-            self._follow_up(save, directory)
+            running = [pool.submit(ask, request) for request in requests]  # all end, also when one fails
+        files = tuple(one.result() for one in running)
+        return WriteReport(files, all(are_finite), tree, parts, own, values)
 
     # -- rank 0 ------------------------------------------------------------------------------------------------
 
-    def _refusal(self) -> SaveOutcome | None:
-        """Return why nothing may be written; ``None``: the directory is this run's."""
+    def _order(self, save: Save) -> _SharedWriting:
+        """Gather what all ranks have, and post what each is to write. Errors are posted, not raised."""
+        plan = _SharedWriting()
         try:
-            self._claim.hold()
+            self._hold_claim()
         except (CheckpointError, OSError) as error:
-            return _failed_here(error)
-        return None
+            plan.refusal = _failed_here(error)
+        try:
+            for answer in self._gather(save, "has", RankInventory):
+                assert answer.inventory is not None  # there is one, or an error
+                plan.inventories.append(answer.inventory)
+            plan.duties = assign(plan.inventories)
+        except CheckpointError as failure:
+            plan.fail(failure)
+        error_text = plan.refusal.error if plan.refusal is not None else plan.error
+        for rank in range(self._world_size):
+            order = WriteOrder(error=error_text) if error_text is not None else WriteOrder(plan.duties[rank])
+            self._post(save, f"order/{rank}", order)
+        plan.error = None  # every rank posts it, the first one's counts
+        return plan
 
-    def _decide(self, step: Step, directory: GlobalDirectory, planned: Planned, refusal: SaveOutcome | None) -> None:
-        """Commit what all ranks wrote, or clear it away; tell which."""
-        save = step.save
-        reports, error = step.gather_reports()
-        outcome = refusal or SaveOutcome(error, step.is_silent)
+    def _decide(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting) -> None:
+        """Commit what all ranks wrote, or clear it away; post which."""
+        for rank in range(self._world_size):  # even after a failure: nothing may be cleared away while somebody writes
+            try:
+                wrote = self._receive(save, f"wrote/{rank}", RankWrote)
+            except CheckpointError as error:
+                plan.fail(error)
+                continue
+            if wrote.report is not None:
+                plan.reports.append(wrote.report)
+            else:
+                plan.error = plan.error or wrote.error
+        outcome = plan.refusal or SaveOutcome(plan.error, plan.is_silent)
         if outcome.error is None:
             try:
-                self._commit(save, directory, planned, reports)
+                self._place(save, directory, plan)
             except (CheckpointError, OSError) as failure:
                 outcome = _failed_here(failure)
         if outcome.error is not None:
-            self._may_be_stale = True
+            self._must_sweep = True
             try:
                 directory.discard(save.iteration, save.attempt)
             except (CheckpointError, OSError) as failure:
                 log.warning("files of a failed save cannot be removed: %s", failure)
-        step.tell_outcome(outcome)
+        self._post(save, "outcome", outcome)
 
-    def _commit(
-        self, save: GlobalSave, directory: GlobalDirectory, planned: Planned, reports: list[WriteReport]
-    ) -> None:
-        composed = compose(planned.inventories, planned.duties, reports)
+    def _place(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting) -> None:
+        composed = compose(plan.inventories, plan.duties, plan.reports)
         manifest = GlobalManifest(
             schema=SCHEMA,
-            run=self._run_name,
-            topology=self._topology,
+            run=self._places.run,
+            topology=self._places.topology,
             world_size=self._world_size,
             iteration=save.iteration,
             attempt=str(save.attempt),
@@ -406,41 +264,19 @@ class GlobalLane:
         )
         metadata = dump_metadata(manifest)
         entry = FileEntry(name=METADATA, num_bytes=len(metadata), chunks=digests(metadata))
-        self._claim.hold()
+        self._hold_claim()
         manifest = msgspec.structs.replace(manifest, metadata=entry)
         directory.commit(save.iteration, save.attempt, manifest, metadata)
         if not save.suspect:
-            (self._not_finite.discard if manifest.finite else self._not_finite.add)(save.iteration)
+            self._committed.note_finite(save.iteration, finite=manifest.finite)
 
-    def _follow_up(self, save: GlobalSave, directory: GlobalDirectory) -> None:
-        """What comes after a commit; none of it can undo that."""
-        try:
-            if not save.suspect:
-                self._known.add(save.iteration)
-                directory.point_to(save.iteration)
-                self._remove_old(directory)
-            if self._may_be_stale:
-                if removed := directory.remove_stale(save.attempt):
-                    log.debug("removed files of earlier attempts: %s", ", ".join(removed))
-                self._may_be_stale = False
-        except (CheckpointError, OSError) as error:
-            log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
+    def _hold_claim(self) -> None:
+        """Be sure that the directory is this run's. Raises: DirectoryRefused, when it is another run's."""
+        if self._claim is not None:
+            self._claim.hold()
 
-    def _remove_old(self, directory: GlobalDirectory) -> None:
-        present = directory.generations()
-        newest = max(present, default=0)
-        kept = choose_kept(
-            [*(self._known & set(present)), newest],
-            most_recent_k=self._retention.most_recent_k,
-            retain_interval=self._retention.retain_interval,
-            suspect_window=self._retention.suspect_window,
-            # What is newer and not known to be valid does not take the place of the newest that is finite.
-            not_finite=self._not_finite | ({newest} - self._known),
-        )
-        for generation in present:
-            if generation not in kept and generation < newest and self._retention.most_recent_k >= 0:
-                directory.remove(generation)
-                log.debug("removed generation %d from %s", generation, directory.url)
+    def _newest(self, save: Save, present: list[int]) -> int:
+        return max(present, default=0)
 
 
 def _failed_here(error: Exception) -> SaveOutcome:

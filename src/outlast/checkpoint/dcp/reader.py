@@ -18,10 +18,9 @@ from torch.futures import Future
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import make_metadata
+from outlast.checkpoint.dcp.load import in_threads, read_region
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item, TensorPiece, Where
-from outlast.checkpoint.dcp.regions import read_region
-from outlast.checkpoint.dcp.threads import in_threads
-from outlast.checkpoint.dcp.verified_file import VerifiedFile, VerifiedFiles
+from outlast.checkpoint.verification import VerifiedFile, VerifiedFiles
 from outlast.errors import CheckpointError, Untrusted
 
 __all__ = ["VerifiedReader"]
@@ -58,7 +57,7 @@ class VerifiedReader(StorageReader):
         if checkpoint_id is None:
             return
         parent, _, folder = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
-        directory = GlobalDirectory(parent or ("." if folder else "/"))
+        directory = GlobalDirectory.open(parent or ("." if folder else "/"))
         number = folder.removeprefix("step-")
         if not number.isdecimal():
             raise CheckpointError(f"{checkpoint_id} does not end in step-<n>; name the folder of one generation")

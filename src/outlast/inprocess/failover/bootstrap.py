@@ -119,7 +119,7 @@ class Bootstrap:
 
 def _find(place: env.WorkerEnv) -> tuple[Endpoint, bool]:
     """Return where the store is, and whether the launcher hosts it."""
-    from outlast.runtime.group import meeting_point  # imports torch, which no monitor process has
+    from outlast.runtime.process_groups import meeting_point  # imports torch, which no monitor process has
 
     point = meeting_point(place)
     variables = env.environ()

@@ -43,8 +43,7 @@ def resolve_resume_path(
 
     Blocks: while the newest generation is read.
     """
-    from outlast.checkpoint.catalogue.listing import look_into
-    from outlast.checkpoint.catalogue.verification import verify
+    from outlast.checkpoint.catalogue.listing import look_into, verify
 
     name = os.fspath(checkpoint_dir)
     is_url = "://" in name and not name.startswith("file://")

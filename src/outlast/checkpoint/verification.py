@@ -1,0 +1,598 @@
+"""One verifier: every chunk (8 MiB) of a stored file is compared with its digest before a byte of it counts.
+
+What a run loads, what ``VerifiedReader`` returns and what ``outlast ckpt verify`` reads passes through
+:func:`verify_chunk`, whether it lies in shared memory, in a node's folder, or in the global tier on a file system or in
+an object store.
+
+A rank's shard is proven and then read. First every byte is read through small buffers and compared with its digest:
+nothing is allocated, nothing is touched. Once all ranks have proven theirs, the bytes are read straight into what takes
+them, and digested again where they lie: first touch of fresh memory costs several times the copy, and what is used must
+be what was proven. What is imported at the top is neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import math
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from outlast.checkpoint.dcp.blob import ELEMENT_BYTES
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.manifest import FileEntry, GlobalManifest
+from outlast.checkpoint.manifest import Manifest, ShardEntry
+from outlast.checkpoint.shard import CHUNK_BYTES, TREE, Identity, TensorSpan, digests, read_head, read_header
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+
+__all__ = [
+    "Flaw",
+    "Proof",
+    "StoredFile",
+    "VerifiedFile",
+    "VerifiedFiles",
+    "check_shard",
+    "prove_shard",
+    "read_shard",
+    "shard_file",
+    "verify",
+    "verify_chunk",
+]
+
+log = logging.getLogger(__name__)
+PIECE_BYTES = 1 << 20
+"""Read at once from a disk: small enough to be digested from the cache."""
+NUM_LOAD_THREADS = 2
+MAX_BUFFERS = 512
+"""Of one read; the system takes up to 1024."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A file, and what its bytes must be."""
+
+    name: str
+    num_bytes: int
+    chunks: tuple[str, ...]
+    """xxh3_64 of every 8 MiB, hexadecimal."""
+    contents: Callable[[], Iterable[tuple[str, int, int]]] = tuple
+    """Returns name, offset and bytes of what lies in it."""
+    read: Callable[[int, int, memoryview], Iterable[memoryview]]
+    """Yields the bytes between two offsets, in order, each piece valid until the next; ends early where the file does.
+    The third argument is ``room_bytes`` of memory that it may use. Raises: OSError, CheckpointError."""
+    room_bytes: int = 0
+    node: str | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """What is wrong with a file."""
+
+    file: StoredFile
+    error: CheckpointError | OSError
+    chunk: int | None = None
+    """Number of the chunk; ``None``: the file cannot be read."""
+    contents: tuple[str, ...] = ()
+    """What lies in that chunk."""
+
+
+def verify_chunk(
+    file: StoredFile, index: int, room: memoryview, on_piece: Callable[[memoryview, int], None] | None = None
+) -> Flaw | None:
+    """Compare a chunk with its digest.
+
+    Args:
+        file: That it belongs to.
+        index: Of the chunk.
+        room: At least ``file.room_bytes``; holds the chunk's last piece afterwards.
+        on_piece: Called with each piece and its offset in the file.
+
+    Raises:
+        OSError, CheckpointError: The file cannot be read.
+    """
+    start = index * CHUNK_BYTES
+    end = min(start + CHUNK_BYTES, file.num_bytes)
+    found, position = xxhash.xxh3_64(), start
+    for piece in file.read(start, end, room):
+        found.update(piece)
+        if on_piece is not None:
+            on_piece(piece, position)
+        position += len(piece)
+    if position == end and found.hexdigest() == file.chunks[index]:
+        return None
+    names = tuple(name for name, offset, num_bytes in file.contents() if offset < end and offset + num_bytes > start)
+    if position < end:
+        return Flaw(file, Incomplete(f"ends after {position} bytes instead of {file.num_bytes}"), index, names)
+    within = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
+    return Flaw(file, Corrupt(f"chunk {index}, bytes {start} to {end}{within}, differs from its digest"), index, names)
+
+
+def verify(
+    files: Sequence[StoredFile],
+    *,
+    num_threads: int,
+    on_piece: Callable[[memoryview, int], None] | None = None,
+    until_flaw: bool = False,
+) -> list[Flaw]:
+    """Compare every byte of files with its digest, several chunks at once.
+
+    Args:
+        files: What to read.
+        num_threads: Readers, each of which holds ``room_bytes`` of a file in memory.
+        on_piece: Called in the readers' threads with each piece and its offset in its file.
+        until_flaw: Whether no further chunk is begun once something is wrong.
+
+    Returns:
+        What is wrong, in the order of the files and their chunks; what cannot be read is named once a file.
+
+    Blocks: while all of it is read. Ctrl-C ends it once each reader has read the piece that it is at.
+    """
+    work = _Verification(files, on_piece, until_flaw=until_flaw)
+    num_threads = min(num_threads, sum(len(file.chunks) for file in files))
+    if num_threads < 2:
+        work.run()
+    else:
+        threads = [
+            threading.Thread(target=work.run, name=f"outlast-verify-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in threads:
+                work.ended.get()  # not join(): Ctrl-C in it makes Python 3.11 take a running thread for an ended one
+        finally:
+            work.stop.set()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+    if work.failure is not None:
+        raise work.failure
+    places = {id(file): place for place, file in enumerate(files)}
+    return sorted(work.flaws, key=lambda flaw: (places[id(flaw.file)], flaw.chunk or 0))
+
+
+class _StoppedError(Exception):
+    """The caller does not wait any more."""
+
+
+class _Verification:
+    """What the readers share."""
+
+    def __init__(
+        self,
+        files: Iterable[StoredFile],
+        on_piece: Callable[[memoryview, int], None] | None,
+        *,
+        until_flaw: bool,
+    ) -> None:
+        self.flaws: list[Flaw] = []
+        self.failure: BaseException | None = None
+        self.stop = threading.Event()
+        self.ended = queue.SimpleQueue[None]()
+        """Has one entry for each reader that has ended."""
+        self._turns = ((file, index) for file in files for index in range(len(file.chunks)))
+        self._on_piece, self._until_flaw = on_piece, until_flaw
+        self._unreadable: set[int] = set()
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Thread: a reader's."""
+        room = memoryview(b"")
+        try:
+            while (turn := self._next()) is not None:
+                file, index = turn
+                if len(room) < file.room_bytes:
+                    room = memoryview(bytearray(file.room_bytes))
+                try:
+                    flaw = verify_chunk(file, index, room, self._take)
+                except (OSError, CheckpointError) as error:
+                    flaw = Flaw(file, error)
+                if flaw is not None:
+                    self._note(flaw)
+        except _StoppedError:
+            return
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller, in its thread
+            self.failure = error
+            self.stop.set()
+        finally:
+            self.ended.put(None)
+
+    def _next(self) -> tuple[StoredFile, int] | None:
+        with self._lock:
+            if self.stop.is_set() or (self._until_flaw and self.flaws):
+                return None
+            return next((turn for turn in self._turns if id(turn[0]) not in self._unreadable), None)
+
+    def _take(self, piece: memoryview, offset: int) -> None:
+        if self.stop.is_set():
+            raise _StoppedError
+        if self._on_piece is not None:
+            self._on_piece(piece, offset)
+
+    def _note(self, flaw: Flaw) -> None:
+        with self._lock:
+            if flaw.chunk is None:
+                if id(flaw.file) in self._unreadable:
+                    return
+                self._unreadable.add(id(flaw.file))
+            self.flaws.append(flaw)
+
+
+# -- a rank's shard ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is known of a shard whose bytes were all compared with their digests."""
+
+    spans: dict[str, TensorSpan]
+    """Where its tensors lie."""
+    tree: bytes
+    """The plain values."""
+    head_bytes: int
+
+
+def shard_file(
+    entry: ShardEntry,
+    read: Callable[[int, int, memoryview], Iterable[memoryview]],
+    *,
+    name: str = "",
+    room_bytes: int = 0,
+    node: str | None = None,
+) -> StoredFile:
+    """Return a rank's shard as a file to verify; see :class:`StoredFile`."""
+    return StoredFile(
+        name=name or entry.file,
+        num_bytes=entry.num_bytes,
+        chunks=entry.chunks,
+        contents=lambda: ((tensor.name, tensor.offset, tensor.num_bytes) for tensor in entry.tensors),
+        read=read,
+        room_bytes=room_bytes,
+        node=node,
+        rank=entry.rank,
+    )
+
+
+def read_path(path: Path, start: int, end: int, room: memoryview) -> Iterator[memoryview]:
+    """Yield the bytes of a local file; see :attr:`StoredFile.read`."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield from _read_fd(fd, start, end, room)
+    finally:
+        os.close(fd)
+
+
+def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = False) -> None:
+    """Check without its data that a file can be a rank's shard of a generation.
+
+    Args:
+        path: The file.
+        manifest: The generation that it should belong to.
+        rank: Whose shard it should be.
+        read_head: Whether the header is read where the length is right, too.
+
+    Raises:
+        CheckpointError: It is missing, torn, or another one.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Incomplete("is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror})") from error
+    try:
+        if read_head or os.fstat(fd).st_size != manifest.shards[rank].num_bytes:
+            _prove_head(fd, manifest, rank)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror})") from error
+    finally:
+        os.close(fd)
+
+
+def prove_shard(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = False) -> Proof:
+    """Compare every byte of a rank's shard with its digest.
+
+    Args:
+        fd: The shard, readable at any offset.
+        manifest: The generation that it should belong to.
+        rank: Whose shard it should be.
+        in_memory: It lies in shared memory that may be longer than the shard.
+
+    Raises:
+        CheckpointError: The shard is torn, changed, or another one.
+        OSError: It cannot be read.
+
+    Blocks: while all of it is read, by two threads.
+    """
+    entry = manifest.shards[rank]
+    head, spans = _prove_head(fd, manifest, rank, in_memory=in_memory)
+    _check_spans(spans, start=len(head), size=entry.num_bytes)
+    again, tree = bytearray(len(head)), bytearray(spans[TREE].num_bytes)
+    kept = [(0, again), (spans[TREE].offset, tree)]
+
+    def copy_out(piece: memoryview, position: int) -> None:
+        for offset, into in kept:
+            begin, end = max(position, offset), min(position + len(piece), offset + len(into))
+            if begin < end:
+                into[begin - offset : end - offset] = piece[begin - position : end - position]
+
+    if in_memory:
+        with mmap.mmap(fd, entry.num_bytes, prot=mmap.PROT_READ) as image, memoryview(image) as view:
+            _verify_shard(shard_file(entry, partial(_read_image, view)), copy_out)
+    else:
+        _verify_shard(shard_file(entry, partial(_read_fd, fd), room_bytes=PIECE_BYTES), copy_out)
+    if again != head:
+        raise Corrupt("the header changed while it was read")
+    return Proof(spans, bytes(tree), len(head))
+
+
+def read_shard(fd: int, manifest: Manifest, rank: int, proof: Proof, parts: Mapping[str, memoryview]) -> None:
+    """Read a proven shard.
+
+    Args:
+        fd: The shard.
+        manifest: Its generation.
+        rank: Whose it is.
+        proof: What :func:`prove_shard` returned.
+        parts: What takes the bytes of each of its tensors, by name.
+
+    Raises:
+        CheckpointError: It is not what was proven; what ``parts`` hold is unusable.
+        OSError: It cannot be read.
+
+    Blocks: while all of it is read, by two threads.
+    """
+    ordered = sorted((span for span in proof.spans.values() if span.num_bytes), key=lambda span: span.offset)
+    starts = [0, *(span.offset for span in ordered)]
+    views = [memoryview(bytearray(proof.head_bytes)), *(parts[span.name] for span in ordered)]
+
+    def room_of(start: int, end: int) -> Iterator[memoryview]:
+        index = bisect.bisect_right(starts, start) - 1
+        while start < end:
+            begin, view = starts[index], views[index]
+            stop = min(end, begin + len(view))
+            yield view[start - begin : stop - begin]
+            start, index = stop, index + 1
+
+    def read(start: int, end: int, _: memoryview) -> Iterator[memoryview]:
+        while start < end:
+            buffers = list(itertools.islice(room_of(start, min(start + PIECE_BYTES, end)), MAX_BUFFERS))
+            if not (left := os.preadv(fd, buffers, start)):
+                return
+            start += left
+            for buffer in buffers:
+                yield buffer[:left]
+                left -= min(left, len(buffer))
+
+    _verify_shard(shard_file(manifest.shards[rank], read))
+
+
+def _verify_shard(file: StoredFile, on_piece: Callable[[memoryview, int], None] | None = None) -> None:
+    for flaw in verify([file], num_threads=NUM_LOAD_THREADS, on_piece=on_piece, until_flaw=True):
+        raise flaw.error
+
+
+def _read_fd(fd: int, start: int, end: int, room: memoryview) -> Iterator[memoryview]:
+    while start < end and (count := os.preadv(fd, [room[: end - start]], start)):
+        yield room[:count]
+        start += count
+
+
+def _read_image(view: memoryview, start: int, end: int, _: memoryview) -> Iterator[memoryview]:
+    with view[start:end] as piece:
+        yield piece
+
+
+def _prove_head(
+    fd: int, manifest: Manifest, rank: int, *, in_memory: bool = False
+) -> tuple[bytes, dict[str, TensorSpan]]:
+    """Return a shard's head and what lies where, if it is the rank's of this generation and as long as it should be.
+
+    A whole file in the wrong place differs in every digest, and perhaps in its length: what it is instead comes first.
+    """
+    size, expected_size = os.fstat(fd).st_size, manifest.shards[rank].num_bytes
+    if in_memory:
+        size = min(size, expected_size)
+    try:
+        head = read_head(fd, size)
+        identity, spans = read_header(memoryview(head), size)
+    except Corrupt:
+        if size != expected_size:
+            raise Incomplete(f"is {size} bytes long instead of {expected_size}") from None
+        raise
+    expected = Identity(
+        run=manifest.run,
+        topology=manifest.topology,
+        rank=rank,
+        world_size=manifest.world_size,
+        iteration=manifest.iteration,
+        attempt=manifest.attempt,
+    )
+    if identity != expected:
+        differences = (
+            f"{name} {getattr(identity, name)} instead of {getattr(expected, name)}"
+            for name in Identity.__struct_fields__
+            if getattr(identity, name) != getattr(expected, name)
+        )
+        raise Untrusted(f"is the shard of {', '.join(differences)}")
+    if size != expected_size:
+        raise Incomplete(f"is {size} bytes long instead of {expected_size}")
+    return head, spans
+
+
+def _check_spans(spans: dict[str, TensorSpan], *, start: int, size: int) -> None:
+    """Check that the tensors fill the file without gaps, and that each is what it takes.
+
+    Raises:
+        Corrupt: They do not.
+    """
+    unknown = {span.dtype for span in spans.values()} - set(ELEMENT_BYTES)
+    if unknown or TREE not in spans:
+        raise Corrupt(f"has no {TREE}, or elements of unknown types {sorted(unknown)}")
+    for span in sorted(spans.values(), key=lambda span: (span.offset, span.num_bytes)):
+        if span.offset != start or math.prod(span.shape) * ELEMENT_BYTES[span.dtype] != span.num_bytes:
+            raise Corrupt(f"the header contradicts itself about tensor {span.name!r}")
+        start += span.num_bytes
+    if start != size:
+        raise Corrupt(f"the header describes {start} bytes of {size}")
+
+
+# -- the global tier ---------------------------------------------------------------------------------------------------
+
+
+class VerifiedFiles:
+    """The files of one generation of the global tier. Thread: any.
+
+    Args:
+        directory: Where the generation lies.
+        manifest: Of the generation.
+        folder: Its folder in the directory; ``None``: that of its iteration.
+    """
+
+    def __init__(self, directory: GlobalDirectory, manifest: GlobalManifest, folder: str | None = None) -> None:
+        self.directory, self.manifest = directory, manifest
+        self.folder = directory.folder(manifest.iteration) if folder is None else folder
+        self._lock = threading.Lock()
+        self._num_bytes_read = 0
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes that came from the place so far."""
+        return self._num_bytes_read
+
+    def stored(self, entry: FileEntry, index: int | None) -> StoredFile:
+        """Return a file to verify.
+
+        Args:
+            entry: Of the manifest.
+            index: Its number among the manifest's files; ``None``: it is none of them.
+        """
+        return StoredFile(
+            name=f"{self.folder}/{entry.name}",
+            num_bytes=entry.num_bytes,
+            chunks=entry.chunks,
+            contents=tuple if index is None else partial(self.manifest.contents, index),
+            read=partial(self._read, entry),
+            room_bytes=CHUNK_BYTES if self.directory.is_remote else PIECE_BYTES,
+        )
+
+    def open(self, index: int) -> VerifiedFile:
+        """Return a reader of a file, for one thread."""
+        return VerifiedFile(self.stored(self.manifest.files[index], index))
+
+    def warn_of_metadata(self) -> None:
+        """Log it if what other readers of the format read is not what was saved; outlast itself does not read it.
+
+        Blocks: while it is read.
+        """
+        if (entry := self.manifest.metadata) is None:
+            return
+        name = f"{self.folder}/{entry.name}"
+        try:
+            data = self.directory.read(name)
+            is_right = len(data) == entry.num_bytes and entry.chunks == digests(data)
+            problem = "differs from its digest"
+        except (OSError, CheckpointError) as error:
+            is_right, problem = False, f"cannot be read ({error})"
+        if not is_right:
+            log.warning(
+                "%s/%s %s: outlast does not need it, but torch.distributed.checkpoint cannot read this generation "
+                "without VerifiedReader",
+                self.directory.url,
+                name,
+                problem,
+            )
+
+    def _read(self, entry: FileEntry, start: int, end: int, room: memoryview) -> Iterator[memoryview]:
+        name = f"{self.folder}/{entry.name}"
+        while start < end:
+            asked = min(len(room), end - start)
+            try:
+                count = self.directory.read_into(name, start, room[:asked])
+            except FileNotFoundError:
+                raise Incomplete("is missing") from None
+            except CheckpointError:
+                # A store refuses to give bytes from beyond an object's end.
+                if (size := self._size(entry.name)) is not None and size < end:
+                    raise Incomplete(f"is {size} bytes long instead of {entry.num_bytes}") from None
+                raise
+            with self._lock:
+                self._num_bytes_read += count
+            yield room[:count]
+            if count < asked:
+                return
+            start += count
+
+    def _size(self, name: str) -> int | None:
+        try:
+            return self.directory.sizes(self.folder).get(name, 0)
+        except CheckpointError:
+            return None
+
+
+class VerifiedFile:
+    """Bytes of one file, each from a chunk that was verified; the last chunk is remembered. Thread: one."""
+
+    def __init__(self, file: StoredFile) -> None:
+        self._file = file
+        self._buffer = memoryview(b"")
+        self._number = -1
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the file's bytes from ``start`` on.
+
+        Raises:
+            Incomplete: The file is missing or ends too early.
+            Corrupt: A chunk differs from its digest.
+            CheckpointError: The file cannot be read.
+        """
+        import numpy as np  # not at the top: ``outlast ckpt`` does without it
+
+        done = 0
+        while done < len(target):
+            number, skip = divmod(start + done, CHUNK_BYTES)
+            chunk = self._read_chunk(number)
+            part = chunk[skip : skip + len(target) - done]
+            if not part:
+                raise Incomplete(f"{self._file.name} ends before byte {start + done}")
+            # Not by slices: first touch of fresh memory takes longest, and numpy lets other threads go on meanwhile.
+            np.copyto(np.frombuffer(target[done : done + len(part)], np.uint8), np.frombuffer(part, np.uint8))
+            done += len(part)
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return the file's bytes from ``start`` on. Raises as :meth:`read_into`."""
+        data = bytearray(num_bytes)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def _read_chunk(self, number: int) -> memoryview:
+        file = self._file
+        size = min(CHUNK_BYTES, file.num_bytes - number * CHUNK_BYTES)
+        if size <= 0:
+            return memoryview(b"")
+        if number != self._number:
+            self._number = -1
+            if not self._buffer:
+                self._buffer = memoryview(bytearray(min(CHUNK_BYTES, file.num_bytes)))
+            try:
+                flaw = verify_chunk(file, number, self._buffer)
+            except Incomplete as error:
+                raise Incomplete(f"{file.name} {error}") from None
+            except OSError as error:
+                raise CheckpointError(f"{file.name} cannot be read ({error.strerror or error})") from error
+            if flaw is not None:
+                assert isinstance(flaw.error, CheckpointError)
+                raise type(flaw.error)(f"{file.name}{':' if isinstance(flaw.error, Corrupt) else ''} {flaw.error}")
+            self._number = number
+        return self._buffer[:size]

@@ -1,0 +1,191 @@
+"""A run's jobs in Slurm: submitting one, and giving an ended one back to the queue from within its batch script.
+
+``scontrol requeue`` ends the batch script that calls it with SIGTERM, and Slurm's ``KillWait`` seconds later with
+SIGKILL. In between the nodes to exclude are set, which Slurm allows for a pending job only; so the caller ignores
+SIGTERM from then on. Slurm's commands are called with a time limit, and their complaints become errors that quote them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from outlast import clock
+from outlast.decoding import from_json
+from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
+from outlast.integrations.slurm.batch_script import BatchScript
+from outlast.launch.verdicts import load_ladder
+from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
+from outlast.runtime.files import write_atomically
+from outlast.slurm_notation import expand_nodes
+
+__all__ = ["Submission", "call_slurm", "end_job", "load_requeue_state", "prepare", "submit", "with_known_exclusions"]
+
+
+def call_slurm(command: Sequence[str], *, timeout_s: float = 60.0, stdin: str | None = None) -> str:
+    """Run a command of Slurm's and return what it printed.
+
+    Raises:
+        OutlastError: It is not installed, or it refused; the message has its own words.
+        DeadlineExceeded: No answer in time.
+
+    Blocks: up to ``timeout_s``.
+    """
+    name = command[0]
+    try:
+        done = subprocess.run(
+            [*command], input=stdin or "", capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except FileNotFoundError:
+        raise OutlastError(f"{name} is not installed here; run this on a node of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(f"{name} did not answer in {timeout_s:g} s; is slurmctld running?") from None
+    if done.returncode != 0:
+        words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise OutlastError(f"{' '.join(command)}: {words}")
+    return done.stdout
+
+
+log = logging.getLogger(__name__)
+
+
+def with_known_exclusions(script: BatchScript) -> BatchScript:
+    """Return the script with the nodes excluded that the run's earlier jobs found to be bad.
+
+    Raises:
+        ConfigError: A file in the run directory cannot be used.
+    """
+    run_dir = Path(script.run_dir)
+    known = (*load_requeue_state(run_dir).excluded, *load_ladder(run_dir, is_new_job=False).quarantined)
+    exclude = tuple(dict.fromkeys((*script.exclude, *known)))
+    if added := [node for node in exclude if node not in script.exclude]:
+        log.warning("excluded because of earlier jobs of the run: %s", ", ".join(added))
+    return dataclasses.replace(script, exclude=exclude)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submission:
+    """A job as it would be handed over."""
+
+    script: str
+    path: Path
+    """Where the script is kept, in the run directory."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What Slurm is called with."""
+        return ("sbatch", "--parsable", str(self.path))
+
+
+def prepare(script: BatchScript) -> Submission:
+    """Make a job's script as it would be submitted now; nothing is written.
+
+    Raises:
+        ConfigError: A file in the run directory cannot be used.
+        OutlastError: The run is finished.
+    """
+    run_dir = Path(script.run_dir)
+    if load_ladder(run_dir, is_new_job=False).is_over:
+        raise OutlastError(f"the run in {run_dir} is finished; name another run directory for a new one")
+    return Submission(with_known_exclusions(script).render(), run_dir / "job.sbatch")
+
+
+def submit(script: BatchScript) -> str:
+    """Submit a job; return its number.
+
+    The script is kept as ``job.sbatch`` in the run directory.
+
+    Raises:
+        ConfigError: The run directory cannot be made.
+        OutlastError: The run is finished, or Slurm refused the job; the message has its words.
+
+    Blocks: up to a minute.
+    """
+    submission = prepare(script)
+    run_dir = Path(script.run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(submission.path, submission.script.encode())
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir} cannot be written ({error}); name one that is writable") from None
+    return call_slurm(submission.command).strip().partition(";")[0]
+
+
+_PATIENCE_S = 10.0
+
+
+def load_requeue_state(run_dir: Path) -> RequeueState:
+    """Return what earlier jobs of the run left in ``requeue.json``.
+
+    Raises:
+        ConfigError: The file is there and is no such state.
+    """
+    path = run_dir / "requeue.json"
+    try:
+        return from_json(path.read_bytes(), RequeueState)
+    except FileNotFoundError:
+        return RequeueState()
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} cannot be used ({error}); move it away to begin with fresh retries") from error
+
+
+def end_job(run_dir: Path, job_id: str, exit_code: int, *, num_job_retries_on_failure: int) -> Ruling:
+    """Decide about a job that ended, remember it in the run directory, and give the job back if it is to be.
+
+    Args:
+        run_dir: The run directory; its ``ladder.json`` tells progress, quarantine, and whether the run is finished.
+        job_id: Slurm's number of the job.
+        exit_code: Of the job's step.
+        num_job_retries_on_failure: Failures in a row, without progress in between, after which it is given back.
+
+    Raises:
+        ConfigError: A file in the run directory cannot be used.
+        OutlastError: Slurm refused; the job ends.
+        OSError: The run directory cannot be written; the job is not given back, lest that happen without end.
+
+    Blocks: up to two minutes, while Slurm does not answer.
+    Thread: the main thread; SIGTERM is ignored from then on when the job is given back.
+    """
+    ladder = load_ladder(run_dir, is_new_job=False)
+    end = JobEnd(
+        exit_code=exit_code,
+        finished=ladder.finished,
+        stopped_with=ladder.stopped_with,
+        durable_iteration=ladder.best_durable,
+        quarantined=ladder.quarantined,
+    )
+    ruling = rule(load_requeue_state(run_dir), end, num_job_retries_on_failure=num_job_retries_on_failure)
+    write_atomically(run_dir / "requeue.json", msgspec.json.format(msgspec.json.encode(ruling.state), indent=1))
+    if ruling.requeue:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        call_slurm(["scontrol", "requeue", job_id])
+        if ruling.state.excluded:
+            _exclude(job_id, ruling.state.excluded)
+    return ruling
+
+
+def _exclude(job_id: str, nodes: tuple[str, ...]) -> None:
+    """Add nodes to those that the pending job keeps away from."""
+    found = re.search(r"\bExcNodeList=(\S+)", call_slurm(["scontrol", "--oneliner", "show", "job", job_id]))
+    earlier = expand_nodes(found[1]) if found is not None and found[1] != "(null)" else ()
+    wanted = ",".join(dict.fromkeys((*earlier, *nodes)))
+    until_s = clock.now_s() + _PATIENCE_S
+    while True:
+        try:
+            call_slurm(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={wanted}"])
+        except OutlastError as error:
+            if clock.now_s() >= until_s:
+                log.error("%s could not be excluded, and the next job may get them again: %s", ", ".join(nodes), error)
+                return
+            time.sleep(0.2)  # not pending yet: Slurm is taking the job down
+        else:
+            log.warning("excluded from now on: %s", wanted)
+            return

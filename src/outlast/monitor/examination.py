@@ -1,0 +1,328 @@
+"""The worker's answer to an examiner: that its interpreter runs, how many collectives it has entered, and which one.
+
+Ranks that wait in a collective are blocked in C with the GIL released, so a thread of theirs can answer. One
+that cannot, though its process lives, holds the GIL or is stopped: evidence in itself. Questions come as
+datagrams on an abstract unix socket, which leaves no file behind however the process ends. What the books of the
+collectives say takes longer to find out, and may have to wait for the device: it follows in a second datagram.
+
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from outlast.decoding import json_decoder
+from outlast.monitor import stacks
+from outlast.monitor.collectives import Books, count_collectives, read_books, waits_in
+from outlast.policy.causes import Position
+from outlast.policy.deadlines import Expired
+from outlast.runtime.board import Board, RankState
+
+__all__ = ["ANSWER", "ANSWER_S", "BOOKS_S", "DUMP_S", "QUESTION", "Responder", "address", "examine"]
+
+
+log = logging.getLogger(__name__)
+
+QUESTION = struct.Struct("<Q")
+"""The question's number."""
+ANSWER = struct.Struct("<QIq")
+"""The question's number, the local rank, the number of collectives (-1 = not known); the second time the process's
+:class:`~outlast.monitor.collectives.Books` follow it, as JSON."""
+
+
+def address(token: int, local_rank: int) -> bytes:
+    """Return where a rank of the board with this token answers."""
+    return b"\0outlast-%016x-%d" % (token, local_rank)
+
+
+class Responder:
+    """A thread that answers examiners, and watches a child process on the side.
+
+    It is a daemon thread, since a script need not close its monitor; it blocks in one poll and never spins.
+
+    Args:
+        token: The board's.
+        local_rank: This rank.
+        record: Called with every new count of collectives.
+        child: A descriptor that becomes readable when a child ends (a pidfd); -1 = there is none.
+        on_child_end: Called once, from the thread, when it does.
+
+    Raises:
+        OSError: Another process answers for this rank of this board already.
+    """
+
+    def __init__(
+        self,
+        token: int,
+        local_rank: int,
+        *,
+        record: Callable[[int], None],
+        child: int = -1,
+        on_child_end: Callable[[], None] | None = None,
+    ) -> None:
+        self._local_rank = local_rank
+        self._record = record
+        self._child = child
+        self._on_child_end = on_child_end
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            self._socket.bind(address(token, local_rank))
+        except OSError:
+            self._socket.close()
+            raise
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="outlast-responder", daemon=True)
+
+    def start(self) -> None:
+        """Start answering."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the thread. Blocks: up to ``timeout_s``."""
+        if self._wake < 0:
+            return
+        os.eventfd_write(self._wake, 1)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._socket.close()
+            os.close(self._wake)
+            self._wake = -1
+
+    def _run(self) -> None:
+        try:
+            poll = select.poll()
+            for descriptor in (self._socket.fileno(), self._wake, self._child):
+                if descriptor >= 0:
+                    poll.register(descriptor, select.POLLIN)
+            while True:
+                ready = {descriptor for descriptor, _ in poll.poll()}
+                if self._wake in ready:
+                    return
+                if self._child in ready:
+                    poll.unregister(self._child)
+                    self._child = -1
+                    if self._on_child_end is not None:
+                        self._on_child_end()
+                if self._socket.fileno() in ready:
+                    self._answer()
+        except Exception:
+            log.exception("the thread that reports this rank's stacks failed: the cause of a hang may not be found")
+
+    def _answer(self) -> None:
+        try:
+            question, sender = self._socket.recvfrom(QUESTION.size + 1)
+            if len(question) != QUESTION.size or not sender:
+                return
+            count = count_collectives()
+            self._record(count)
+            answer = ANSWER.pack(*QUESTION.unpack(question), self._local_rank, count)
+            self._socket.sendto(answer, sender)
+            self._socket.sendto(answer + msgspec.json.encode(read_books(stacks.followed())), sender)
+        except OSError as error:  # the examiner is gone, or its buffer is full
+            log.debug("an examiner got no answer: %s", error)
+
+
+ANSWER_S = 1.0
+"""Seconds that a rank has to answer; on a machine that swaps or has too few cores a healthy one takes its time."""
+DUMP_S = 2.0
+"""Seconds that a rank has to write its stacks."""
+BOOKS_S = 2.0
+"""Seconds that a rank has to say which collective it waits in, where no rank of the node is stopped or silent."""
+_LOOK_S = 0.003
+_MAX_ANSWER = 1 << 16
+_decoder = json_decoder(Books)
+
+
+@dataclass(slots=True)
+class _Rank:
+    state: RankState
+    process_state: str
+    dump: stacks.Dump | None = None
+    woken: bool = False
+    complete: bool = False
+    responsive: bool = True
+    collectives: int = -1
+    books: Books | None = None
+
+
+def examine(
+    board: Board, *, node: str, stacks_dir: str | os.PathLike[str] | None, expired: Iterable[Expired] = ()
+) -> list[Position]:
+    """Look at every rank of a board: its process, its stacks, its collectives.
+
+    Nothing is ended. A stopped process is woken just long enough to write its stacks, and stopped again.
+
+    Args:
+        board: The node's board; ranks that nobody attached or assigned are left out.
+        node: Name of the node.
+        stacks_dir: Where each rank's stacks are written, as ``rank-<global rank>.txt``; ``None`` = nowhere.
+        expired: Timeouts that were exceeded.
+
+    Blocks: about 0.1 s when every rank answers, about 1 s when one cannot, two seconds at most; where py-spy is
+    installed, one second more for each rank that could not write its stacks.
+    """
+    # The state is read before a process is touched: afterwards it tells what was done here.
+    ranks = [_Rank(state, stacks.process_state(state.pid)) for state in board.read_all() if state.pid > 0]
+    living = [rank for rank in ranks if not rank.state.finished and rank.process_state not in ("Z", "X")]
+    started = time.monotonic()
+    for rank in living:
+        rank.responsive = rank.process_state not in ("T", "t")
+    answers = _Answers(board, [rank for rank in living if rank.state.attached and rank.responsive])
+    with answers:
+        for rank in living:
+            rank.dump = stacks.Dump(rank.state.pid)
+            # A process that a debugger holds (t) is left alone.
+            if rank.process_state != "t" and rank.dump.request() and rank.process_state == "T":
+                rank.woken = _send(rank.state.pid, signal.SIGCONT)
+        try:
+            _collect(living, answers, started)
+        finally:
+            for rank in living:
+                if rank.woken and not rank.complete:
+                    _send(rank.state.pid, signal.SIGSTOP)
+    late = {one.local_rank for one in expired}
+    return [_position(rank, node, late, stacks_dir) for rank in ranks]
+
+
+def _collect(ranks: list[_Rank], answers: _Answers, started: float) -> None:
+    is_told_apart = not all(rank.responsive for rank in ranks)
+    while True:
+        for rank in ranks:
+            if rank.dump is not None and rank.dump.requested and not rank.complete and rank.dump.is_complete():
+                rank.complete = True
+                if rank.woken:
+                    _send(rank.state.pid, signal.SIGSTOP)
+        waited_s = time.monotonic() - started
+        dumping = any(rank.dump and rank.dump.requested and not rank.complete for rank in ranks)
+        dumping = dumping and waited_s < DUMP_S
+        answer_s = ANSWER_S if answers.missing else BOOKS_S
+        asking = bool(answers.missing) if is_told_apart else answers.are_due
+        asking = asking and waited_s < answer_s
+        if not dumping and not asking:
+            break
+        answers.receive(_LOOK_S if dumping else answer_s - waited_s)
+    for rank in ranks:
+        if rank.state.local_rank in answers.missing:
+            rank.responsive = False
+        rank.collectives = answers.counts.get(rank.state.local_rank, -1)
+        rank.books = answers.books.get(rank.state.local_rank)
+
+
+class _Answers:
+    """Questions to the ranks' responders, and their answers."""
+
+    def __init__(self, board: Board, ranks: list[_Rank]) -> None:
+        self.missing = {rank.state.local_rank for rank in ranks}
+        self.counts: dict[int, int] = {}
+        self.books: dict[int, Books] = {}
+        self._asked = frozenset(self.missing)
+        self._number = secrets.randbits(63)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(b"\0outlast-examiner-%016x" % self._number)
+        for local_rank in self.missing:
+            try:
+                self._socket.sendto(QUESTION.pack(self._number), address(board.token, local_rank))
+            except OSError as error:  # gone, or too busy to have read the last questions
+                log.debug("rank %d could not be asked: %s", local_rank, error)
+
+    def __enter__(self) -> _Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    @property
+    def are_due(self) -> bool:
+        """Whether somebody has not said everything yet."""
+        return len(self.books) < len(self._asked)
+
+    def receive(self, timeout_s: float) -> None:
+        """Take in what comes within a time."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(max(0.0, timeout_s) * 1e3):
+            return
+        while True:
+            try:
+                answer = self._socket.recv(_MAX_ANSWER)
+            except BlockingIOError:
+                return
+            if len(answer) < ANSWER.size:
+                continue
+            number, local_rank, count = ANSWER.unpack_from(answer)
+            if number != self._number or local_rank not in self._asked:
+                continue
+            self.missing.discard(local_rank)
+            self.counts.setdefault(local_rank, count)
+            if len(answer) > ANSWER.size:
+                try:
+                    self.books[local_rank] = _decoder.decode(answer[ANSWER.size :])
+                except msgspec.DecodeError as error:
+                    log.debug("what rank %d says of its collectives cannot be read: %s", local_rank, error)
+                    self.books[local_rank] = Books()
+
+
+def _position(rank: _Rank, node: str, late: set[int], stacks_dir: str | os.PathLike[str] | None) -> Position:
+    state = rank.state
+    text = rank.dump.text() if rank.dump is not None else ""
+    stack = stacks.parse(text)
+    if rank.dump is not None and not stack.frames and (seen := stacks.py_spy(state.pid, timeout_s=1.0)):
+        text, stack = text + seen, stacks.parse(seen)
+    waits, collective = waits_in(stack, rank.books)
+    position = Position(
+        node=node,
+        global_rank=state.global_rank,
+        pid=state.pid,
+        iteration=state.iteration,
+        sections=tuple(section.name for section in state.sections),
+        num_entries=state.num_entries_in_iteration,
+        collectives=rank.collectives,
+        groups={} if rank.books is None else rank.books.groups,
+        waiting_in=collective,
+        responsive=rank.responsive,
+        process_state=rank.process_state,
+        stack_line=stack.line,
+        waits_in_collective=waits,
+        expired=state.local_rank in late,
+        attached=state.attached,
+        finished=state.finished,
+    )
+    if text and stacks_dir is not None:
+        _write(Path(stacks_dir) / f"rank-{state.global_rank}.txt", position, text)
+    return position
+
+
+def _write(path: Path, position: Position, text: str) -> None:
+    where = "/".join(position.sections) or "no section"
+    head = (
+        f"rank {position.global_rank} (node {position.node}, pid {position.pid}), "
+        f"iteration {position.iteration}, in {where}, process state {position.process_state}"
+        f"{'' if position.responsive else ', its interpreter did not answer'}\n\n"
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(head + stacks.arrange(text))
+    except OSError as error:  # a full disk must not keep a hang from being acted upon
+        log.warning("stacks of rank %d could not be written: %s", position.global_rank, error)
+
+
+def _send(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True

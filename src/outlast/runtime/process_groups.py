@@ -1,0 +1,313 @@
+"""Process groups that can be left at any time, what is gathered over them, and where this worker is in them.
+
+Gloo waits for the peers of an unfinished collective when its group is destroyed, as the interpreter does in
+the end; a rank that crashed would stay alive as long as a hung peer does (torch 2.13, measured; ``abort()``
+and ``shutdown()`` do not help). What helps is to shut down the connections that the group opened: every wait
+on them ends within milliseconds. A :class:`Group` notes its connections and threads when it is made, so that it can
+:meth:`~Group.cut` them; :mod:`outlast.runtime.connections` does that.
+
+Rejected: ``torch.distributed``'s own gather of objects. It passes pickles, which nobody should read from a network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Collection
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast import clock, env
+from outlast.errors import ConfigError, OutlastError, PeerLost, RendezvousError
+from outlast.runtime import connections, device, gloo_waits
+from outlast.slurm_notation import expand_nodes
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed
+
+__all__ = [
+    "Group",
+    "broadcast_bytes",
+    "connect_world",
+    "current_place",
+    "gather_bytes",
+    "is_initialised",
+    "meeting_point",
+    "settle",
+]
+
+
+class Group:
+    """A process group with what it opened.
+
+    Args:
+        process_group: The group; ``None`` for the default one.
+        opened: Descriptor and inode of each of its connections.
+        threads: Its threads that run collectives.
+    """
+
+    def __init__(
+        self,
+        process_group: torch.distributed.ProcessGroup | None,
+        opened: Collection[tuple[int, int]],
+        threads: frozenset[int] = frozenset(),
+    ) -> None:
+        self.process_group = process_group
+        self._opened, self._threads = opened, threads
+        self._is_cut = False
+        self._lock = threading.Lock()
+
+    @property
+    def open_group(self) -> torch.distributed.ProcessGroup:
+        """The group, for a collective.
+
+        Raises:
+            PeerLost: It was closed by this rank.
+        """
+        if self.process_group is None:
+            raise PeerLost("this rank has left the group; its log says why")
+        return self.process_group
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the group was cut; what a collective brings then is worth nothing, even if it seems to succeed."""
+        return self._is_cut
+
+    @classmethod
+    def open(cls, *, timeout_s: float) -> Group:
+        """Make a gloo group of all ranks, beside the default group.
+
+        Raises:
+            RendezvousError: The ranks did not find each other.
+
+        Collective: all ranks of the default group.
+        Blocks: up to ``timeout_s``.
+        """
+        import torch.distributed as dist
+
+        making = _Making()
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"the ranks could not connect ({error}); see the log of the rank that left"
+            ) from error
+        return making.end(group, timeout_s)
+
+    def cut(self) -> None:
+        """End whatever waits on the group's connections, here or at a peer.
+
+        Idempotent. The group is of no use afterwards.
+
+        Blocks: a few milliseconds, at most 30 ms.
+        Thread: any.
+        """
+        self._is_cut = True
+        with self._lock:
+            opened, self._opened = self._opened, ()
+        connections.cut_group(opened, self._threads)
+
+    def close(self) -> None:
+        """Cut the group and destroy it.
+
+        Blocks: as :meth:`cut` does; peers that still wait in the group fail.
+        """
+        import torch.distributed as dist
+
+        self.cut()
+        group, self.process_group = self.process_group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def settle(timeout_s: float = 0.5) -> bool:
+    """Wait until gloo's threads have let go of the collectives that a cut ended; return whether they have.
+
+    Once the interpreter is being taken down, a thread that frees a collective's tensors ends the process with SIGABRT
+    (torch 2.13). Gloo offers nothing to wait for, so this looks at its threads: those that serve connections must
+    have looked at them since the call, and then those that run collectives must have come to rest.
+
+    Blocks: about 20 ms where there are gloo groups, at most ``timeout_s``.
+    """
+    end_ns = clock.now_ns() + int(timeout_s * 1e9)
+    before = _count_switches("gloo_tcp_loop")
+    at_rest: dict[str, int] = {}
+    num_same = 0
+    while num_same < 3:
+        running = _count_switches("pt_gloo_runloop")
+        if not running:
+            return True
+        if clock.now_ns() >= end_ns:
+            return False
+        looked = all(count >= before.get(thread, 0) + 2 for thread, count in _count_switches("gloo_tcp_loop").items())
+        num_same = num_same + 1 if looked and running == at_rest else 0
+        at_rest = running
+        time.sleep(0.003)  # with the interpreter's lock free, which gloo's threads need
+    return True
+
+
+def _count_switches(thread_name: str) -> dict[str, int]:
+    """Return how often each of this process's threads of that name has gone to sleep."""
+    counts = {}
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            status = Path(f"/proc/self/task/{thread}/status").read_text()
+        except OSError:
+            continue  # ended meanwhile
+        if status.startswith(f"Name:\t{thread_name}\n"):
+            counts[thread] = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return counts
+
+
+def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
+    """Initialise ``torch.distributed``: NCCL where there are GPUs, gloo for everything on the CPU.
+
+    Args:
+        place: This worker's place.
+        timeout_s: Seconds until a collective, or this call, fails because a peer does not take part.
+
+    Raises:
+        ConfigError: It is not known where the ranks meet.
+        RendezvousError: The ranks did not find each other.
+
+    Collective: all ranks of the world.
+    Blocks: up to ``timeout_s``, until all ranks have come.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    device.use_device(place.local_rank)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, _, _ = next(rendezvous(meeting_point(place), place.global_rank, place.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        making = _Making()
+        dist.init_process_group(
+            device.training_backend(),
+            store=PrefixStore("default_pg", store),
+            rank=place.global_rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+    except ValueError as error:
+        raise ConfigError(f"it is not known where the ranks meet ({error}); set MASTER_ADDR and MASTER_PORT") from error
+    except (RuntimeError, OutlastError) as error:
+        raise RendezvousError(f"the ranks could not connect ({error}); see the log of the rank that left") from error
+    return making.end(None, timeout_s)
+
+
+def is_initialised() -> bool:
+    """Return whether ``torch.distributed`` is initialised."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def current_place(place: env.WorkerEnv | None = None) -> env.WorkerEnv:
+    """Return this worker's place, with the rank and world size of ``torch.distributed`` once it is initialised.
+
+    Args:
+        place: What the environment says; ``None``: read it now.
+
+    Raises:
+        ConfigError: A variable of the environment that must be a number is not one.
+    """
+    place = env.read_worker() if place is None else place
+    if not is_initialised():
+        return place
+    import torch.distributed as dist
+
+    return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def meeting_point(place: env.WorkerEnv) -> str:
+    """Return where a worker's world meets, as ``init_method`` of ``torch.distributed``."""
+    if place.launcher != "srun":
+        return "env://"
+    variables = env.environ()
+    address = variables.get("MASTER_ADDR") or _first_node(
+        variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "localhost"
+    )
+    # Jobs and steps that run side by side on a node must not meet each other.
+    number = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables.get("SLURM_STEP_ID", "0"))
+    port = variables.get("MASTER_PORT") or str(20000 + number % 12000)
+    return f"tcp://{address}:{port}"
+
+
+def _first_node(nodes: str) -> str:
+    """Return the first name of a Slurm node list such as ``gpu[07-09,12],login1``."""
+    return expand_nodes(nodes)[0]
+
+
+class _Making:
+    """A group that is being made."""
+
+    def __init__(self) -> None:
+        self._connections, self._threads = connections.connected_sockets(), gloo_waits.group_threads()
+
+    def end(self, process_group: torch.distributed.ProcessGroup | None, timeout_s: float) -> Group:
+        """Return the group, with what was opened meanwhile."""
+        opened = connections.of_group(connections.connected_sockets() - self._connections, timeout_s)
+        return Group(process_group, opened, gloo_waits.group_threads() - self._threads)
+
+
+def gather_bytes(group: torch.distributed.ProcessGroup, data: bytes) -> list[bytes]:
+    """Return what every rank of a gloo group gave, in the order of the ranks.
+
+    Raises:
+        RuntimeError: A peer is gone, or did not come in time.
+
+    Collective: all ranks of the group.
+    Blocks: up to the group's timeout.
+    """
+    import torch
+    import torch.distributed as dist
+
+    world_size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    longest = max(int(length) for length in lengths)
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size)]
+    if longest:
+        dist.all_gather(parts, _tensor(data, longest), group=group)
+    return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+
+def broadcast_bytes(group: torch.distributed.ProcessGroup, data: bytes, source: int) -> bytes:
+    """Return what the rank ``source`` gave; what the others give is ignored.
+
+    Args:
+        group: A gloo group.
+        data: What to tell.
+        source: A rank of the group, by its number in it.
+
+    Raises:
+        RuntimeError: A peer is gone, or did not come in time.
+
+    Collective: all ranks of the group, with the same ``source``.
+    Blocks: up to the group's timeout.
+    """
+    import torch
+    import torch.distributed as dist
+
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, group=group, group_src=source)
+    is_source = dist.get_rank(group) == source
+    told = _tensor(data, len(data)) if is_source else torch.zeros(int(length), dtype=torch.uint8)
+    if told.numel():
+        dist.broadcast(told, group=group, group_src=source)
+    return told.numpy().tobytes()
+
+
+def _tensor(data: bytes, num_bytes: int) -> torch.Tensor:
+    """Return bytes as a tensor, with zeros behind them."""
+    import torch
+
+    told = torch.zeros(num_bytes, dtype=torch.uint8)
+    told.numpy()[: len(data)] = memoryview(data)
+    return told

@@ -1,0 +1,189 @@
+"""Where a session runs, what it protects a run against there, and which of its settings have no effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import random
+import re
+from collections.abc import Iterable
+
+from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
+from outlast.config.launching import LAUNCHERS_OWN
+from outlast.env import WorkerEnv
+from outlast.errors import ConfigError
+from outlast.incidents import EventKind
+from outlast.monitor.rank_monitor import RankMonitor
+from outlast.policy.deadlines import Timeouts
+from outlast.policy.protection import describe_saves
+from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import current_place
+from outlast.runtime.processes import describe_self
+from outlast.runtime.slurm_job import log_job_info
+from outlast.session.inprocess_scope import InProcessScope
+from outlast.version import __version__
+
+__all__ = [
+    "announce_session",
+    "has_near_tier",
+    "read_place",
+    "seed_random_numbers",
+    "warn_of_missing_protection",
+]
+
+
+log = logging.getLogger(__name__)
+
+
+def has_near_tier(checkpoint: CheckpointConfig, place: WorkerEnv) -> bool:
+    """Return whether something near keeps what a worker saves: a local folder, or the memory of the agent's writer."""
+    return checkpoint.local_directory is not None or place.writer is not None
+
+
+def announce_session(
+    config: Config,
+    place: WorkerEnv,
+    scope: InProcessScope,
+    journal: Journal,
+    monitor: RankMonitor,
+    *,
+    watches_signals: bool,
+) -> None:
+    """Record a session's start, hand the agent what it protects against, and warn of what it does not.
+
+    Args:
+        config: The session's settings.
+        place: This worker's place.
+        scope: The call around the session.
+        journal: Where the start is recorded.
+        monitor: Hands text to the agent.
+        watches_signals: A signal leads to an orderly end.
+    """
+    saves = config.checkpoint
+    journal.write(
+        EventKind.SESSION_STARTED,
+        rank=place.global_rank,
+        world_size=place.world_size,
+        launcher=place.launcher,
+        directory=None if saves is None or saves.directory is None else _without_user(str(saves.directory)),
+        local_directory=None if saves is None or saves.local_directory is None else str(saves.local_directory),
+        max_no_progress_cycles=monitor.config.max_no_progress_cycles,
+        version=__version__,
+        **describe_self(),
+    )
+    monitor.tell_protection(_describe_protection(config, place, watches_signals=watches_signals))
+    if place.is_first and scope.call_number == 0:
+        warn_of_missing_protection(
+            config, place, monitor.config, watches_signals=watches_signals, is_wrapped=scope.is_active
+        )
+
+
+def warn_of_missing_protection(
+    config: Config,
+    place: WorkerEnv,
+    fault_tolerance: FaultToleranceConfig,
+    *,
+    watches_signals: bool,
+    is_wrapped: bool = False,
+) -> None:
+    """Log in one line what does not protect this run, and in another which settings have no effect; with the remedy.
+
+    Args:
+        config: The session's settings.
+        place: This worker's place.
+        fault_tolerance: The timeouts and the like in force.
+        watches_signals: A signal leads to an orderly end.
+        is_wrapped: The session is in a call of a function that restarts in process.
+    """
+    checkpoint, missing = config.checkpoint, []
+    if checkpoint is None:
+        missing.append("nothing is saved or restored (set checkpoint.directory)")
+    elif checkpoint.non_persistent_save_interval != 0 and not has_near_tier(checkpoint, place):
+        missing.append(
+            "non_persistent_save_interval has nothing to save to (set checkpoint.local_directory, or start the script "
+            "with outlast run)"
+        )
+    has_agent = place.config_file is not None
+    if fault_tolerance.given.get("enable_ft_package") is False:
+        missing.append("a hung rank is not noticed (fault_tolerance.enable_ft_package is off)")
+    elif Timeouts.from_config(fault_tolerance, with_defaults=has_agent).smallest_s() is None:
+        missing.append("a hung rank is not noticed (set fault_tolerance.rank_section_timeouts)")
+    if not watches_signals:
+        missing.append("SIGTERM ends this process at once (call outlast.init() in the main thread)")
+    if place.launcher == "python":
+        missing.append("nothing restarts the script (start it with outlast run)")
+    if missing and place.board is None:  # an agent logs it for the run
+        log.warning("off: %s", "; ".join(missing))
+    if idle := _settings_without_effect(config, place, is_wrapped=is_wrapped):
+        log.warning("without effect here: %s", "; ".join(idle))
+
+
+def _describe_protection(config: Config, place: WorkerEnv, *, watches_signals: bool) -> str:
+    """Return what a session protects against, for its agent."""
+    checkpoint = config.checkpoint
+    if checkpoint is None:
+        return describe_saves(tiers=(), interval=0, near_interval=0, is_told=watches_signals)
+    tiers = []
+    if place.writer is not None:
+        tiers.append("memory")
+    tiers += [str(one) for one in (checkpoint.local_directory, checkpoint.directory) if one is not None]
+    near = checkpoint.non_persistent_save_interval if has_near_tier(checkpoint, place) else 0
+    return describe_saves(
+        tiers=tuple(tiers), interval=checkpoint.save_interval, near_interval=near, is_told=watches_signals
+    )
+
+
+def _settings_without_effect(config: Config, place: WorkerEnv, *, is_wrapped: bool) -> list[str]:
+    """Return the settings that nothing reads in this place, each with what would read it."""
+    idle = []
+
+    def note(section: str, names: Iterable[str], remedy: str) -> None:
+        if found := ", ".join(f"{section}.{name}" for name in names):
+            idle.append(f"{found} ({remedy})")
+
+    ft, health, restart = config.fault_tolerance, config.health, config.in_process_restart
+    if ft is not None and place.board is None:
+        note(
+            "fault_tolerance", (name for name in LAUNCHERS_OWN if name in ft.given), "start the script with outlast run"
+        )
+        if ft.calc_ft_timeouts and place.run_dir is None and config.run_dir is None:
+            note("fault_tolerance", ["calc_ft_timeouts"], "what is learned is kept in run_dir; name one")
+    if health is not None and not place.config_file:
+        of_nodes = (name for name in health.given if not name.startswith("process_group_"))
+        note("health", of_nodes, "give the file to outlast doctor --config or outlast run --config")
+    if restart is not None and not is_wrapped and restart.given.get("enabled") is not False:
+        note("in_process_restart", restart.given, "call outlast.init() in a function that Wrapper(config) protects")
+    run_dir = None if place.run_dir is None else os.path.abspath(place.run_dir)
+    if config.run_dir is not None and run_dir not in (None, os.path.abspath(config.run_dir)):
+        idle.append(f"run_dir (it is {place.run_dir}; give outlast run --run-dir, or --config with this file)")
+    return idle
+
+
+def read_place(config: Config, scope: InProcessScope) -> WorkerEnv:
+    """Return this worker's place, as the environment, ``torch.distributed``, the call around and the config know it."""
+    place = dataclasses.replace(current_place(), call=scope.call_number)
+    if scope.call_number == 0:
+        try:
+            log_job_info()
+        except ConfigError as error:  # it trains all the same
+            log.warning("the Slurm job cannot be read: %s", error)
+    if place.run_dir is not None or config.run_dir is None:
+        return place
+    name = f"directory {os.path.abspath(config.run_dir)}"
+    return dataclasses.replace(place, run_dir=config.run_dir, names=(*place.names, name))
+
+
+def seed_random_numbers(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _without_user(url: str) -> str:
+    """Return a URL without the name and password that it may hold: others read the journal."""
+    return re.sub(r"://[^/@]*@", "://", url)

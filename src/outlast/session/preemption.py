@@ -1,0 +1,204 @@
+"""Preemption: shutdown notices from signals, the scheduler's time limit and other sources, and the exit code."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+from outlast import clock
+from outlast.config import PreemptionConfig
+from outlast.env import WorkerEnv, environ
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind
+from outlast.monitor.rank_monitor import RankMonitor
+from outlast.preemption.listener import Notice, ShutdownListener
+from outlast.preemption.signals import does_nothing_else
+from outlast.preemption.sources import EndTime, NoticeFile, NoticeSource, NoticeURL, load_source
+from outlast.runtime.journal import Journal
+
+if TYPE_CHECKING:
+    from outlast.checkpoint import CheckpointManager
+
+__all__ = ["Preemption"]
+
+log = logging.getLogger(__name__)
+_PEER = "peer"
+
+
+class Preemption:
+    """What this rank knows about a requested shutdown, and the exit code that it leaves with.
+
+    Off the main thread no signal can be watched: SIGTERM then ends the process as if there were no session.
+
+    Args:
+        config: What to listen to; ``None`` for the defaults.
+        place: This worker's place.
+        journal: Where notices are written.
+        monitor: Its page holds the number of optimizer steps done.
+
+    Raises:
+        ConfigError: The notice plug-in is unavailable.
+    """
+
+    def __init__(
+        self, config: PreemptionConfig | None, *, place: WorkerEnv, journal: Journal, monitor: RankMonitor
+    ) -> None:
+        self._config = config = config or PreemptionConfig()
+        self._journal, self._rank, self._monitor = journal, place.global_rank, monitor
+        self.manager: CheckpointManager | None = None
+        """What saves; ``None`` = nothing does, or nothing could yet."""
+        self._outlives_session = False
+        # An agent sends its signal to all its workers: one of the node logs it.
+        self._notice_level = logging.WARNING if place.board is None or place.local_rank == 0 else logging.INFO
+        signals = _signals(config)
+        self.watches_signals = bool(signals)
+        """Whether a signal leads to a graceful stop."""
+        grace_s = monitor.config.shutdown_grace if place.board is not None else None
+        self._listener = ShutdownListener(
+            signals,
+            sources=_sources(config, is_nodes_first=place.local_rank == 0),
+            poll_interval_s=config.poll_interval,
+            deadline_s=min(filter(None, (config.shutdown_timeout, grace_s)), default=None),
+            exit_code=self.exit_code,
+            on_notice=self._on_notice,
+            before_exit=self._before_exit,
+            keep_forked=config.exit_signal_handler_for_dataloader,
+        )
+
+    def requested_signal(self, iteration: int) -> int:
+        """Return the number of the signal that requests the shutdown (SIGTERM for other notices), or 0.
+
+        Args:
+            iteration: Number of optimizer steps done before the one that runs.
+        """
+        interval = self._config.exit_interval
+        is_due = interval is not None and (iteration + 1) % interval == 0
+        return self._number() if self._listener.is_requested or is_due else 0
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether this rank knows of a requested shutdown."""
+        return self._listener.is_requested
+
+    def start_leaving(self) -> None:
+        """Start the deadline also where only peers got the notice: all ranks agreed to leave now."""
+        if not self._listener.is_requested:
+            self._listener.tell("all ranks agreed to leave", source=_PEER)
+
+    def wait_to_give_up(self, timeout_s: float) -> bool:
+        """Wait until a save is to be given up; return whether it is. Blocks: up to ``timeout_s`` seconds."""
+        return self._listener.wait_to_give_up(timeout_s)
+
+    def exit_code(self) -> int:
+        """Return the exit code to leave with: 75 if there is a generation to resume from, else 128 + the signal."""
+        return int(ExitReason.PREEMPTED) if self._saved_iteration is not None else 128 + self._number()
+
+    def log_exit(self) -> int:
+        """Log which iterations are lost, and return the exit code to leave with."""
+        code = self.exit_code()
+        loses = (self._saved_iteration or 0) < self._monitor.board_state.iteration
+        level = logging.INFO if code == ExitReason.PREEMPTED and not loses else logging.WARNING
+        log.log(level if self._rank == 0 else logging.DEBUG, "%s; exiting with code %d", self.describe_loss(), code)
+        return code
+
+    def describe_loss(self) -> str:
+        """Return which iterations are lost when this process ends now; one line for people."""
+        saved, done = self._saved_iteration, self._monitor.board_state.iteration
+        if saved is not None and saved >= done:
+            return f"iteration {saved} is saved, nothing is lost"
+        first = (saved or 0) + 1
+        lost = f"iteration {done} is lost" if first >= done else f"iterations {first} to {done} are lost"
+        if saved is None:
+            return f"{lost}: there is no saved generation" if done else "nothing was done yet"
+        return f"{lost}: the newest saved generation is that of iteration {saved}"
+
+    def outlive_session(self) -> None:
+        """Keep the signals and the deadline beyond :meth:`close`: the process is about to end by itself.
+
+        torchrun ends the other ranks when the first one has left; their exit codes must still be the session's.
+        """
+        self._outlives_session = True
+
+    def close(self) -> None:
+        """Let signals end this process again, and stop the deadline. Idempotent. Thread: the main thread."""
+        if not self._outlives_session:
+            self._listener.close()
+
+    @property
+    def _saved_iteration(self) -> int | None:
+        return None if self.manager is None else self.manager.durable_iteration
+
+    def _number(self) -> int:
+        first = self._listener.first
+        return int(signal.SIGTERM) if first is None or first.signal is None else first.signal
+
+    def _on_notice(self, notice: Notice) -> None:
+        # In a thread of the listener: the main thread may be inside a collective.
+        if notice.source == _PEER:
+            return  # logged where the notice came in
+        facts: dict[str, Any] = {"source": notice.source, "reason": notice.reason}
+        facts |= {} if notice.signal is None else {"signal": notice.signal}
+        facts |= {} if notice.deadline_s is None else {"deadline_s": round(notice.deadline_s, 3)}
+        self._journal.write(EventKind.NOTICE, rank=self._rank, **facts)
+        if notice.gives_up:
+            log.log(self._notice_level, "Received signal %d again, leaving at once", notice.signal)
+        elif notice.ordinal > 1:
+            log.warning("shutdown requested again by %s: %s", notice.source, notice.reason)
+        elif notice.signal is not None:
+            when = _by_when(notice)
+            log.log(self._notice_level, "Received signal %d, initiating graceful stop%s", notice.signal, when)
+        else:
+            log.warning(
+                "Shutdown requested by %s (%s), initiating graceful stop%s",
+                notice.source,
+                notice.reason,
+                _by_when(notice),
+            )
+
+    def _before_exit(self, code: int) -> None:
+        iteration = self._monitor.board_state.iteration
+        self._journal.write(EventKind.SESSION_ENDED, rank=self._rank, iteration=iteration, exit_code=code)
+        log.warning("%s", self.describe_loss())
+
+
+def _by_when(notice: Notice) -> str:
+    return "" if notice.deadline_s is None else f" (within {notice.deadline_s:.0f} s)"
+
+
+def _signals(config: PreemptionConfig) -> tuple[int, ...]:
+    if not config.exit_signal_handler or threading.current_thread() is not threading.main_thread():
+        return ()
+    if config.signal_names is not None:
+        return tuple(int(signal.Signals[name]) for name in config.signal_names)
+    usual = [signal.SIGTERM]
+    if does_nothing_else(signal.SIGUSR1):  # it would end the process, and nothing were saved
+        usual.append(signal.SIGUSR1)
+    return tuple(int(number) for number in usual)
+
+
+def _sources(config: PreemptionConfig, *, is_nodes_first: bool) -> list[NoticeSource]:
+    """Return what else gives notice to this rank; a file or an address is looked at by one rank of each node."""
+    sources: list[NoticeSource] = []
+    if config.preempt_time and (left_s := _job_left_s()) is not None:
+        what = "the job's time limit ends"
+        sources.append(EndTime(left_s, lead_s=config.preempt_time, what=what, name="time_limit"))
+    if (minutes := config.exit_duration_in_mins) is not None:
+        what = f"exit_duration_in_mins={minutes:g} is over"
+        sources.append(EndTime(minutes * 60, lead_s=0, what=what, name="exit_duration_in_mins", is_hard=False))
+    if is_nodes_first:
+        if config.notice_file is not None:
+            sources.append(NoticeFile(config.notice_file))
+        if config.notice_url is not None:
+            sources.append(NoticeURL(config.notice_url, header=config.notice_url_header))
+        if config.notice_plugin is not None:
+            sources.append(load_source(config.notice_plugin))
+    return sources
+
+
+def _job_left_s() -> float | None:
+    """Return the seconds until Slurm ends the job; ``None`` = not known, or no limit."""
+    text = environ().get("SLURM_JOB_END_TIME", "")
+    left_s = clock.seconds_until(int(text)) if text.isdecimal() else 0.0
+    return left_s if 0 < left_s < 10 * 365 * 86400 else None

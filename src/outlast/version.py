@@ -1,0 +1,7 @@
+"""The package's version, where every module can read it without importing the public face."""
+
+from __future__ import annotations
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

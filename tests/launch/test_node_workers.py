@@ -1,0 +1,72 @@
+"""The workers of a node: events of them that come late, and those that the others continue without."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from outlast.incidents import Incident, IncidentKind
+from outlast.launch.cycle import Cycle
+from outlast.launch.workers import WorkerProcess
+from outlast.policy.causes import find_culprit
+from outlast.runtime.board import Board
+from outlast.runtime.postmortem import Postmortem
+from outlast.runtime.zygote import Started
+
+
+def cycle_with(*, over: bool, num_workers: int = 1) -> Any:
+    parts: Any = dict.fromkeys(("logs", "spawns", "in_process", "postmortem"))
+    parts["workers"] = {key: WorkerProcess(local_rank=key, global_rank=key) for key in range(num_workers)}
+    start, options = SimpleNamespace(cycle=3), SimpleNamespace(layers=None)
+    return Cycle(**parts, start=start, options=options, board=Mock(), job="j", node="n", over=over)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_started_while_its_cycle_ended_is_ignored() -> None:
+    """The board of a cycle that is over is gone; the late event must not touch it, let alone end the agent."""
+    cycle = cycle_with(over=True)
+    assert not cycle.note_started(Started(key=0, pid=4711))
+    cycle.board.assign.assert_not_called()
+
+
+@pytest.mark.parametrize("key", [1, 7])
+def test_the_cycle_runs_once_all_of_its_workers_do(key: int) -> None:
+    """The last worker's start makes the cycle run; events of workers of no cycle of this node do not."""
+    cycle = cycle_with(over=False, num_workers=2)
+    assert not cycle.note_started(Started(key=0, pid=1))
+    assert cycle.note_started(Started(key=key, pid=2)) is (key == 1)
+
+
+@pytest.mark.process
+def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
+    """A worker that the others continued without has no part in a later hang: it did not finish before them, and a
+    spare may have its rank."""
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
+    board, postmortem = Board.create_anonymous(num_ranks=3), Postmortem(3)
+    try:
+        workers = {key: WorkerProcess(local_rank=key, global_rank=key, pid=processes[key].pid) for key in range(3)}
+        for worker in workers.values():
+            board.assign(worker.local_rank, pid=worker.pid, global_rank=worker.global_rank, cycle=0)
+        parts: Any = dict.fromkeys(("logs", "spawns", "in_process"))
+        start: Any = SimpleNamespace(cycle=0)
+        options: Any = SimpleNamespace(layers=None, run_dir=tmp_path)
+        parts |= {"board": board, "workers": workers, "postmortem": postmortem}
+        cycle = Cycle(**parts, start=start, options=options, job="j", node="n")
+        assert [one.global_rank for one in cycle.examine(None)] == [0, 1, 2]
+        processes[1].kill()
+        processes[1].wait()
+        workers[1].lost = Incident(kind=IncidentKind.WORKER_DIED, rank=1)
+        board.retire(1)
+        positions = cycle.examine(None)
+        assert [one.global_rank for one in positions] == [0, 2]
+        assert "finished" not in find_culprit(positions).reason
+    finally:
+        postmortem.close()
+        board.close()
+        for process in processes:
+            process.kill()
+            process.wait()
