@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import signal
+
 import pytest
-from outlast.config import FaultToleranceConfig
-from outlast.incidents import EventKind
-from outlast.ray.train_watch import RunFacts
-from outlast.ray.train_watch import TrainWatch
-from outlast.ray.train_watch import WorkerPlace
-from outlast.testing import RankProcesses
-from outlast.journal import read
-
-
 
 ray = pytest.importorskip("ray")
-
+from outlast.config import FaultToleranceConfig  # noqa: E402
+from outlast.incidents import EventKind  # noqa: E402
+from outlast.journal import read  # noqa: E402
+from outlast.ray.train_watch import RunFacts, TrainWatch, WorkerPlace  # noqa: E402
+from outlast.testing import RankProcesses  # noqa: E402
 
 PATIENCE_S = 100.0
 

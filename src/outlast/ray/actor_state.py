@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
 import msgspec
+
 from outlast import clock
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
@@ -17,15 +16,11 @@ from outlast.errors import OutlastError
 from outlast.monitor.collectives import count_collectives
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.interruption import AsyncInterruption
-from outlast.runtime.random_numbers import RandomSnapshot
 from outlast.runtime.process_groups import gather_bytes
+from outlast.runtime.random_numbers import RandomSnapshot
 from outlast.session.environment import has_near_tier
 from outlast.session.restore import unwrap_ddp
-from outlast.session.saves import NEAR_TIERS
-from outlast.session.saves import DueSave
-from outlast.session.saves import SaveSchedule
-
-
+from outlast.session.saves import NEAR_TIERS, DueSave, SaveSchedule
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
