@@ -5,7 +5,7 @@ C code for good would keep the process alive for good. So a POSIX timer calls ``
 which asks nobody.
 
 Rejected: a timer that sends a signal (a Python handler needs the main thread, and a signal's default action gives an
-exit code of its own), a side process (one more process for each rank, for a second that hardly ever comes).
+exit code of its own), a process beside it (one more process for each rank, for a second that hardly ever comes).
 """
 
 from __future__ import annotations
