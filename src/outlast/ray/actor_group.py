@@ -31,7 +31,7 @@ from outlast.ray.mesh import Mesh
 from outlast.ray.node_keeper import NodeKeepers
 from outlast.ray.pool import GroupClosed, Pool, describe_error
 from outlast.ray.protocol import Call, FailureKind, ShellSettings
-from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of
+from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
 from outlast.ray.shell import create_shell
 from outlast.ray.train_actor import TrainActor
 from outlast.ray.watch import Gathered, LossKind, Watch
@@ -447,7 +447,7 @@ class ActorGroup:
             raise
         self._use(new)
         self._recoveries = (*self._recoveries, report)
-        report.log_and_journal(self._journal)
+        journal_recovery(report, self._journal)
         return report
 
     def _use(self, new: Incarnation) -> None:

@@ -19,11 +19,11 @@ from outlast.policy.actor_recovery import ActorFacts, Formation, MissingSlots, e
 from outlast.ray.mesh import AXES, Mesh, shrunk
 from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error
 from outlast.ray.protocol import Aborted, ActorAssignment, FailureKind, Joined
-from outlast.ray.watch import Gathered, LossKind, LostActor, Watch
+from outlast.ray.watch import Gathered, LossKind, LostActor, Watch, lose
 from outlast.runtime.journal import Journal
 from outlast.wording import count
 
-__all__ = ["Incarnation", "Recovery", "RecoveryReport", "cause_of"]
+__all__ = ["Incarnation", "Recovery", "RecoveryReport", "cause_of", "journal_recovery"]
 
 
 log = logging.getLogger(__name__)
@@ -69,29 +69,6 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the evidence to the new incarnation."""
     repeated: bool
     """The interrupted call is repeated; else the group went back to another iteration, or there was no call."""
-
-    def log_and_journal(self, journal: Journal) -> None:
-        """Log a recovery, and write an incident for each loss and what was done into the group's journal."""
-        log.warning("incarnation %d of %s: %s", self.incarnation, journal.job, self.describe())
-        for lost in self.lost:
-            incident = Incident(
-                kind=_KINDS[lost.kind],
-                job=journal.job,
-                cycle=self.incarnation - 1,
-                node=lost.node,
-                rank=lost.rank,
-                pid=lost.pid,
-                iteration=self.begun_at,
-                detected_after_s=lost.detected_after_s,
-                evidence={"summary": lost.evidence},
-            )
-            journal.write(EventKind.INCIDENT, incident=msgspec.to_builtins(incident))
-        journal.write(
-            EventKind.ACTORS_RECOVERED,
-            cycle=self.incarnation,
-            iteration=self.iteration,
-            report=msgspec.to_builtins(self, str_keys=True),
-        )
 
     def describe(self) -> str:
         """Return one line for people."""
@@ -270,7 +247,7 @@ class Recovery:
         for rank in raised:
             if rank not in gathered.lost:
                 summary = gathered.failed[rank].summary
-                progress.lost.append(LostActor.of(rank, current.members[rank], LossKind.RAISED, summary))
+                progress.lost.append(lose(rank, current.members[rank], LossKind.RAISED, summary))
         times = [one.detected_after_s for one in gathered.lost.values() if one.detected_after_s is not None]
         if times and progress.num_rounds == 1:
             progress.phases_s["detect"] = max(times)
@@ -394,6 +371,30 @@ class Recovery:
             total_s=round(clock.now_s() - progress.begun_s, 4),
             repeated=bool(progress.method) and not ends_call(progress.begun_at, [new.iteration]),
         )
+
+
+def journal_recovery(report: RecoveryReport, journal: Journal) -> None:
+    """Log a recovery, and write an incident for each loss and what was done into the group's journal."""
+    log.warning("incarnation %d of %s: %s", report.incarnation, journal.job, report.describe())
+    for lost in report.lost:
+        incident = Incident(
+            kind=_KINDS[lost.kind],
+            job=journal.job,
+            cycle=report.incarnation - 1,
+            node=lost.node,
+            rank=lost.rank,
+            pid=lost.pid,
+            iteration=report.begun_at,
+            detected_after_s=lost.detected_after_s,
+            evidence={"summary": lost.evidence},
+        )
+        journal.write(EventKind.INCIDENT, incident=msgspec.to_builtins(incident))
+    journal.write(
+        EventKind.ACTORS_RECOVERED,
+        cycle=report.incarnation,
+        iteration=report.iteration,
+        report=msgspec.to_builtins(report, str_keys=True),
+    )
 
 
 def cause_of(gathered: Gathered) -> BaseException | None:

@@ -21,7 +21,7 @@ from outlast.policy.causes import Position, find_culprit
 from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error, read_reply
 from outlast.ray.protocol import ActorStatus, CallFailed, FailureKind
 
-__all__ = ["Gathered", "LossKind", "LostActor", "Watch"]
+__all__ = ["Gathered", "LossKind", "LostActor", "Watch", "lose"]
 
 log = logging.getLogger(__name__)
 _AFTER_DUE_S = 0.02
@@ -57,13 +57,11 @@ class LostActor(msgspec.Struct, frozen=True, kw_only=True):
     detected_after_s: float | None = None
     """Seconds from its last sign of life, or from the begin of the section that it hung in; ``None``: not known."""
 
-    @classmethod
-    def of(
-        cls, rank: int, actor: Actor, kind: LossKind, evidence: str, detected_after_s: float | None = None
-    ) -> LostActor:
-        """Return the entry of an actor in a report."""
-        after_s = None if detected_after_s is None else round(detected_after_s, 3)
-        return cls(rank=rank, node=actor.node, pid=actor.pid, kind=kind, evidence=evidence, detected_after_s=after_s)
+
+def lose(rank: int, actor: Actor, kind: LossKind, evidence: str, detected_after_s: float | None = None) -> LostActor:
+    """Return the entry of an actor in a report."""
+    after_s = None if detected_after_s is None else round(detected_after_s, 3)
+    return LostActor(rank=rank, node=actor.node, pid=actor.pid, kind=kind, evidence=evidence, detected_after_s=after_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +86,7 @@ class Gathered:
         self, rank: int, actor: Actor, kind: LossKind, evidence: str, detected_after_s: float | None = None
     ) -> None:
         """Note that an actor must be replaced."""
-        self.lost[rank] = LostActor.of(rank, actor, kind, evidence, detected_after_s)
+        self.lost[rank] = lose(rank, actor, kind, evidence, detected_after_s)
 
 
 @dataclass(slots=True, kw_only=True)
