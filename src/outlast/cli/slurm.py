@@ -98,7 +98,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             default=60,
             show_default=True,
             metavar="SECONDS",
-            help="Tell the workers to save and leave this long before the end; 0 = do not.",
+            help="Request the workers to save and leave this long before the end; 0 = do not.",
         ),
         click.option(
             "--num-job-retries-on-failure",
@@ -220,7 +220,7 @@ Examples (in a batch script):
 def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on_failure: int) -> int:
     """Give an ended job back to the queue if that can help.
 
-    Back go jobs that were told to leave (75, or 128 and a signal), as often as it takes; failures (16, 18, 19 and all
+    Back go jobs that were shut down (75, or 128 and a signal), as often as it takes; failures (16, 18, 19 and all
     others) at most N times in a row without progress; never finished runs (0) and what needs a person (2, 17, 93).
 
     Exit code 0: done as decided, either way; 1: Slurm or the run directory refused; 2: bad input.

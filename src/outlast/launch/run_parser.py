@@ -154,7 +154,7 @@ _GROUPS = {
 """What the help shows before torchrun's other options, in this order."""
 _BORROWED = {
     "nproc_per_node": (_RUN, "N", "Workers on this node: a number, auto, gpu, xpu or cpu."),
-    "rdzv_id": (_RUN, "ID", "Name of the run, by which a later job goes on with it; default a new name."),
+    "rdzv_id": (_RUN, "ID", "Name of the run, by which a later job continues it; default a new name."),
     "nnodes": (_NODES, "N|MIN:MAX", "Nodes; of MIN:MAX, MIN train and the others wait as spares; default 1."),
     "rdzv_endpoint": (_NODES, "HOST:PORT,...", "Where the agents of several nodes meet: on the first one that lives."),
     "max_restarts": (
