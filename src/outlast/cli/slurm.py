@@ -64,18 +64,15 @@ class _Script(click.Command):
             ) from None
 
 
+def _number(name: str, default: int, metavar: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(name, type=int, default=default, show_default=True, metavar=metavar, help=text)
+
+
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a batch script."""
     add: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = [
-        click.option("--nodes", type=int, default=1, show_default=True, metavar="N", help="Nodes that train."),
-        click.option(
-            "--spares",
-            type=int,
-            default=0,
-            show_default=True,
-            metavar="N",
-            help="Nodes that wait for the slot of a lost one.",
-        ),
+        _number("--nodes", 1, "N", "Nodes that train."),
+        _number("--spares", 0, "N", "Nodes that wait for the slot of a lost one."),
         click.option(
             "--nproc-per-node",
             default="auto",
@@ -92,21 +89,14 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--job-name", metavar="NAME", help="Default: the run's id."),
         click.option("--time", metavar="LIMIT", help="Time limit: 90, 4:00:00, 2-00; default the partition's."),
-        click.option(
+        _number(
             "--preempt-time",
-            type=int,
-            default=60,
-            show_default=True,
-            metavar="SECONDS",
-            help="Request the workers to save and leave this long before the end; 0 = do not.",
+            60,
+            "SECONDS",
+            "Request the workers to save and leave this long before the end; 0 = do not.",
         ),
-        click.option(
-            "--num-job-retries-on-failure",
-            type=int,
-            default=2,
-            show_default=True,
-            metavar="N",
-            help="Failed jobs in a row, without progress, that go back to the queue.",
+        _number(
+            "--num-job-retries-on-failure", 2, "N", "Failed jobs in a row, without progress, that go back to the queue."
         ),
         click.option("--partition", metavar="NAME", help="As sbatch has it, and so the next ones."),
         click.option("--account", metavar="NAME"),

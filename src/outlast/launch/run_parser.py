@@ -232,10 +232,8 @@ _FT_GROUPS = {
     "max_no_progress_cycles": _RESTARTS,
     "shutdown_grace": _RESTARTS,
 }
-_SCRIPTS_OWN = frozenset(
-    ("config", "help", "local-addr", "log-dir", "log-level", "module")
-    + ("preload", "quiet", "role", "run-dir", "run-path")
-)
+_COMMON_NAMES = ("config", "help", "local-addr", "log-dir", "log-level", "module")
+_SCRIPTS_OWN = frozenset((*_COMMON_NAMES, "preload", "quiet", "role", "run-dir", "run-path"))
 """Names that scripts have for options of their own: behind the script they are taken for nothing else."""
 _WIDTH = 80
 _USAGE = """\
