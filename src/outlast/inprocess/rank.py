@@ -65,7 +65,7 @@ class RestartContext:
     def __init__(self, place: env.WorkerEnv) -> None:
         self.place = place
         self.restart_count = 0
-        """The one that this rank was told to enter last."""
+        """The one that this rank was ordered to enter last."""
         self._go: m.Go | None = None
         self._faults: tuple[m.RankFault, ...] = ()
 
@@ -79,7 +79,7 @@ class RestartContext:
             self._faults = add_fault(self._faults, fault)
 
     def describe(self) -> State:
-        """Return it as plug-ins are told."""
+        """Return it for plug-ins."""
         go, place = self._go, self.place
         ranks = go.ranks if go is not None else {}
         return State(
@@ -95,7 +95,7 @@ class RestartContext:
 
 
 class RankLeft(SystemExit):
-    """This rank leaves a wrapped function for good, and the others go on; its process ends with exit code 0.
+    """This rank leaves a wrapped function for good, and the others resume; its process ends with exit code 0.
 
     Args:
         reason: Why, in one line.
@@ -150,7 +150,7 @@ class WrappedRank:
         Raises:
             ConfigError: A setting or the place of the call is wrong.
             RestartAbort: The ranks cannot be restarted in process.
-            RankLeft: This rank leaves for good.
+            RankLeft: This rank is permanently removed.
         """
         if current_handle() is not None:
             raise ConfigError("a wrapped function was called within another one; wrap only the outer one")
@@ -246,7 +246,7 @@ class WrappedRank:
             raise OutlastError(f"the monitor process does not answer for {timeout_s:g} s; look at its log") from None
 
     def _get_ready(self, restart_count: int) -> None:
-        """Say that this rank can enter a call, if it may."""
+        """Record that this rank can enter a call, if it may."""
         if restart_count > 0:
             try:
                 self._plugins.health_check(self._context.describe())
@@ -420,7 +420,7 @@ class WrappedRank:
         return self._returned.value
 
     def _part(self, reason: str, *, report: bool) -> NoReturn:
-        """Leave for good, alone.
+        """Leave permanently, alone.
 
         Args:
             reason: Why, in one line.
