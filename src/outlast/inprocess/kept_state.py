@@ -2,9 +2,9 @@
 
 A part of the state, its modules and optimizers, is whole between two steps, and in a step until an optimizer begins to
 update it, which hooks of the optimizers show. What modules change as they compute (buffers) is copied at the end of
-each step where it is small. Whether anything else wrote to a parameter follows from the versions that torch counts, and, from the
-end of a call to the next one, by a digest: ``DistributedDataParallel``, for one, overwrites the parameters of all ranks
-with those of rank 0 when it is made.
+each step where it is small. Whether anything else wrote to a parameter follows from the versions that torch counts,
+and, from the end of a call to the next one, from a digest: ``DistributedDataParallel``, for one, overwrites the
+parameters of all ranks with those of rank 0 when it is made.
 """
 
 from __future__ import annotations
