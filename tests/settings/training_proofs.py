@@ -416,7 +416,7 @@ def leaves_on_a_plugins_word(scene: Scene) -> None:
         "    name, asked = 'own', 0\n"
         "    def poll(self):\n"
         "        Source.asked += 1\n"
-        "        return s.Told('the maintenance begins') if Source.asked > 3 else None\n"
+        "        return s.NoticeReceived('the maintenance begins') if Source.asked > 3 else None\n"
     )
     scene.patch.syspath_prepend(str(scene.folder))
     code, iteration = leaves_when(scene, notice_plugin="own_notices:Source", poll_interval=0.02)
