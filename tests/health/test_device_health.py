@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from outlast.health import Status, check_gpu
-from outlast.health import tasks as t
-from outlast.health.device_checks import CHECKS
-from outlast.health.gemm import EXPECTED, digest_of, factors
-from outlast.health.kernel_log import find_faults
-from outlast.health.nvml import Reading, judge, read
+from outlast.health.devices import (
+    EXPECTED,
+    ComputeCheck,
+    DeviceMemoryCheck,
+    NvmlReading,
+    digest_of,
+    factors,
+    find_faults,
+    judge_reading,
+    read_nvml,
+)
 
 
 def test_the_product_is_what_whole_numbers_give() -> None:
@@ -42,14 +48,14 @@ def test_one_wrong_bit_is_seen() -> None:
     product = left @ right
     product[511, 511] ^= 1
     assert digest_of(product) != EXPECTED[512, 8]
-    assert CHECKS[t.Compute](t.Compute(flip=True)).status == Status.FAILED
-    assert CHECKS[t.Compute](t.Compute()).status == Status.OK
+    assert ComputeCheck(flip=True).run().status == Status.FAILED
+    assert ComputeCheck().run().status == Status.OK
 
 
 def test_memory_keeps_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each word of the tested memory is written and read back; one that is not kept is counted."""
-    task = t.MemoryTest(num_bytes=1 << 20)
-    outcome = CHECKS[t.MemoryTest](task)
+    task = DeviceMemoryCheck(num_bytes=1 << 20)
+    outcome = task.run()
     assert (outcome.status, outcome.facts["tested_bytes"]) == (Status.OK, 1 << 20)
 
     import torch
@@ -62,7 +68,7 @@ def test_memory_keeps_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
         return words
 
     monkeypatch.setattr(torch.Tensor, "fill_", forget)
-    outcome = CHECKS[t.MemoryTest](task)
+    outcome = task.run()
     assert (outcome.status, outcome.facts["wrong_words"]) == (Status.FAILED, 2)
 
 
@@ -79,15 +85,15 @@ def test_memory_keeps_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_nvml_says_is_judged(reading: dict[str, Any], finding: str) -> None:
     """Each recorded fault is named with its remedy; a GPU that says nothing, or that idles or is capped, has none."""
-    (found,) = judge(Reading(name="H200", **reading))
+    (found,) = judge_reading(NvmlReading(name="H200", **reading))
     assert finding in found
 
 
 def test_sound_gpu_has_no_findings() -> None:
     """No counter, zero counts, unused links and a power cap are no faults."""
-    assert judge(Reading(name="A100")) == []
-    sound = Reading(name="A100", ecc_uncorrected=0, links_active=0, links_inactive=12, slowdowns=0x1 | 0x4)
-    assert judge(sound) == []
+    assert judge_reading(NvmlReading(name="A100")) == []
+    sound = NvmlReading(name="A100", ecc_uncorrected=0, links_active=0, links_inactive=12, slowdowns=0x1 | 0x4)
+    assert judge_reading(sound) == []
 
 
 class NVMLError(Exception):
@@ -131,8 +137,8 @@ def test_reading_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetPciInfo=lambda handle: types.SimpleNamespace(busId=b"00000000:3B:00.0"),
     )
     monkeypatch.setitem(__import__("sys").modules, "pynvml", module)
-    reading = read("GPU-1")
-    assert isinstance(reading, Reading)
+    reading = read_nvml("GPU-1")
+    assert isinstance(reading, NvmlReading)
     assert (reading.name, reading.pci_bus_id, reading.ecc_uncorrected) == ("H200", "00000000:3B:00.0", 3)
     assert (reading.rows_pending, reading.rows_failed, reading.retired_pages) == (True, False, None)
     assert (reading.links_active, reading.links_inactive) == (4, 14)
@@ -142,13 +148,13 @@ def test_reading_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_nvml_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing library or driver is a reason, not a failure of the GPU."""
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
-    assert read("GPU-1") == "NVML is not asked: nvidia-ml-py is not installed"
+    assert read_nvml("GPU-1") == "NVML is not asked: nvidia-ml-py is not installed"
 
     def no_driver() -> None:
         raise NVMLError("Driver Not Loaded")
 
     monkeypatch.setitem(__import__("sys").modules, "pynvml", fake_nvml(nvmlInit=no_driver))
-    assert read("GPU-1") == "NVML cannot be used (Driver Not Loaded)"
+    assert read_nvml("GPU-1") == "NVML cannot be used (Driver Not Loaded)"
 
 
 def test_faults_in_the_kernels_log() -> None:

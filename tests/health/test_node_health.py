@@ -13,17 +13,25 @@ from outlast.checkpoint.vault import Vault
 from outlast.config import HealthConfig
 from outlast.errors import ConfigError
 from outlast.health import CheckResult, Status, check_node, has_failed
-from outlast.health import tasks as t
-from outlast.health.node_checks import CHECKS
+from outlast.health.node import (
+    ClockCheck,
+    CommandCheck,
+    DiskCheck,
+    MemoryCheck,
+    NetworkCheck,
+    OpenFilesCheck,
+    SharedMemoryCheck,
+    StoreCheck,
+)
 from outlast.health.prober import Prober
-from outlast.health.result import Outcome
+from outlast.health.result import Check, CheckOutcome
 from outlast.runtime.board import Board
 
 HUGE = 1 << 60
 
 
-def check(task: t.Task) -> Outcome:
-    return CHECKS[type(task)](task)
+def check(task: Check) -> CheckOutcome:
+    return task.run()
 
 
 def by_name(results: tuple[CheckResult, ...]) -> dict[str, CheckResult]:
@@ -32,7 +40,7 @@ def by_name(results: tuple[CheckResult, ...]) -> dict[str, CheckResult]:
 
 def test_sound_folder_is_left_as_it_was(tmp_path: Path) -> None:
     """A writable folder with room passes, its room is told, and nothing stays behind in it."""
-    outcome = check(t.Disk(path=str(tmp_path), min_free_bytes=1))
+    outcome = check(DiskCheck(path=str(tmp_path), min_free_bytes=1))
     assert outcome.status == Status.OK
     assert outcome.facts["free_bytes"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -40,13 +48,13 @@ def test_sound_folder_is_left_as_it_was(tmp_path: Path) -> None:
 
 def test_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
     """A tier's folder that a run has still to make is judged by where it will be made, and is not made."""
-    assert check(t.Disk(path=str(tmp_path / "a" / "b"), min_free_bytes=1)).status == Status.OK
+    assert check(DiskCheck(path=str(tmp_path / "a" / "b"), min_free_bytes=1)).status == Status.OK
     assert list(tmp_path.iterdir()) == []
 
 
 def test_disk_nearly_full(tmp_path: Path) -> None:
     """Too little room fails, with both figures and the setting's name."""
-    outcome = check(t.Disk(path=str(tmp_path), min_free_bytes=HUGE))
+    outcome = check(DiskCheck(path=str(tmp_path), min_free_bytes=HUGE))
     assert outcome.status == Status.FAILED
     assert "left" in outcome.reason
     assert "min_free_disk_gib" in outcome.reason
@@ -59,28 +67,28 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", write)
-    outcome = check(t.Disk(path=str(tmp_path), min_free_bytes=1))
+    outcome = check(DiskCheck(path=str(tmp_path), min_free_bytes=1))
     assert (outcome.status, "is full" in outcome.reason) == (Status.FAILED, True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unwritable_tier() -> None:
     """A place where nothing can be written fails; its clock cannot be compared, which is not a failure of its own."""
-    assert check(t.Disk(path="/proc/run", min_free_bytes=1)).status == Status.FAILED
-    assert check(t.Clock(path="/proc/run", max_skew_s=30)).status == Status.SKIPPED
+    assert check(DiskCheck(path="/proc/run", min_free_bytes=1)).status == Status.FAILED
+    assert check(ClockCheck(path="/proc/run", max_skew_s=30)).status == Status.SKIPPED
 
 
 def test_disk_that_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that gives back other bytes than it was given fails."""
     real = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, count, offset: real(fd, count, offset)[:-1])
-    assert "other bytes" in check(t.Disk(path=str(tmp_path), min_free_bytes=1)).reason
+    assert "other bytes" in check(DiskCheck(path=str(tmp_path), min_free_bytes=1)).reason
 
 
 def test_object_store(tmp_path: Path) -> None:
     """A store is written to, read and left as it was; one that cannot be reached fails with its own words."""
-    assert check(t.Store(url="memory://bucket/run")).status == Status.OK
-    outcome = check(t.Store(url="file:///proc/none"))
+    assert check(StoreCheck(url="memory://bucket/run")).status == Status.OK
+    outcome = check(StoreCheck(url="file:///proc/none"))
     assert outcome.status == Status.FAILED
     assert "cannot be written" in outcome.reason
 
@@ -88,15 +96,15 @@ def test_object_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "named"),
     [
-        (t.SharedMemory(min_free_bytes=HUGE), "min_free_shm_gib"),
-        (t.Memory(min_free_bytes=HUGE), "min_free_memory_gib"),
-        (t.OpenFiles(min_open_files=1 << 40), "ulimit -n"),
-        (t.Network(interfaces=("nosuch0",)), "nosuch0 is not there"),
-        (t.Command(command="echo first; echo no tokens; exit 3"), "exit code 3: no tokens"),
-        (t.Command(command="kill -9 $$"), "signal 9"),
+        (SharedMemoryCheck(min_free_bytes=HUGE), "min_free_shm_gib"),
+        (MemoryCheck(min_free_bytes=HUGE), "min_free_memory_gib"),
+        (OpenFilesCheck(min_open_files=1 << 40), "ulimit -n"),
+        (NetworkCheck(interfaces=("nosuch0",)), "nosuch0 is not there"),
+        (CommandCheck(command="echo first; echo no tokens; exit 3"), "exit code 3: no tokens"),
+        (CommandCheck(command="kill -9 $$"), "signal 9"),
     ],
 )
-def test_what_is_lacking_is_named(task: t.Task, named: str) -> None:
+def test_what_is_lacking_is_named(task: Check, named: str) -> None:
     """Each check that fails says what is lacking, and by which setting."""
     outcome = check(task)
     assert outcome.status == Status.FAILED
@@ -107,15 +115,15 @@ def test_what_is_lacking_is_named(task: t.Task, named: str) -> None:
 def test_shared_memory_that_nothing_needs(path: str) -> None:
     """However small, full or missing /dev/shm is: nothing of outlast's lies there, so no node is kept out for it unless
     ``min_free_shm_gib`` says what the script needs; nothing is written there either."""
-    outcome = check(t.SharedMemory(min_free_bytes=0, path=path))
+    outcome = check(SharedMemoryCheck(min_free_bytes=0, path=path))
     assert outcome.status in (Status.OK, Status.SKIPPED)
     assert "outlast itself uses none" in outcome.reason
-    assert check(t.SharedMemory(min_free_bytes=HUGE, path=path)).status == Status.FAILED
+    assert check(SharedMemoryCheck(min_free_bytes=HUGE, path=path)).status == Status.FAILED
 
 
 def test_a_tier_in_shared_memory_needs_room_there() -> None:
     """A tier's folder in /dev/shm is judged like any other, and the remedy is the container's."""
-    outcome = check(t.Disk(path="/dev/shm/outlast-tier", min_free_bytes=HUGE))
+    outcome = check(DiskCheck(path="/dev/shm/outlast-tier", min_free_bytes=HUGE))
     assert outcome.status == Status.FAILED
     assert "min_free_disk_gib" in outcome.reason
     assert "--shm-size" in outcome.reason
@@ -134,9 +142,9 @@ def test_shared_memory_of_outlast_has_no_file() -> None:
 
 def test_clocks_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that differs from the file server's is said to be ahead or behind, by how much."""
-    monkeypatch.setattr("outlast.health.node_checks._time_of_new_memory", lambda: 1000.0)
-    monkeypatch.setattr("outlast.health.node_checks._time_of_new_file", lambda folder: 1100.0)
-    outcome = check(t.Clock(path=str(tmp_path), max_skew_s=30))
+    monkeypatch.setattr("outlast.health.node._time_of_new_memory", lambda: 1000.0)
+    monkeypatch.setattr("outlast.health.node._time_of_new_file", lambda folder: 1100.0)
+    outcome = check(ClockCheck(path=str(tmp_path), max_skew_s=30))
     assert (outcome.status, outcome.facts) == (Status.FAILED, {"skew_s": -100.0})
     assert "100.0 s behind" in outcome.reason
 
@@ -169,9 +177,9 @@ def test_check_that_hangs_is_answered_for_and_ended(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     config = HealthConfig(commands=(f"sleep 1000 & echo $! > {pid_file}; wait", "true"), check_timeout=0.5)
     with Prober() as prober:
-        assert prober.ask(t.Command(command="true"), "command", "before", timeout_s=100).status == Status.OK
-        first = prober.ask(t.Command(command=config.commands[0]), "command", "hangs", timeout_s=2.5)
-        second = prober.ask(t.Command(command=config.commands[1]), "command", "after", timeout_s=100)
+        assert prober.ask(CommandCheck(command="true"), "command", "before", timeout_s=100).status == Status.OK
+        first = prober.ask(CommandCheck(command=config.commands[0]), "command", "hangs", timeout_s=2.5)
+        second = prober.ask(CommandCheck(command=config.commands[1]), "command", "after", timeout_s=100)
     assert (first.status, second.status) == (Status.TIMED_OUT, Status.OK)
     stat = Path(f"/proc/{int(pid_file.read_text())}/stat")
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
@@ -181,8 +189,8 @@ def test_check_that_hangs_is_answered_for_and_ended(tmp_path: Path) -> None:
 def test_check_that_crashes_its_process_is_answered_for() -> None:
     """A check whose process is killed, as by a driver's crash, fails with the signal's name; the next one is made."""
     with Prober() as prober:
-        first = prober.ask(t.Command(command=f"kill -{int(signal.SIGSEGV)} $PPID"), "command", "it", timeout_s=100)
-        second = prober.ask(t.Command(command="true"), "command", "it", timeout_s=100)
+        first = prober.ask(CommandCheck(command=f"kill -{int(signal.SIGSEGV)} $PPID"), "command", "it", timeout_s=100)
+        second = prober.ask(CommandCheck(command="true"), "command", "it", timeout_s=100)
     assert (first.status, second.status) == (Status.FAILED, Status.OK)
     assert "SIGSEGV" in first.reason
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outlast.health import Status
-from outlast.health import tasks as t
+from outlast.health.node import CommandCheck
 from outlast.health.prober import Prober
 
 pytestmark = pytest.mark.process
@@ -23,7 +23,7 @@ def test_abandoned_check_ends_with_what_it_started(tmp_path: Path) -> None:
 
         def ask() -> None:
             for command in (f"sleep 1000 & echo $! > {pid_file}; wait", "true"):
-                found.append(prober.ask(t.Command(command=command), "command", "it", timeout_s=1000))
+                found.append(prober.ask(CommandCheck(command=command), "command", "it", timeout_s=1000))
 
         asking = threading.Thread(target=ask)
         asking.start()

@@ -86,7 +86,7 @@ def is_monitor(pid: int) -> bool:
     """Return whether this is a monitor process that runs."""
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and "outlast.inprocess.monitor_process" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and "outlast.monitor.rank_guard" in process.cmdline()
     except psutil.NoSuchProcess:
         return False
 

@@ -9,10 +9,9 @@ import pytest
 
 from outlast import clock
 from outlast.inprocess import protocol as m
-from outlast.inprocess.failover.search import order_candidates
-from outlast.inprocess.hub import Hub
-from outlast.inprocess.link import Link, LinkBroken
+from outlast.inprocess.hub import Hub, order_candidates
 from outlast.policy.inprocess_protocol import RestartLimits
+from outlast.runtime.wire import ProtocolError, encode_frame
 
 NUM = 64
 TIMEOUT_S = 50.0
@@ -33,20 +32,19 @@ class Members:
             space="here",
         )
         self.num_active = num_active
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, m.HubChannel] = {}
         self.known: dict[int, m.HubCandidates] = {}
         self.orders: dict[int, list[m.Order]] = {rank: [] for rank in range(num)}
         listener = socket.create_server(("127.0.0.1", 0), backlog=num)
         for rank in range(num):
             connection = socket.create_connection(listener.getsockname())
             accepted, _ = listener.accept()
-            link = self.links[rank] = Link(connection, is_trusted=True)
+            link = self.links[rank] = m.HubChannel(connection, m.OnLink)
             self.selector.register(link, selectors.EVENT_READ, lambda _, rank=rank: self.hear(rank))
             place = m.MemberPlace(node=f"n{rank // 8}", space="there", pid=1, address=f"h {rank + 1}")
             self.hub.adopt(
-                Link(accepted, is_trusted=False),
+                m.HubChannel(accepted, m.OnLink),
                 m.JoinHub(
-                    token="",
                     initial_rank=rank,
                     initial_world_size=num,
                     place=place,
@@ -142,20 +140,18 @@ def test_candidates_are_spread_over_nodes() -> None:
 
 
 def test_small_pieces_make_whole_messages() -> None:
-    """A message arrives whole, however its bytes come; what is unreadable breaks the link."""
+    """A message arrives whole, however its bytes come; what is too large breaks the link."""
     ours, theirs = socket.socketpair()
-    link = Link(theirs, is_trusted=True)
-    other = Link(ours, is_trusted=True)
+    channel = m.HubChannel(theirs, m.OnLink)
     try:
-        sender = m.Completed(restart_count=7)
-        data = m.encode(sender)
-        for byte in len(data).to_bytes(4, "little") + data:
+        sent = m.Completed(restart_count=7)
+        for byte in encode_frame(sent):
             ours.send(bytes([byte]))
-            found = link.receive()
-        assert found == [sender]
+            found = channel.receive()
+        assert found == [sent]
         ours.send((1 << 30).to_bytes(4, "little"))
-        with pytest.raises(LinkBroken, match="announced"):
-            link.receive()
+        with pytest.raises(ProtocolError, match="announced"):
+            channel.receive()
     finally:
-        link.close()
-        other.close()
+        channel.close()
+        ours.close()

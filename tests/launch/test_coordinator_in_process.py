@@ -47,8 +47,10 @@ class Job:
         self.say(m.Master(node="a", epoch="1", cycle=cycle, addr="a", port=1))
         assert self.coordinator.phase == JobPhase.RUNNING
 
-    def restarted(self, node: str, iteration: int, *, call: int = 0, cycle: int = 0, fault: Incident = FAULT) -> None:
-        self.say(m.Restarted(node=node, epoch="1", cycle=cycle, call=call, iteration=iteration, incident=fault))
+    def restarted(
+        self, node: str, restart_count: int, *, call: int = 0, cycle: int = 0, fault: Incident = FAULT
+    ) -> None:
+        self.say(m.Restarted(node=node, epoch="1", cycle=cycle, call=call, restart_count=restart_count, incident=fault))
 
     def finished(self, node: str, lost: Incident | None = None) -> None:
         self.say(m.Finished(node=node, epoch="1", facts=m.CycleFacts(cycle=0, incident=lost)))
@@ -59,17 +61,17 @@ class Job:
 
 
 def test_each_restart_is_charged_once_though_every_node_tells() -> None:
-    """The first word of an iteration counts; later ones, and late ones of an earlier one, change nothing."""
+    """The first word of a restart counts; later ones, and late ones of an earlier one, change nothing."""
     job = Job()
-    for node, iteration in (("a", 1), ("b", 1), ("a", 2), ("a", 3), ("b", 2), ("b", 3)):
-        job.restarted(node, iteration)
+    for node, restart_count in (("a", 1), ("b", 1), ("a", 2), ("a", 3), ("b", 2), ("b", 3)):
+        job.restarted(node, restart_count)
     assert job.rungs == [Rung.RESTART_IN_PROCESS] * 3
     assert job.coordinator.state.restarts_without_progress == 3
     assert job.coordinator.phase == JobPhase.RUNNING
 
 
 def test_another_call_counts_anew() -> None:
-    """A second wrapped function of the same cycle counts its own iterations; a word of another cycle is passed over."""
+    """A second wrapped function of the same cycle counts its own restarts; a report of another cycle is ignored."""
     job = Job()
     job.restarted("a", 2)
     job.restarted("a", 1, call=1)

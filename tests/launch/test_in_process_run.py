@@ -158,7 +158,7 @@ finish(everybody)
         )
 
 
-def test_what_cannot_be_mended_in_process_restarts_the_workers(tmp_path: Path) -> None:
+def test_what_cannot_be_recovered_in_process_restarts_the_workers(tmp_path: Path) -> None:
     """Survivors that give up end the cycle; the cause is the rank that was lost, and the next cycle finishes."""
     code = """
 arm()

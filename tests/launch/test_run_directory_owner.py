@@ -88,7 +88,7 @@ def test_the_same_run_twice_at_once(tmp_path: Path) -> None:
         code, output = _run(f"--run-dir={tmp_path}/other", script, str(tmp_path), "10", "-1")
         assert code == ExitReason.NO_PROGRESS, output
         line = output.splitlines()[-1]
-        assert "exit code 93: rank 0 failed: Refused: " in line
+        assert "exit code 93: rank 0 failed: DirectoryRefused: " in line
         assert f"{tmp_path}/ckpt is in use by run run-" in line
         assert f"run directory {tmp_path}/run)" in line
         assert (_content(tmp_path / "run"), _content(tmp_path / "ckpt")) == before

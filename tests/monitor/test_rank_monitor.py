@@ -221,12 +221,12 @@ def test_wrong_board_is_an_error_at_once(tmp_path):
 
 
 def test_nothing_to_enforce_starts_nothing(caplog):
-    """Without agent and timeouts there is no side process, and one line says so."""
+    """Without agent and timeouts there is no guard process, and one line says so."""
     caplog.set_level(logging.INFO)
     monitor = RankMonitor(WorkerEnv())
     try:
         assert "is not watched: no timeout is set" in caplog.text
-        assert "side process" not in caplog.text
+        assert "guard process" not in caplog.text
     finally:
         monitor.close()
 

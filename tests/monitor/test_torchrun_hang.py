@@ -1,4 +1,4 @@
-"""Stock torchrun, without an agent of ours: a hung rank is ended by its side process, and torchrun restarts it."""
+"""Stock torchrun, without an agent of ours: a hung rank is ended by its guard process, and torchrun restarts it."""
 
 import os
 import re

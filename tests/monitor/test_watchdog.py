@@ -10,7 +10,7 @@ import pytest
 from outlast.monitor import watchdog as module
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.deadlines import Subject, Timeouts
-from outlast.runtime import board_page
+from outlast.runtime import board as board_page
 from outlast.runtime.board import Board
 from outlast.runtime.in_process_mark import InProcessMark
 

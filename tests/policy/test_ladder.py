@@ -271,7 +271,7 @@ def test_history_is_bounded() -> None:
 
 def test_restart_in_process_is_charged_like_any_other() -> None:
     """What was mended inside the processes and what was not share one budget; the last straw ends the job."""
-    mended = CycleEnd(cycle=0, incident=died(), mended_in_process=True)
+    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True)
     _, verdicts = climb(LadderState(), Limits(max_restarts=3), mended, CycleEnd(cycle=0, incident=died()), mended)
     assert [v.rung for v in verdicts] == [
         Rung.RESTART_IN_PROCESS,
@@ -284,7 +284,7 @@ def test_restart_in_process_is_charged_like_any_other() -> None:
 
 def test_restart_in_process_ends_no_cycle() -> None:
     """However many restarts a cycle mends inside its processes, it counts once when it ends without progress."""
-    mended = CycleEnd(cycle=0, incident=died(), mended_in_process=True, progress_known=True)
+    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
     state = LadderState()
     for _ in range(4):
         state, verdict = decide(state, mended, Limits(max_restarts=9))
@@ -297,21 +297,21 @@ def test_restart_in_process_ends_no_cycle() -> None:
 
 def test_progress_pays_for_restarts_in_process() -> None:
     """A new durable generation before each lets restarts inside the processes go on for ever."""
-    ends = [CycleEnd(cycle=0, incident=died(), mended_in_process=True, durable_iteration=10 * n) for n in range(20)]
+    ends = [CycleEnd(cycle=0, incident=died(), recovered_in_process=True, durable_iteration=10 * n) for n in range(20)]
     _, verdicts = climb(LadderState(), Limits(max_restarts=1), *ends, max_cycles=20)
     assert [v.rung for v in verdicts] == [Rung.RESTART_IN_PROCESS] * 20
 
 
 def test_endless_restarts_in_process_stop_with_93() -> None:
     """Where progress is known, mending the same place over and over is no progress."""
-    mended = CycleEnd(cycle=0, incident=died(), mended_in_process=True, progress_known=True)
+    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
     _, verdicts = climb(LadderState(), Limits(max_restarts=2), mended)
     assert [v.exit_code for v in verdicts] == [None, None, ExitReason.NO_PROGRESS]
 
 
 def test_restart_in_process_leaves_the_nodes_where_they_are() -> None:
     """A node whose faults are all mended inside the processes keeps its slot until a cycle ends there."""
-    mended = CycleEnd(cycle=0, incident=died(), mended_in_process=True, num_spares=1)
+    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, num_spares=1)
     state, limits = LadderState(), Limits(max_restarts=9, max_node_faults=2)
     for _ in range(4):
         state, verdict = decide(state, mended, limits)

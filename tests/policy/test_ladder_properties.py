@@ -85,7 +85,7 @@ def ends(*, durable: st.SearchStrategy[int | None] = durables) -> st.SearchStrat
         CycleEnd,
         cycle=st.integers(0, 1000),
         incident=mended_incidents,
-        mended_in_process=st.just(True),
+        recovered_in_process=st.just(True),
         durable_iteration=durable,
         progress_known=st.booleans(),
         had_session=st.booleans(),

@@ -109,7 +109,7 @@ def test_the_slow_rank_is_the_cause_among_all_that_left() -> None:
 slow_ends = ends().map(
     lambda end: dataclasses.replace(
         end,
-        mended_in_process=False,
+        recovered_in_process=False,
         incident=left(),
         diagnosis=None if end.diagnosis is None else _slow(end.diagnosis),
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import ConfigError
-from outlast.preemption import EndTime, Notice, NoticeFile, NoticeURL, ShutdownListener, Told, load_source
+from outlast.preemption import EndTime, Notice, NoticeFile, NoticeReceived, NoticeURL, ShutdownListener, load_source
 
 
 class Once:
@@ -26,9 +26,9 @@ class Once:
     def __init__(self, left_s: float | None = None) -> None:
         self._left_s = left_s
 
-    def poll(self) -> Told | None:
+    def poll(self) -> NoticeReceived | None:
         """Give notice."""
-        return Told("because", self._left_s)
+        return NoticeReceived("because", self._left_s)
 
 
 class Broken:
@@ -39,12 +39,12 @@ class Broken:
     def __init__(self) -> None:
         self.asked = 0
 
-    def poll(self) -> Told | None:
+    def poll(self) -> NoticeReceived | None:
         """Fail twice, then give notice."""
         self.asked += 1
         if self.asked < 3:
             raise OSError("no route")
-        return Told("at last")
+        return NoticeReceived("at last")
 
 
 def test_a_source_gives_notice_with_its_name_and_reason() -> None:
@@ -69,7 +69,7 @@ def test_without_a_notice_there_is_no_deadline() -> None:
         assert not listener.wait(0.1)
         assert listener.remaining_s is None
     with ShutdownListener((), deadline_s=0) as listener:
-        listener.tell("go")
+        listener.request("go")
         assert listener.is_requested
         assert listener.remaining_s is None
         assert not listener.wait_to_give_up(0.01)
@@ -85,7 +85,7 @@ def test_a_source_that_fails_is_said_once_and_asked_on(caplog: pytest.LogCapture
 def test_what_asks_twice_is_no_second_signal() -> None:
     """The scheduler's time limit and then its signal are one story: the save goes on."""
     with ShutdownListener((signal.SIGUSR1,), deadline_s=600) as listener:
-        listener.tell("the job's time limit ends in 60 s", source="time_limit")
+        listener.request("the job's time limit ends in 60 s", source="time_limit")
         os.kill(os.getpid(), signal.SIGUSR1)
         assert listener.wait(10, ordinal=2)
         assert not listener.should_give_up
@@ -109,12 +109,12 @@ def test_a_second_signal_gives_up() -> None:
 
 def test_it_says_to_give_up_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread gets the time to leave in order, with what it has."""
-    monkeypatch.setattr("outlast.preemption.deadline.Deadline._watch", lambda _: None)  # it would end this process
+    monkeypatch.setattr("outlast.preemption.deadline.ExitDeadline._watch", lambda _: None)  # it would end this process
     monkeypatch.setattr("outlast.preemption.deadline.LastResort.arm", lambda *_: True)
     with ShutdownListener((), deadline_s=60) as listener:
-        listener.tell("go")
+        listener.request("go")
         assert not listener.should_give_up
-        listener.tell("sooner", left_s=2.0)
+        listener.request("sooner", left_s=2.0)
         assert listener.wait_to_give_up(60)
         deadline = listener._deadline
         assert deadline._give_up_s is not None
@@ -143,7 +143,7 @@ assert listener.wait(60)
 @pytest.mark.process
 def test_the_deadline_ends_a_process_whose_main_thread_is_in_c() -> None:
     """A collective that never returns cannot hold up the process; what is lost is said."""
-    late = "from outlast.preemption.last_resort import LastResort\nLastResort.arm = lambda *_: True\n"
+    late = "from outlast.preemption.deadline import LastResort\nLastResort.arm = lambda *_: True\n"
     ended = run(late + STUCK.format(stuck="ctypes.CDLL(None).pthread_mutex_lock(mutex)"))
     assert ended.returncode == 75, ended.stderr
     assert ended.stdout == "lost 75\n"
@@ -163,7 +163,7 @@ def test_closing_lets_the_process_live() -> None:
 import os, signal, time
 from outlast.preemption import ShutdownListener
 with ShutdownListener(deadline_s=3) as listener:
-    listener.tell("go")
+    listener.request("go")
 time.sleep(3.5)
 print("alive", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
@@ -180,7 +180,7 @@ def test_a_forked_child_has_no_deadline() -> None:
 import os, time
 from outlast.preemption import ShutdownListener
 listener = ShutdownListener((), deadline_s=3)
-listener.tell("go")
+listener.request("go")
 child = os.fork()
 if child == 0:
     time.sleep(3.5)
@@ -208,7 +208,7 @@ def test_the_end_of_a_time_limit_comes_before_it(monkeypatch: pytest.MonkeyPatch
     now_s += 2
     told = long.poll()
     assert told is not None
-    assert told == Told("the limit ends in 59 s", pytest.approx(59))
+    assert told == NoticeReceived("the limit ends in 59 s", pytest.approx(59))
 
 
 def test_a_file_gives_notice_by_being_there(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_file_gives_notice_by_being_there(tmp_path: Path) -> None:
     source = NoticeFile(str(tmp_path / "leave"))
     assert source.poll() is None
     (tmp_path / "leave").write_text("maintenance at noon\nmore")
-    assert source.poll() == Told(f"{tmp_path / 'leave'} is there: maintenance at noon")
+    assert source.poll() == NoticeReceived(f"{tmp_path / 'leave'} is there: maintenance at noon")
 
 
 @contextmanager
@@ -257,7 +257,7 @@ def test_an_address_gives_notice_by_its_answer(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(OSError, match="500"):
             source.poll()
         told = source.poll()
-    assert told == Told(f"{url.partition('?')[0]} says 'TRUE'")
+    assert told == NoticeReceived(f"{url.partition('?')[0]} says 'TRUE'")
     assert set(headers) == {"Google"}
     with pytest.raises(ConfigError, match="http"):
         NoticeURL("file:///etc/passwd")
@@ -265,7 +265,7 @@ def test_an_address_gives_notice_by_its_answer(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_plugin_is_loaded_by_name() -> None:
     """``package.module:name`` makes a source; what is none is refused with its name."""
-    assert load_source(f"{__name__}:Once").poll() == Told("because")
+    assert load_source(f"{__name__}:Once").poll() == NoticeReceived("because")
     with pytest.raises(ConfigError, match=r"no\.such:thing"):
         load_source("no.such:thing")
     with pytest.raises(ConfigError, match=r"no poll\(\)"):

@@ -12,7 +12,7 @@ import pytest
 
 from outlast.errors import ConfigError, OutlastError
 from outlast.policy.recovery_point import Tier
-from outlast.runtime import board_page as layout
+from outlast.runtime import board as layout
 from outlast.runtime.board import MAX_DEPTH, MAX_NAMES, OTHER, Board, LoadedCopy, RankPage
 
 

@@ -412,7 +412,7 @@ def leaves_on_a_plugins_word(scene: Scene) -> None:
         "    name, asked = 'own', 0\n"
         "    def poll(self):\n"
         "        Source.asked += 1\n"
-        "        return s.Told('the maintenance begins') if Source.asked > 3 else None\n"
+        "        return s.NoticeReceived('the maintenance begins') if Source.asked > 3 else None\n"
     )
     scene.patch.syspath_prepend(str(scene.folder))
     code, iteration = leaves_when(scene, notice_plugin="own_notices:Source", poll_interval=0.02)
@@ -551,7 +551,7 @@ def uses_its_timeouts(scene: Scene) -> None:
     config = FaultToleranceConfig(enable_ft_package=False, rank_heartbeat_timeout=3.0, max_node_faults=1)
     with scene.session(Config(fault_tolerance=config, run_dir=str(scene.folder))) as run:
         assert run.fault_tolerance.rank_heartbeat_timeout == 3.0
-        assert run._monitor._side is None
+        assert run._monitor._watch is None
     assert "a hung rank is not noticed (fault_tolerance.enable_ft_package is off)" in scene.log.text
     assert "without effect here: fault_tolerance.max_node_faults (start the script with outlast run)" in scene.log.text
 

@@ -22,7 +22,7 @@ from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
 from outlast.launch.options import parse_options
-from outlast.monitor import RankMonitor, side_process
+from outlast.monitor import RankMonitor, rank_guard
 from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation
 from outlast.monitor.watchdog import HangReport
 from outlast.policy import ladder
@@ -65,28 +65,27 @@ def learned_from(config: FaultToleranceConfig) -> Any:
 
 
 def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
-    """The side process sends the configured signal, and SIGKILL without one."""
+    """The guard sends the configured signal, and SIGKILL without one."""
     sent: list[int] = []
-    scene.patch.setattr(side_process, "examine", lambda *_, **__: [])
-    scene.patch.setattr(side_process.signal, "pidfd_send_signal", lambda _, number: sent.append(number))
-    scene.patch.setattr(side_process._Guard, "_is_gone", lambda *_: True)
+    scene.patch.setattr(rank_guard, "examine", lambda *_, **__: [])
+    scene.patch.setattr(rank_guard.signal, "pidfd_send_signal", lambda _, number: sent.append(number))
+    scene.patch.setattr(rank_guard.HangWatch, "_is_gone", lambda *_: True)
     late = Expired(
         subject=Subject.HEARTBEAT, local_rank=0, global_rank=0, pid=1, section=None,
         timeout_s=1, elapsed_s=2, since_ns=0, iteration=0,
     )  # fmt: skip
     for config in (FaultToleranceConfig(), FaultToleranceConfig(rank_termination_signal="SIGTERM")):
         board = Board.create_anonymous()
-        task = side_process.Task(
+        task = rank_guard.HangWatchTask(
             pid=os.getpid(),
-            board_fd=os.dup(board.fd),
             node="n",
             rank=0,
             config=config.to_json(),
             stacks_dir=str(scene.folder),
         )
-        side_process._Guard(task, worker=-1)._on_hang(HangReport(expired=[late], states=[]))
+        rank_guard.HangWatch(task, board, worker=-1).end_worker(HangReport(expired=[late], states=[]))
         board.close()
-    assert sent == [side_process.signal.SIGKILL, side_process.signal.SIGTERM, side_process.signal.SIGCONT]
+    assert sent == [rank_guard.signal.SIGKILL, rank_guard.signal.SIGTERM, rank_guard.signal.SIGCONT]
 
 
 def settled(config: FaultToleranceConfig) -> JobSettings:

@@ -32,9 +32,8 @@ from outlast.launch import protocol as m
 from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
-from outlast.launch.torchrun_backend import open_cycle_store
 from outlast.runtime.addresses import Endpoint
-from outlast.runtime.store import TCPStore
+from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.testing.reaping import free_port
 
 __all__ = ["measure", "run_agents"]

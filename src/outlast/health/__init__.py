@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from outlast.health.gpu import check_gpu
+    from outlast.health.devices import check_gpu
     from outlast.health.node import check_node
     from outlast.health.process_group import ProcessGroupCheck, check_process_group
     from outlast.health.result import CheckResult, Status, has_failed
@@ -19,7 +19,7 @@ _HOMES = {
     "CheckResult": "outlast.health.result",
     "ProcessGroupCheck": "outlast.health.process_group",
     "Status": "outlast.health.result",
-    "check_gpu": "outlast.health.gpu",
+    "check_gpu": "outlast.health.devices",
     "check_node": "outlast.health.node",
     "check_process_group": "outlast.health.process_group",
     "has_failed": "outlast.health.result",

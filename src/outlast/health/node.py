@@ -1,21 +1,46 @@
-"""Whether a node is fit to train: everything but its accelerators."""
+"""Whether a node is fit to train: its disks, memory, clock, descriptors, network, and the user's own checks."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import resource
+import secrets
+import subprocess
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import psutil
 
 from outlast import env
 from outlast.config.launching import HealthConfig
-from outlast.health import tasks as t
+from outlast.health.devices import ComputeCheck
 from outlast.health.prober import Prober
-from outlast.health.result import CheckResult
+from outlast.health.result import Check, CheckOutcome, CheckResult, Status, failed, ok, skipped
 
 if TYPE_CHECKING:
     from outlast.config import Config
 
-__all__ = ["check_node", "places_of"]
+__all__ = [
+    "ClockCheck",
+    "CommandCheck",
+    "DiskCheck",
+    "MemoryCheck",
+    "NetworkCheck",
+    "NodeCheck",
+    "OpenFilesCheck",
+    "SharedMemoryCheck",
+    "StoreCheck",
+    "check_node",
+    "places_of",
+]
+
+_PROBE_BYTES = 1 << 20
+_CGROUP = Path("/sys/fs/cgroup")
+_WHOSE_SHM = "DataLoader workers and NCCL; outlast itself uses none"
+_SHM_HINT = "start the container with a larger --shm-size"
 
 
 def check_node(
@@ -27,51 +52,304 @@ def check_node(
     num_products: int = 4,
     prober: Prober | None = None,
 ) -> tuple[CheckResult, ...]:
-    """Look at this node: its disks, memory, clock, network, its CPU's arithmetic, the user's own checks.
+    """Check this node: its disks, memory, clock, network, its CPU's arithmetic, the user's own checks.
 
-    Every check is made in a process of its own, and answered for when it takes too long.
+    Every check is made in a process of its own; one that takes too long has failed.
 
     Args:
         config: What the node must have.
-        places: Folders and URLs of tiers, and the run directory; those that do not exist yet are looked at where they
+        places: Folders and URLs of tiers, and the run directory; those that do not exist yet are checked where they
             will be made.
         node: This node's name, for ``simulate_wrong_gemm``; the host's without it.
         network: Off: only interfaces that ``network_interfaces`` names must be up; for a job of one node.
-        num_products: Matrix products of each number format; 0 = the arithmetic is not looked at.
-        prober: What has the checks made, and stays open; one of its own without it.
+        num_products: Matrix products of each number format; 0 = the arithmetic is not checked.
+        prober: Runs the checks, and stays open; ``None`` = one of its own.
 
     Blocks: up to ``check_timeout`` for each check; all of them together take a fraction of a second on a sound node.
     """
     config = config or HealthConfig()
-    asked: list[tuple[t.Task, str, str]] = []
+    checks: list[tuple[Check, str, str]] = []
     for place in dict.fromkeys(places):
         if "://" in place and not place.startswith("file://"):
-            asked.append((t.Store(url=place), "store", place))
+            checks.append((StoreCheck(url=place), "store", place))
         else:
             path = place.removeprefix("file://")
-            asked.append((t.Disk(path=path, min_free_bytes=_bytes(config.min_free_disk_gib)), "disk", path))
-            asked.append((t.Clock(path=path, max_skew_s=config.max_clock_skew), "clock", path))
+            checks.append((DiskCheck(path=path, min_free_bytes=_bytes(config.min_free_disk_gib)), "disk", path))
+            checks.append((ClockCheck(path=path, max_skew_s=config.max_clock_skew), "clock", path))
     flip = config.simulate_wrong_gemm == (node or env.clean_name(env.hostname()))
-    asked += [
-        (t.SharedMemory(min_free_bytes=_bytes(config.min_free_shm_gib)), "shm", "/dev/shm"),
-        (t.Memory(min_free_bytes=_bytes(config.min_free_memory_gib)), "memory", "node"),
-        (t.OpenFiles(min_open_files=config.min_open_files), "files", "process"),
-        *([(t.Compute(flip=flip, num_rounds=num_products), "compute", "cpu")] if num_products else []),
-        *((t.Command(command=command), "command", command) for command in config.commands),
+    checks += [
+        (SharedMemoryCheck(min_free_bytes=_bytes(config.min_free_shm_gib)), "shm", "/dev/shm"),
+        (MemoryCheck(min_free_bytes=_bytes(config.min_free_memory_gib)), "memory", "node"),
+        (OpenFilesCheck(min_open_files=config.min_open_files), "files", "process"),
+        *([(ComputeCheck(flip=flip, num_rounds=num_products), "compute", "cpu")] if num_products else []),
+        *((CommandCheck(command=command), "command", command) for command in config.commands),
     ]
     if interfaces := config.network_interfaces:
-        asked.append((t.Network(interfaces=interfaces), "network", ",".join(interfaces)))
+        checks.append((NetworkCheck(interfaces=interfaces), "network", ",".join(interfaces)))
     elif network:
-        asked.append((t.Network(), "network", "any"))
+        checks.append((NetworkCheck(), "network", "any"))
     timeout_s = config.check_timeout
-    with contextlib.nullcontext(prober) if prober is not None else Prober() as asking:
-        return tuple(asking.ask(task, name, target, timeout_s=timeout_s) for task, name, target in asked)
+    with contextlib.nullcontext(prober) if prober is not None else Prober() as own:
+        return tuple(own.ask(check, name, target, timeout_s=timeout_s) for check, name, target in checks)
 
 
 def places_of(config: Config) -> tuple[str, ...]:
     """Return where a run writes, for ``places``: its run directory and its tiers, as far as they are named."""
     tiers = () if config.checkpoint is None else (config.checkpoint.directory, config.checkpoint.local_directory)
     return tuple(place for place in (config.run_dir, *tiers) if place is not None)
+
+
+class DiskCheck(Check, frozen=True, kw_only=True):
+    """A folder, or where it will be made, accepts data, keeps it, and has room."""
+
+    path: str
+    min_free_bytes: int
+
+    def run(self) -> CheckOutcome:
+        folder = _nearest(Path(self.path))
+        data = secrets.token_bytes(_PROBE_BYTES)
+        try:
+            written = _write_and_read(folder, data)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            what = "is full" if full else "cannot be written"
+            return failed(f"{folder} {what} ({error.strerror})", errno=error.errno)
+        if written != data:
+            return failed(f"{folder} gives back other bytes than were written")
+        space = os.statvfs(folder)
+        free = space.f_bavail * space.f_frsize
+        facts = {"free_bytes": free, "total_bytes": space.f_blocks * space.f_frsize, "free_files": space.f_favail}
+        if free < self.min_free_bytes:
+            hint = f"; {_SHM_HINT}" if folder.is_relative_to("/dev/shm") else ""
+            return failed(f"{_gib(free)} left, {_gib(self.min_free_bytes)} needed (min_free_disk_gib){hint}", **facts)
+        if space.f_files and not space.f_favail:
+            return failed("no file can be made any more: all inodes are used", **facts)
+        return ok(f"writable, {_gib(free)} left", **facts)
+
+
+class StoreCheck(Check, frozen=True, kw_only=True):
+    """An object store accepts a file, keeps it, and deletes it."""
+
+    url: str
+
+    def run(self) -> CheckOutcome:
+        import fsspec  # type: ignore[import-untyped]
+
+        data = secrets.token_bytes(4096)
+        files, root = fsspec.core.url_to_fs(self.url)
+        name = f"{root.rstrip('/')}/.outlast-probe-{secrets.token_hex(8)}"
+        try:
+            files.pipe_file(name, data)
+            found = files.cat_file(name)
+            files.rm_file(name)
+        except Exception as error:  # noqa: BLE001 - every store has exceptions of its own
+            return failed(f"cannot be written ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+        return ok("writable") if found == data else failed("gives back other bytes than were written")
+
+
+class SharedMemoryCheck(Check, frozen=True, kw_only=True):
+    """``/dev/shm`` is there, can be written, and has the room that the script needs; containers often give it 64 MiB.
+
+    Nothing of outlast's lies there: its shared memory has no file (``memfd``), counts as memory, and is not bounded by
+    the size of ``/dev/shm``. So without a number of the user's it cannot be too small.
+    """
+
+    min_free_bytes: int
+    """0 = no need is known; then its room is only reported."""
+    path: str = "/dev/shm"
+
+    def run(self) -> CheckOutcome:
+        if not self.min_free_bytes:
+            try:
+                space = os.statvfs(self.path)
+            except OSError as error:
+                return skipped(f"{error.strerror}; it is for {_WHOSE_SHM}")
+            free = space.f_bavail * space.f_frsize
+            facts = {"free_bytes": free, "total_bytes": space.f_blocks * space.f_frsize}
+            return ok(f"{_gib(free)} left for {_WHOSE_SHM}", **facts)
+        found = DiskCheck(path=self.path, min_free_bytes=0).run()
+        if found.status != Status.OK:
+            return found
+        free = found.facts["free_bytes"]
+        if free < self.min_free_bytes:
+            needed = _gib(self.min_free_bytes)
+            return failed(f"{_gib(free)} left, {needed} needed (min_free_shm_gib); {_SHM_HINT}", **found.facts)
+        return ok(f"{_gib(free)} left for {_WHOSE_SHM}", **found.facts)
+
+
+class MemoryCheck(Check, frozen=True, kw_only=True):
+    """The node, or this container, has memory left."""
+
+    min_free_bytes: int
+
+    def run(self) -> CheckOutcome:
+        machine = psutil.virtual_memory()
+        free, total, whose = machine.available, machine.total, "node"
+        limit, used = _read_number(_CGROUP / "memory.max"), _read_number(_CGROUP / "memory.current")
+        if limit is not None and used is not None and limit - used < free:
+            free, total, whose = limit - used, limit, "container"
+        facts = {"free_bytes": free, "total_bytes": total, "of": whose}
+        if free < self.min_free_bytes:
+            needed = _gib(self.min_free_bytes)
+            return failed(f"the {whose} has {_gib(free)} left, {needed} needed (min_free_memory_gib)", **facts)
+        return ok(f"{_gib(free)} of the {whose}'s {_gib(total)} left", **facts)
+
+
+class OpenFilesCheck(Check, frozen=True, kw_only=True):
+    """A process may have enough descriptors."""
+
+    min_open_files: int
+
+    def run(self) -> CheckOutcome:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        facts = {"soft": soft, "hard": hard}
+        if soft != resource.RLIM_INFINITY and soft < self.min_open_files:
+            return failed(
+                f"{soft} allowed, {self.min_open_files} needed; raise it (ulimit -n, at most {hard})", **facts
+            )
+        return ok("no limit" if soft == resource.RLIM_INFINITY else f"{soft} allowed", **facts)
+
+
+class ClockCheck(Check, frozen=True, kw_only=True):
+    """This node's clock agrees with that of a folder's file server, by the times that both give a new file."""
+
+    path: str
+    max_skew_s: float
+
+    def run(self) -> CheckOutcome:
+        try:
+            here, there = _time_of_new_memory(), _time_of_new_file(_nearest(Path(self.path)))
+        except OSError as error:
+            return skipped(f"no file can be made to read its time ({error.strerror})")
+        skew_s = here - there
+        facts = {"skew_s": round(skew_s, 3)}
+        if abs(skew_s) > self.max_skew_s:
+            how = "ahead of" if skew_s > 0 else "behind"
+            return failed(f"{abs(skew_s):.1f} s {how} the file server's (max_clock_skew={self.max_skew_s:g})", **facts)
+        return ok(f"within {abs(skew_s):.1f} s of the file server's", **facts)
+
+
+class NetworkCheck(Check, frozen=True, kw_only=True):
+    """Interfaces are up; without names: any but the loopback."""
+
+    interfaces: tuple[str, ...] = ()
+
+    def run(self) -> CheckOutcome:
+        up = {name: stats.isup for name, stats in psutil.net_if_stats().items()}
+        others = {name: is_up for name, is_up in up.items() if name != "lo"}
+        if not self.interfaces:
+            if not others:
+                return skipped("there is only the loopback: enough for one node")
+            running = sorted(name for name, is_up in others.items() if is_up)
+            if not running:
+                return failed("no interface is up", down=[*others])
+            return ok(f"up: {', '.join(running)}", up=running)
+        wrong = []
+        for name in self.interfaces:
+            is_up = up.get(name, _infiniband_state(name))
+            if not is_up:
+                wrong.append(f"{name} {'is down' if is_up is False else 'is not there'}")
+        return failed("; ".join(wrong)) if wrong else ok(f"up: {', '.join(self.interfaces)}", up=[*self.interfaces])
+
+
+class CommandCheck(Check, frozen=True, kw_only=True):
+    """A command of the user's ends with exit code 0; the prober ends it when it takes too long."""
+
+    command: str
+
+    def run(self) -> CheckOutcome:
+        done = subprocess.run(
+            ["/bin/sh", "-c", self.command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        last_line = lines[-1][:300] if lines else ""
+        if done.returncode == 0:
+            return ok(last_line or "exit code 0", exit_code=0)
+        how = f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+        return failed(f"{how}: {last_line}" if last_line else how, exit_code=done.returncode)
+
+
+NodeCheck: TypeAlias = (
+    DiskCheck | StoreCheck | SharedMemoryCheck | MemoryCheck | OpenFilesCheck | ClockCheck | NetworkCheck | CommandCheck
+)
+
+
+def _nearest(path: Path) -> Path:
+    """Return the folder, or the nearest above it that exists."""
+    path = Path(os.path.abspath(path))
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _write_and_read(folder: Path, data: bytes) -> bytes:
+    path = folder / f".outlast-probe-{os.getpid()}-{secrets.token_hex(4)}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        pieces, position = [], 0
+        while piece := os.pread(fd, _PROBE_BYTES, position):
+            pieces.append(piece)
+            position += len(piece)
+        return b"".join(pieces)
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _time_of_new_memory() -> float:
+    """Return the time that this node's kernel gives a file; one without a name is on no server's disk."""
+    fd = os.memfd_create("outlast-clock", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, b"0")
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
+
+
+def _time_of_new_file(folder: Path) -> float:
+    path = folder / f".outlast-clock-{os.getpid()}-{secrets.token_hex(4)}"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(fd, b"0")
+        os.fsync(fd)
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def _infiniband_state(name: str) -> bool | None:
+    """Return whether all ports of an InfiniBand device are active; ``None``: there is no such device."""
+    try:
+        ports = sorted(Path("/sys/class/infiniband", name, "ports").iterdir())
+        states = [(port / "state").read_text() for port in ports]
+    except OSError:
+        return None
+    return bool(states) and all("ACTIVE" in state for state in states)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def _bytes(gib: float) -> int:

@@ -1,47 +1,29 @@
-"""The probe process: takes tasks from its standard input, one JSON line each, and answers each with one line."""
+"""The probe process: receives checks from its parent, runs one after another, and sends each one's outcome."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
-import msgspec
-
-from outlast.decoding import json_decoder
-from outlast.health import node_checks
-from outlast.health.result import Outcome, Status
-from outlast.health.tasks import Compute, Devices, Driver, MemoryTest, Task
+from outlast.health.devices import DeviceCheck
+from outlast.health.node import NodeCheck
+from outlast.health.result import CheckOutcome, Status
+from outlast.runtime.child import channel_to_parent
 from outlast.runtime.processes import die_with_parent
 
 __all__ = ["main"]
 
 
-def _answer(task: Task) -> Outcome:
-    if isinstance(task, Compute | Devices | Driver | MemoryTest):
-        from outlast.health import device_checks
-
-        check: Callable[[Any], Outcome] = device_checks.CHECKS[type(task)]
-    else:
-        check = node_checks.CHECKS[type(task)]
-    try:
-        return check(task)
-    except Exception as error:  # noqa: BLE001 - whatever a driver or a library raises is the answer
-        text = " ".join(str(error).split())[:500]
-        return Outcome(status=Status.ERROR, reason=f"{type(error).__name__}: {text}")
-
-
 def main() -> None:
-    """Answer until standard input ends."""
-    answers, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent)
-    os.set_inheritable(answers, False)
-    decoder = json_decoder(Task)
-    for line in sys.stdin.buffer:
-        data = msgspec.json.encode(_answer(decoder.decode(line))) + b"\n"
-        while data:
-            data = data[os.write(answers, data) :]
+    """Run checks until the parent closes the channel."""
+    channel = channel_to_parent(sys.argv[1], DeviceCheck | NodeCheck)
+    die_with_parent(int(sys.argv[2]))
+    while (check := channel.receive()) is not None:
+        try:
+            outcome = check.run()
+        except Exception as error:  # noqa: BLE001 - whatever a driver or a library raises is the outcome
+            text = " ".join(str(error).split())[:500]
+            outcome = CheckOutcome(status=Status.ERROR, reason=f"{type(error).__name__}: {text}")
+        channel.send(outcome)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Whether all ranks still answer each other: alive, gone, silent and wrong told apart.
+"""Whether all ranks still answer each other: alive, gone, silent and wrong are distinguished.
 
 The ranks exchange numbers on a group of their own, made beside the training's groups: whatever happens to it, those
-are not touched. Gloo's own timeout is not used, because it closes connections before anybody can say why, and a rank
-that sees its connection closed would take a silent peer for a dead one. Instead the first rank that knows leaves its
-finding in the ranks' store, and only then cuts the connections.
+are not touched. Gloo's own timeout is not used, because it closes connections before any rank can record why, and a
+rank that sees its connection closed would mistake a silent peer for a dead one. Instead the first rank that knows
+leaves its finding in the ranks' store, and only then cuts the connections.
 
-It says that the ranks' processes answer, not that their GPUs' links work.
+It checks that the ranks' processes answer, not that their GPUs' links work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.clock import now_s
 from outlast.errors import ConfigError, RendezvousError
-from outlast.health.result import CheckResult, Outcome, Status
+from outlast.health.result import CheckOutcome, CheckResult, Status, failed, ok
 from outlast.runtime.process_groups import Group
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _SLACK = 6.0
 class ProcessGroupCheck:
     """Ask all ranks whether they answer, as often as wanted.
 
-    A context manager. Once a check has failed, the group is of no use; later ones return the same result at once.
+    A context manager. Once a check has failed, the group is unusable; later ones return the same result at once.
 
     Args:
         timeout_s: How long all ranks may take to answer, the latest included.
@@ -82,14 +82,8 @@ class ProcessGroupCheck:
         started_s = now_s()
         exchange = _Exchange(self._group, f"{self._name}/{self._round}", self._rank, self._world_size, self._round)
         outcome = exchange.run(self._timeout_s)
-        result = CheckResult(
-            name="process group",
-            target=f"{self._world_size} rank{'' if self._world_size == 1 else 's'}",
-            status=outcome.status,
-            reason=outcome.reason,
-            took_s=round(now_s() - started_s, 4),
-            facts=outcome.facts,
-        )
+        target = f"{self._world_size} rank{'' if self._world_size == 1 else 's'}"
+        result = outcome.result("process group", target, took_s=now_s() - started_s)
         if result.has_failed:
             self._failed = result
         return result
@@ -123,25 +117,25 @@ class _Exchange:
     def __init__(self, group: Group, key: str, rank: int, world_size: int, number: int) -> None:
         self._group, self._key, self._rank = group, key, rank
         self._expected = [_answer(rank, number) for rank in range(world_size)]
-        self._outcome: Outcome | None = None
+        self._outcome: CheckOutcome | None = None
         self._done = threading.Event()
         self._is_judging = False
         self._lock = threading.Lock()
 
-    def run(self, timeout_s: float) -> Outcome:
+    def run(self, timeout_s: float) -> CheckOutcome:
         # A thread, because a store or a collective whose peer has stopped can block past every timeout of its own.
         threading.Thread(target=self._ask, name="outlast-group-check", daemon=True).start()
         if not self._done.wait(timeout_s) and not (self._is_judging and self._done.wait(_MARGIN_S)):
             judge = threading.Thread(target=self._give_up, args=(timeout_s,), name="outlast-group-judge", daemon=True)
             judge.start()
             if not self._done.wait(_MARGIN_S):
-                self._settle(Outcome(status=Status.TIMED_OUT, reason="neither the ranks nor their store answer"))
+                self._settle(CheckOutcome(status=Status.TIMED_OUT, reason="neither the ranks nor their store answer"))
             self._group.cut()
         with self._lock:
             assert self._outcome is not None
             return self._outcome
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, outcome: CheckOutcome) -> None:
         with self._lock:
             if self._outcome is None:
                 self._outcome = outcome
@@ -165,18 +159,18 @@ class _Exchange:
             return
         self._settle(self._compare(theirs))
 
-    def _compare(self, theirs: list[torch.Tensor]) -> Outcome:
+    def _compare(self, theirs: list[torch.Tensor]) -> CheckOutcome:
         wrong = [rank for rank, number in enumerate(theirs) if int(number) != self._expected[rank]]
         if wrong:
             reason = f"{_ranks(wrong)} answered with a wrong number"
-            return Outcome(status=Status.FAILED, reason=reason, facts={"wrong_ranks": wrong})
+            return failed(reason, wrong_ranks=wrong)
         count = len(self._expected)
-        return Outcome(status=Status.OK, reason="alone" if count == 1 else f"all {count} ranks answer")
+        return ok("alone" if count == 1 else f"all {count} ranks answer")
 
     def _give_up(self, timeout_s: float) -> None:
         self._settle(self._find(Status.TIMED_OUT, f"no answer in {timeout_s:g} s"))
 
-    def _find(self, status: Status, why: str) -> Outcome:
+    def _find(self, status: Status, why: str) -> CheckOutcome:
         """Return what the first rank that knew said, which is this one unless another was faster."""
         try:
             store = _store()
@@ -186,10 +180,10 @@ class _Exchange:
             said = store.compare_set(f"{self._key}/finding", "", mine).decode()
         except RuntimeError as error:
             text = " ".join(str(error).split())[:200]
-            return Outcome(status=status, reason=f"{why}; the ranks' store cannot be asked who it is ({text})")
+            return CheckOutcome(status=status, reason=f"{why}; the ranks' store cannot be asked who it is ({text})")
         first, ranks, reason = said.split("|", 2)
         known = [int(rank) for rank in ranks.split(",") if rank]
-        return Outcome(status=Status(first), reason=reason, facts={"absent_ranks": known})
+        return CheckOutcome(status=Status(first), reason=reason, facts={"absent_ranks": known})
 
     def _absent(self, store: Any) -> list[int]:
         """Return the ranks that did not come; those that are a little late are waited for."""

@@ -1,4 +1,4 @@
-"""What a check found, as data."""
+"""A check and what it found, as data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["CheckResult", "Outcome", "Status", "has_failed"]
+__all__ = ["Check", "CheckOutcome", "CheckResult", "Status", "failed", "has_failed", "ok", "skipped"]
 
 
 class Status(StrEnum):
@@ -19,7 +19,7 @@ class Status(StrEnum):
     FAILED = "failed"
     """Looked at, and wrong."""
     LOST = "lost"
-    """Whoever was asked is gone."""
+    """The peer is gone."""
     TIMED_OUT = "timed_out"
     """No answer in time."""
     ERROR = "error"
@@ -28,14 +28,31 @@ class Status(StrEnum):
     """There is nothing here to look at."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check says."""
+class CheckOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one check found."""
 
     status: Status
     reason: str
     """One line for people."""
     facts: dict[str, Any] = {}
     """What was measured."""
+
+    def result(self, name: str, target: str, *, took_s: float) -> CheckResult:
+        """Return it as the result of a named check of a target."""
+        return CheckResult(
+            name=name, target=target, status=self.status, reason=self.reason, took_s=round(took_s, 4), facts=self.facts
+        )
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One check, which a probe process runs. Each knows what it needs, and nothing of this process."""
+
+    def run(self) -> CheckOutcome:
+        """Make the check.
+
+        Blocks: possibly forever; :class:`~outlast.health.prober.Prober` bounds it.
+        """
+        raise NotImplementedError
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,3 +82,18 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 def has_failed(results: Iterable[CheckResult]) -> str | None:
     """Return why a node is to be kept out, for people; ``None``: it may join."""
     return "; ".join(result.describe() for result in results if result.has_failed) or None
+
+
+def ok(reason: str, **facts: Any) -> CheckOutcome:
+    """Return the outcome of a check that passed."""
+    return CheckOutcome(status=Status.OK, reason=reason, facts=facts)
+
+
+def failed(reason: str, **facts: Any) -> CheckOutcome:
+    """Return the outcome of a check that failed."""
+    return CheckOutcome(status=Status.FAILED, reason=reason, facts=facts)
+
+
+def skipped(reason: str, **facts: Any) -> CheckOutcome:
+    """Return the outcome of a check for which there is nothing here."""
+    return CheckOutcome(status=Status.SKIPPED, reason=reason, facts=facts)

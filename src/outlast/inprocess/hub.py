@@ -17,13 +17,10 @@ import os
 import selectors
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 from outlast import clock
 from outlast.inprocess import protocol as m
-from outlast.inprocess.failover.search import order_candidates
-from outlast.inprocess.link import Link, LinkBroken
-from outlast.inprocess.protocol import MemberPlace
 from outlast.policy.inprocess_protocol import RestartLimits
 from outlast.policy.inprocess_restart import (
     Event,
@@ -39,19 +36,29 @@ from outlast.policy.inprocess_restart import (
     next_deadline_s,
     take_over,
 )
+from outlast.runtime.wire import encode_frame
 
-__all__ = ["RETURN_S", "Hub", "ReconnectGrace", "name_space"]
+__all__ = ["RECONNECT_S", "Hub", "order_candidates"]
 
+log = logging.getLogger(__name__)
 
-RETURN_S = 5.0
+_MAX_CANDIDATES = 4
+RECONNECT_S = 5.0
 """Seconds that a member whose link broke has to come back: time for another monitor process to start on a machine
 that is busy. One whose process is seen to be gone is not waited for."""
 
 
-def name_space() -> str:
-    """Return a name of this machine and of the name space of its processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+def order_candidates(able: Iterable[m.HubCandidate], host: int) -> tuple[m.HubCandidate, ...]:
+    """Return who may host the hub: the one that does, then one of each other node, then others."""
+    by_rank = sorted(able, key=lambda candidate: candidate.initial_rank)
+    chosen = [candidate for candidate in by_rank if candidate.initial_rank == host]
+    nodes = {candidate.node for candidate in chosen}
+    for candidate in by_rank:
+        if candidate.node not in nodes:
+            nodes.add(candidate.node)
+            chosen.append(candidate)
+    chosen += [candidate for candidate in by_rank if candidate not in chosen]
+    return tuple(chosen[:_MAX_CANDIDATES])
 
 
 @dataclass(slots=True)
@@ -61,7 +68,7 @@ class _Absence:
     is_dead: bool = False
 
 
-class ReconnectGrace:
+class _ReconnectGrace:
     """Wait for members.
 
     Args:
@@ -72,28 +79,28 @@ class ReconnectGrace:
 
     def __init__(self, selector: selectors.BaseSelector, space: str, on_death: Callable[[], None]) -> None:
         self._selector, self._space, self._on_death = selector, space, on_death
-        self._absent: dict[int, _Absence] = {}
+        self._waited_for: dict[int, _Absence] = {}
 
     def __len__(self) -> int:
-        return len(self._absent)
+        return len(self._waited_for)
 
     def __contains__(self, rank: int) -> bool:
-        return rank in self._absent
+        return rank in self._waited_for
 
     def ranks(self) -> tuple[int, ...]:
         """Return who is waited for."""
-        return tuple(self._absent)
+        return tuple(self._waited_for)
 
     @property
     def deadline_s(self) -> float | None:
         """When the next one has been waited for long enough."""
-        return min((absence.until_s for absence in self._absent.values()), default=None)
+        return min((absence.until_s for absence in self._waited_for.values()), default=None)
 
-    def begin(self, rank: int, place: MemberPlace, patience_s: float = RETURN_S) -> None:
+    def begin(self, rank: int, place: m.MemberPlace, patience_s: float = RECONNECT_S) -> None:
         """Wait for a member."""
         self.end(rank)
         absence = _Absence(clock.now_s() + patience_s, None)
-        self._absent[rank] = absence
+        self._waited_for[rank] = absence
         if place.space != self._space:
             return
         try:
@@ -110,7 +117,7 @@ class ReconnectGrace:
 
     def end(self, rank: int) -> None:
         """Wait for a member no more."""
-        absence = self._absent.pop(rank, None)
+        absence = self._waited_for.pop(rank, None)
         if absence is not None and absence.pidfd is not None:
             self._selector.unregister(absence.pidfd)
             os.close(absence.pidfd)
@@ -118,7 +125,7 @@ class ReconnectGrace:
     def take_ended(self) -> list[tuple[int, bool]]:
         """Return those who are waited for no more, and whether they are known to be dead."""
         now_s = clock.now_s()
-        ended = [(rank, absence.is_dead) for rank, absence in self._absent.items() if now_s >= absence.until_s]
+        ended = [(rank, absence.is_dead) for rank, absence in self._waited_for.items() if now_s >= absence.until_s]
         for rank, _ in ended:
             self.end(rank)
         return ended
@@ -139,7 +146,7 @@ _END_S = 2.0
 class _LinkedMember:
     """A member that is linked."""
 
-    link: Link
+    channel: m.HubChannel
     join: m.JoinHub
     early: list[m.OnLink] = field(default_factory=list)
     """What it said before this hub could decide."""
@@ -171,12 +178,12 @@ class Hub:
         host: m.HubCandidate,
         space: str,
         predecessor: m.HubCandidates | None = None,
-        patience_s: float = RETURN_S,
+        patience_s: float = RECONNECT_S,
     ) -> None:
         self._selector, self._world_size, self._limits = selector, world_size, limits
         self._heartbeat_timeout_s, self._host = heartbeat_timeout_s, host
         self._peers: dict[int, _LinkedMember] = {}
-        self._absences = ReconnectGrace(selector, space, self._settle)
+        self._grace = _ReconnectGrace(selector, space, self._settle)
         self._broken: dict[int, str] = {}
         self._candidates: tuple[m.HubCandidate, ...] = (host,)
         self._places: dict[int, m.MemberPlace] = {}
@@ -184,13 +191,13 @@ class Hub:
         self._out_of_reach: set[int] = set()
         self._lost_early: list[tuple[int, bool]] = []
         self._end_s: float | None = None
-        self._next_hearing_s = clock.now_s() + heartbeat_timeout_s
+        self._next_silence_check_s = clock.now_s() + heartbeat_timeout_s
         self._state: RestartState | None = None
         if predecessor is not None and predecessor.members:
             self._known = dict(predecessor.members)
             self._places = dict(predecessor.members)
             for rank, place in self._known.items():
-                self._absences.begin(rank, place, patience_s)
+                self._grace.begin(rank, place, patience_s)
         else:
             self._state = begin(world_size, clock.now_s())
 
@@ -200,8 +207,8 @@ class Hub:
     def deadline_s(self) -> float:
         """When to call :meth:`look`."""
         due = [
-            self._next_hearing_s,
-            self._absences.deadline_s,
+            self._next_silence_check_s,
+            self._grace.deadline_s,
             self._end_s,
             next_deadline_s(self._state, self._limits) if self._state is not None else None,
         ]
@@ -212,27 +219,26 @@ class Hub:
         """Whether the last order was given and delivered."""
         if self._end_s is None:
             return False
-        return clock.now_s() >= self._end_s or not (self._peers or len(self._absences))
+        return clock.now_s() >= self._end_s or not (self._peers or len(self._grace))
 
     def serves_others(self, rank: int) -> bool:
         """Return whether members other than this one are linked, or may come (back)."""
         state = self._state
         members = {} if state is None or state.end is not None else state.members
         expected = [other for other, member in members.items() if not member.is_here]
-        return any(other != rank for other in (*self._peers, *self._absences.ranks(), *expected))
+        return any(other != rank for other in (*self._peers, *self._grace.ranks(), *expected))
 
-    def adopt(self, link: Link, join: m.JoinHub) -> None:
+    def adopt(self, channel: m.HubChannel, join: m.JoinHub) -> None:
         """Take a member in; its greeting was found to be genuine."""
         rank = join.initial_rank
         if (old := self._peers.pop(rank, None)) is not None:
-            self._selector.unregister(old.link)
-            old.link.close()
-        self._absences.end(rank)
+            self._selector.unregister(old.channel)
+            old.channel.close()
+        self._grace.end(rank)
         self._broken.pop(rank, None)
-        link.trust()
         self._places[rank] = join.place
-        self._peers[rank] = _LinkedMember(link, join)
-        self._selector.register(link, selectors.EVENT_READ, lambda events: self._on_event(rank, link, events))
+        self._peers[rank] = _LinkedMember(channel, join)
+        self._selector.register(channel, selectors.EVENT_READ, partial(self._on_event, rank, channel))
         before, self._candidates = self._candidates, self._order_candidates()
         self._send(rank, self._describe())
         if self._candidates != before:
@@ -246,8 +252,8 @@ class Hub:
     def look(self) -> None:
         """Do what is due."""
         now_s = clock.now_s()
-        if now_s >= self._next_hearing_s:
-            self._hear_silence(now_s)
+        if now_s >= self._next_silence_check_s:
+            self._check_silence(now_s)
         self._settle()
         if self._state is not None:
             due_s = next_deadline_s(self._state, self._limits)
@@ -259,39 +265,39 @@ class Hub:
         """Hold nobody's silence against them: this process did not run, and could not hear them."""
         now_ns = clock.now_ns()
         for peer in self._peers.values():
-            peer.link.heard_ns = now_ns
-        self._next_hearing_s = clock.now_s() + self._heartbeat_timeout_s
+            peer.channel.received_ns = now_ns
+        self._next_silence_check_s = clock.now_s() + self._heartbeat_timeout_s
 
     def close(self) -> None:
         """Let everybody go.
 
         Blocks: up to 0.5 s for each member that takes nothing.
         """
-        self._absences.close()
+        self._grace.close()
         for peer in self._peers.values():
-            self._selector.unregister(peer.link)
-            peer.link.drain(0.5)
-            peer.link.close()
+            self._selector.unregister(peer.channel)
+            peer.channel.drain(0.5)
+            peer.channel.close()
         self._peers.clear()
 
     # -- links -------------------------------------------------------------------------------------------------
 
-    def _on_event(self, rank: int, link: Link, events: int) -> None:
+    def _on_event(self, rank: int, channel: m.HubChannel, events: int) -> None:
         peer = self._peers.get(rank)
-        if peer is None or peer.link is not link:
+        if peer is None or peer.channel is not channel:
             return
         try:
             if events & selectors.EVENT_WRITE:
-                link.flush()
-                self._watch(peer)
+                channel.flush()
+                m.watch(self._selector, peer.channel)
             if events & selectors.EVENT_READ:
-                for message in link.receive():
-                    self._hear(rank, peer, message)
-        except LinkBroken as error:
+                for message in channel.receive():
+                    self._take(rank, peer, message)
+        except OSError as error:
             self._broken.setdefault(rank, str(error))
         self._settle()
 
-    def _hear(self, rank: int, peer: _LinkedMember, message: m.OnLink) -> None:
+    def _take(self, rank: int, peer: _LinkedMember, message: m.OnLink) -> None:
         match message:
             case m.Beat():
                 self._send(rank, message)
@@ -308,60 +314,54 @@ class Hub:
             case other:
                 self._broken.setdefault(rank, f"it said {type(other).__name__}")
 
-    def _hear_silence(self, now_s: float) -> None:
+    def _check_silence(self, now_s: float) -> None:
         """Give up links on which nothing has come for long."""
         oldest_s = now_s
         for rank, peer in self._peers.items():
-            heard_s = peer.link.heard_ns / 1e9
+            heard_s = peer.channel.received_ns / 1e9
             if now_s >= heard_s + self._heartbeat_timeout_s:
                 self._broken.setdefault(rank, f"no sign of life for {now_s - heard_s:.1f} s")
             else:
                 oldest_s = min(oldest_s, heard_s)
-        self._next_hearing_s = oldest_s + self._heartbeat_timeout_s
+        self._next_silence_check_s = oldest_s + self._heartbeat_timeout_s
 
     def _send(self, rank: int, message: m.OnLink) -> None:
         self._send_all(message, (rank,))
 
     def _send_all(self, message: m.OnLink, ranks: Iterable[int]) -> None:
-        data = m.encode(message)
+        frame = encode_frame(message)
         for rank in ranks:
             if (peer := self._peers.get(rank)) is None:
                 continue  # it is told when it comes back
             peer.is_leaving |= isinstance(message, m.Expel | m.Finish | m.Abort)
             try:
-                peer.link.send_encoded(data)
-            except LinkBroken as error:
+                peer.channel.send_frame(frame)
+            except OSError as error:
                 self._broken.setdefault(rank, str(error))
             else:
-                self._watch(peer)
-
-    def _watch(self, peer: _LinkedMember) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.link.is_waiting else 0)
-        key = self._selector.get_key(peer.link)
-        if key.events != wanted:
-            self._selector.modify(peer.link, wanted, key.data)
+                m.watch(self._selector, peer.channel)
 
     def _settle(self) -> None:
         """Deal with links that broke and members that do not come back, until there are none."""
         while True:
             while self._broken:
                 self._drop(*self._broken.popitem())
-            if not (ended := self._absences.take_ended()):
+            if not (ended := self._grace.take_ended()):
                 break
             self._lose(ended)
-        if self._state is None and not len(self._absences):
+        if self._state is None and not len(self._grace):
             self._take_over()
 
     def _drop(self, rank: int, error: str) -> None:
         peer = self._peers.pop(rank, None)
         if peer is None:
             return
-        self._selector.unregister(peer.link)
-        peer.link.close()
+        self._selector.unregister(peer.channel)
+        peer.channel.close()
         is_member = rank in (self._known if self._state is None else self._state.members)
         if is_member and not peer.is_leaving and self._end_s is None:
             log.info("the link to rank %d broke: %s", rank, error)
-            self._absences.begin(rank, peer.join.place)
+            self._grace.begin(rank, peer.join.place)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -400,7 +400,7 @@ class Hub:
         for rank, peer in list(self._peers.items()):
             early, peer.early = peer.early, []
             for message in early:
-                self._hear(rank, peer, message)
+                self._take(rank, peer, message)
         self._settle()
 
     def _came(self, rank: int, join: m.JoinHub) -> MemberJoined:
@@ -414,7 +414,7 @@ class Hub:
         before = self._state
         self._state, actions = advance(before, event, self._limits)
         if self._state.phase == RestartPhase.RUNNING and self._state.members.keys() != self._known.keys():
-            self._know_members()
+            self._publish_members()
         if self._state.restart_count != before.restart_count or self._state.phase != before.phase:
             log.info("%s of call %d", self._state.phase, self._state.restart_count)
             if self._state.phase == RestartPhase.RUNNING:
@@ -424,7 +424,7 @@ class Hub:
         if self._state.end is not None and self._end_s is None:
             self._end_s = clock.now_s() + _END_S
 
-    def _know_members(self) -> None:
+    def _publish_members(self) -> None:
         """Tell everybody who belongs to the group, for the time when this hub is gone."""
         assert self._state is not None
         self._known = {rank: self._places[rank] for rank in sorted(self._state.members)}

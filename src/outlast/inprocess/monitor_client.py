@@ -16,24 +16,18 @@ import os
 import queue
 import select
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Protocol
 
-import msgspec
-
-from outlast import env as environment
 from outlast.errors import OutlastError
 from outlast.inprocess import protocol as m
 from outlast.inprocess.progress import MainThreadProgress, Page, RankPhase
 from outlast.inprocess.protocol import MemberRecord, MonitorTask
+from outlast.monitor.rank_guard import GuardDuty
 from outlast.runtime import connections
 from outlast.runtime.interruption import SignalInterruption
 
-__all__ = ["Instruction", "Link", "MonitorLink", "MonitorThread"]
+__all__ = ["Instruction", "MonitorLink", "MonitorThread"]
 
 
 log = logging.getLogger(__name__)
@@ -45,18 +39,6 @@ _ALL_CALLS = 1 << 62
 
 Instruction = m.Listening | m.Order | OutlastError
 """What the main thread is told: an order, or that there is nobody left to give orders."""
-
-
-class Link(Protocol):
-    """The way to the monitor process."""
-
-    def fileno(self) -> int:
-        """Return what is readable when there is something to hear."""
-        ...
-
-    def receive(self) -> tuple[m.Listening | m.Order, ...]:
-        """Return what was said."""
-        ...
 
 
 class MonitorThread:
@@ -74,7 +56,7 @@ class MonitorThread:
 
     def __init__(
         self,
-        link: Link,
+        link: MonitorLink,
         page: Page,
         interruption: SignalInterruption,
         *,
@@ -187,7 +169,7 @@ _MAX_STARTS = 3
 
 
 class MonitorLink:
-    """A rank's monitor process.
+    """A rank's end of the duty that its guard process has for it.
 
     One that is killed is replaced by another one, which joins the hub (wherever that is then) in its place.
 
@@ -202,53 +184,26 @@ class MonitorLink:
     """
 
     def __init__(self, task: MonitorTask, page: Page) -> None:
-        self._task, self._page = task, page
+        self._initial_rank = task.initial_rank
         self._lock = threading.Lock()
         self._record = MemberRecord()
         self._known = m.HubCandidates(candidates=())
         self._token = ""
-        self._last_words: m.Left | None = None
+        self._final_report: m.Left | None = None
         self._is_over = False
-        self._num_starts = 0
-        self._socket = self._start()
+        self._num_starts = 1
+        self._duty = GuardDuty(
+            "outlast.inprocess.monitor_duty", task, fds=[page.fd], rank=task.initial_rank, node=task.node
+        )
 
-    def _start(self) -> socket.socket:
-        self._num_starts += 1
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, m.MAX_PACKET_BYTES)
-            variables = environment.environ()
-            # The rank may have found outlast through its own sys.path.
-            package_root = str(Path(__file__).resolve().parents[2])
-            variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, variables.get("PYTHONPATH")]))
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "outlast.inprocess.monitor_process",
-                    str(theirs.fileno()),
-                    str(self._page.fd),
-                    msgspec.json.encode(self._task).decode(),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # who reads the rank's output waits for its end, not for this process's
-                pass_fds=[theirs.fileno(), self._page.fd],
-                env=variables,
-                start_new_session=True,  # Ctrl-C is for the rank; this process ends with it
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self.pid = self._process.pid
-        return ours
+    @property
+    def pid(self) -> int:
+        """Of the process that watches this rank."""
+        return self._duty.pid
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when :meth:`receive` has something; it stays the same."""
-        return self._socket.fileno()
+        return self._duty.line.fileno()
 
     def send(self, message: m.Connect | m.Report) -> None:
         """Tell the monitor process something; if it is gone, the next one is told.
@@ -261,7 +216,7 @@ class MonitorLink:
             else:
                 self._record.note_report(message)
             if isinstance(message, m.Left):
-                self._last_words = message
+                self._final_report = message
                 self._is_over = True
             self._send(message)
 
@@ -278,7 +233,7 @@ class MonitorLink:
     def _received(self) -> Iterator[m.Listening | m.Order]:
         while True:
             try:
-                data = self._socket.recv(m.MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+                data = self._duty.line.recv(m.MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -301,33 +256,32 @@ class MonitorLink:
             yield message
 
     def _replace(self) -> None:
-        """Start another monitor process in place of one that is gone."""
-        exit_code = self._process.wait()
+        """Have the rank watched by another process in place of one that is gone."""
+        pid, exit_code = self.pid, self._duty.exit_code()
         with self._lock:
             if self._is_over or not self._known.candidates or self._num_starts >= _MAX_STARTS:
                 raise OutlastError(
-                    f"the monitor process (pid {self.pid}) of rank {self._task.initial_rank} ended with {exit_code}; "
+                    f"the monitor process (pid {pid}) of rank {self._initial_rank} ended with {exit_code}; "
                     "its log says why"
                 )
-            log.warning("the monitor process (pid %d) ended with code %d; a new one is started", self.pid, exit_code)
+            log.warning("the monitor process (pid %d) ended with code %s; a new one is started", pid, exit_code)
+            self._num_starts += 1
             try:
-                new = self._start()
+                self._duty.restart()
             except OSError as error:
                 raise OutlastError(f"the monitor process is gone, and no other one can be started: {error}") from error
-            with new:
-                os.dup2(new.fileno(), self._socket.fileno(), inheritable=False)
             self._send(
                 m.Reconnect(
                     token=self._token,
                     known=self._known,
                     standing=self._record.standing,
-                    final_report=self._last_words,
+                    final_report=self._final_report,
                 )
             )
 
     def _send(self, message: m.FromRank) -> None:
         try:
-            self._socket.send(m.encode(message))
+            self._duty.line.send(m.encode(message))
         except OSError as error:
             log.debug("the monitor process is gone: %s", error)  # receive() sees it, too
 
@@ -338,18 +292,4 @@ class MonitorLink:
         """
         if not self._is_over:
             self.send(m.Left(reason="the rank left the wrapper"))
-        try:
-            # Processes that the rank forked have the socket, too.
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            log.debug("the monitor process is gone: %s", error)
-        self._socket.close()
-        try:
-            self._process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            if self._process not in _still_needed:
-                _still_needed.append(self._process)
-
-
-_still_needed: list[subprocess.Popen[bytes]] = []
-"""Monitor processes whose hub outlives their rank; they end by themselves."""
+        self._duty.release(timeout_s)

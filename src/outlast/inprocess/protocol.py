@@ -5,7 +5,7 @@
   :class:`Connect` once, then what it reports (:data:`~outlast.policy.inprocess_protocol.Report`); it receives
   :class:`Listening` first, then orders, and in between who could host the hub (:class:`HubCandidates`), so that it
   can start another monitor process where its first one is gone (:class:`Reconnect`).
-* Between monitor processes and the hub: :mod:`outlast.inprocess.link`.
+* Between monitor processes and the hub: a :data:`HubChannel`, after the proof of the job's secret.
 
 A :class:`MemberRecord` remembers what a member was ordered and reported, so that a new hub or monitor process can
 resume from it. Nothing here imports torch.
@@ -14,6 +14,7 @@ resume from it. Nothing here imports torch.
 from __future__ import annotations
 
 import os
+import selectors
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ from outlast.policy.inprocess_protocol import (
     Restart,
     RestartLimits,
 )
+from outlast.runtime.wire import BufferedChannel
 
 if TYPE_CHECKING:
     from outlast.config.training import InProcessRestartConfig
@@ -62,6 +64,7 @@ __all__ = [
     "Gone",
     "HubCandidate",
     "HubCandidates",
+    "HubChannel",
     "JoinHub",
     "Left",
     "Listening",
@@ -81,8 +84,8 @@ __all__ = [
     "Restart",
     "decode_from_monitor",
     "decode_from_rank",
-    "decode_on_link",
     "encode",
+    "watch",
 ]
 
 
@@ -110,8 +113,8 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Of the link to the hub."""
     termination_grace_s: float
     """Seconds between SIGTERM and SIGKILL for a rank that is ended while its main thread still runs."""
-    meeting: str = ""
-    """Key of the meeting at which the ranks learn where the hub is; empty: nobody stands in for the rank there."""
+    bootstrap_key: str = ""
+    """Of the bootstrap by which the ranks learn where the hub is; empty: it has no proxy if the rank dies."""
     labels: dict[str, str] = {}
     """What this rank says of its place beyond its node, for those who assign ranks."""
     log_path: str = ""
@@ -119,7 +122,13 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @classmethod
     def of(
-        cls, config: InProcessRestartConfig, place: WorkerEnv, *, host: str, meeting: str, labels: Mapping[str, str]
+        cls,
+        config: InProcessRestartConfig,
+        place: WorkerEnv,
+        *,
+        host: str,
+        bootstrap_key: str,
+        labels: Mapping[str, str],
     ) -> MonitorTask:
         """Return what the monitor process of this very process is told.
 
@@ -127,7 +136,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             config: The settings.
             place: This process's place at its start.
             host: Address of this machine.
-            meeting: Key of the meeting.
+            bootstrap_key: Key of the bootstrap.
             labels: What this rank says of its place.
         """
         folder = config.monitor_process_logdir
@@ -150,7 +159,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             heartbeat_interval_s=config.heartbeat_interval,
             heartbeat_timeout_s=config.heartbeat_timeout,
             termination_grace_s=config.termination_grace_time,
-            meeting=meeting,
+            bootstrap_key=bootstrap_key,
             labels=dict(labels),
             log_path="" if folder is None else os.path.join(folder, f"inprocess-{place.global_rank}.log"),
         )
@@ -207,9 +216,8 @@ class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First message on a link: who comes, and that it knows the secret."""
+    """First message on a link: who comes."""
 
-    token: str
     initial_rank: int
     initial_world_size: int
     place: MemberPlace
@@ -246,7 +254,6 @@ OnLink = JoinHub | NotHub | HubCandidates | Beat | Gone | Report | Order
 _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgpack_decoder(FromRank)
 _from_monitor: msgspec.msgpack.Decoder[FromMonitor] = msgpack_decoder(FromMonitor)
-_on_link: msgspec.msgpack.Decoder[OnLink] = msgpack_decoder(OnLink)
 
 
 def encode(message: FromRank | FromMonitor | OnLink) -> bytes:
@@ -278,16 +285,16 @@ def decode_from_monitor(data: bytes) -> FromMonitor:
         raise OutlastError(f"unreadable message from a monitor process to its rank: {error}") from error
 
 
-def decode_on_link(data: bytes | bytearray | memoryview) -> OnLink:
-    """Return what came over a link.
+HubChannel = BufferedChannel[OnLink]
+"""A connection between a monitor process and the hub."""
 
-    Raises:
-        OutlastError: It is none of ours.
-    """
-    try:
-        return _on_link.decode(data)
-    except msgspec.DecodeError as error:
-        raise OutlastError(f"unreadable message between monitor processes: {error}") from error
+
+def watch(selector: selectors.BaseSelector, channel: HubChannel) -> None:
+    """Have a selector report when a registered channel is readable and, while something waits, writable."""
+    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.is_waiting else 0)
+    key = selector.get_key(channel)
+    if key.events != wanted:
+        selector.modify(channel, wanted, key.data)
 
 
 class MemberRecord:

@@ -246,9 +246,9 @@ class WrappedRank:
             self._said = StatusReporter(self._place, self._config)
             self._background = Background()
             self._host = own_address(self._place)
-            meeting = Bootstrap(self._place, timeout_s=self._config.barrier_timeout)
+            bootstrap = Bootstrap(self._place, timeout_s=self._config.barrier_timeout)
             self._page = Page.create()
-            self._link = MonitorLink(self._describe_task(meeting), self._page)
+            self._link = MonitorLink(self._describe_task(bootstrap), self._page)
             self._thread = MonitorThread(
                 self._link,
                 self._page,
@@ -261,20 +261,20 @@ class WrappedRank:
             noting.start()
             self._background.freeze()
             try:
-                self._join(meeting)
-                return self._follow(function, args, kwargs, name, meeting)
+                self._join(bootstrap)
+                return self._follow(function, args, kwargs, name, bootstrap)
             finally:
-                meeting.close()
+                bootstrap.close()
         finally:
             self._close(noting, before)
 
     # -- orders ------------------------------------------------------------------------------------------------
 
-    def _join(self, meeting: Bootstrap) -> None:
+    def _join(self, bootstrap: Bootstrap) -> None:
         listening = self._next(self._config.barrier_timeout)
         if not isinstance(listening, m.Listening):
             raise OutlastError(f"the monitor process did not start: {listening!r}")
-        meeting.meet(listening.address, self._link.send)
+        bootstrap.run(listening.address, self._link.send)
         self._get_ready(0)
 
     def _follow(
@@ -283,13 +283,13 @@ class WrappedRank:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         handle_name: str | None,
-        meeting: Bootstrap,
+        bootstrap: Bootstrap,
     ) -> Any:
         while True:
             order = self._next()
             match order:
                 case m.Go():
-                    meeting.close()
+                    bootstrap.close()
                     self._go_into(order, function, args, kwargs, handle_name)
                 case m.Restart():
                     self._facts.note_faults(order.faults)
@@ -539,6 +539,6 @@ class WrappedRank:
     def _check_group(self, backend: str, timeout_s: float) -> None:
         device.check_collectives(backend, timeout_s, hard_timeout_s=self._config.hard_timeout)
 
-    def _describe_task(self, meeting: Bootstrap) -> MonitorTask:
+    def _describe_task(self, bootstrap: Bootstrap) -> MonitorTask:
         labels = labels_of(self._plugins.rank_assignment)
-        return MonitorTask.of(self._config, self._place, host=self._host, meeting=meeting.key, labels=labels)
+        return MonitorTask.of(self._config, self._place, host=self._host, bootstrap_key=bootstrap.key, labels=labels)

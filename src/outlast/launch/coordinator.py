@@ -32,7 +32,15 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.launch import protocol as m
 from outlast.launch.membership import Adoption, Forming, JobSettings, Node, Nodes, Outbox, why_it_waits
-from outlast.launch.verdicts import CycleEnding, Record, Rulings, UnfitNodes, departure, highest_durable, observations
+from outlast.launch.verdicts import (
+    CycleEnding,
+    ExcludedNodes,
+    LadderClient,
+    Record,
+    departure,
+    highest_durable,
+    observations,
+)
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState
 
@@ -67,7 +75,7 @@ class Coordinator:
         tell_time: Callable[[], str] = str,
     ) -> None:
         self.settings = settings
-        self._rulings = Rulings(state, settings.limits, record=record, remember=remember, tell_time=tell_time)
+        self._ladder = LadderClient(state, settings.limits, record=record, remember=remember, tell_time=tell_time)
         self.cycle = 0
         """The cycle that forms or runs."""
         self.phase = m.JobPhase.ADOPTING if settings.former_host is not None else m.JobPhase.FORMING
@@ -81,17 +89,17 @@ class Coordinator:
         """The cycle that is ending, until all of its nodes have told what they know."""
         self._adoption = Adoption(settings.num_slots)
         self._forming = Forming(settings, self.nodes)
-        self._unfit = UnfitNodes(self.nodes, self._rulings, record)
+        self._excluded = ExcludedNodes(self.nodes, self._ladder, record)
         self._finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished one may say goodbye before the others."""
-        self._mended = (0, 0)
+        self._last_restart = (0, 0)
         """The newest restart inside the processes of the running cycle: its call, and its iteration."""
         self._over_at_s: float | None = None
 
     @property
     def state(self) -> LadderState:
         """What the ladder remembers of the run."""
-        return self._rulings.state
+        return self._ladder.state
 
     def status(self, now_s: float, *, time: str, run_id: str, run_dir: Path | None, host: str) -> m.LiveStatus:
         """Return how the job is now.
@@ -137,7 +145,7 @@ class Coordinator:
     def resettle(self, settings: JobSettings) -> None:
         """Go on with other settings of the same job."""
         self.settings = self._forming.settings = settings
-        self._rulings.limits = settings.limits
+        self._ladder.limits = settings.limits
 
     # -- what comes in -----------------------------------------------------------------------------------------
 
@@ -214,7 +222,7 @@ class Coordinator:
         node = self.nodes.add(message, now_s)
         spare = self.nodes.num_joins > len(self.nodes.slots)
         self._record(EventKind.NODE_JOINED, self.cycle, {"name": node.name, "spare": spare})
-        self._unfit.admit(node)
+        self._excluded.admit(node)
         return node
 
     def _on_register(self, message: m.Register, now_s: float) -> None:
@@ -228,7 +236,7 @@ class Coordinator:
             self.nodes.out.append((message.node, message.epoch, self.stop))
             return
         node = node or self._add(message, now_s)
-        self._rulings.learn_distrusted(message.distrusted)
+        self._ladder.learn_distrusted(message.distrusted)
         if self.phase == m.JobPhase.FORMING and self.cycle == 0 and message.place is not None:
             self.phase = m.JobPhase.ADOPTING  # this agent was started anew, and hosts for a job in progress
         if self.phase == m.JobPhase.ADOPTING:
@@ -267,7 +275,7 @@ class Coordinator:
         match message:
             case m.Master() if self.phase == m.JobPhase.PREPARING and message.cycle == self.cycle:
                 self.phase = m.JobPhase.RUNNING
-                self._mended = (0, 0)
+                self._last_restart = (0, 0)
                 self._forming.start(self.cycle, message.addr, message.port, self.state)
             case m.Restarted() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 self._on_restarted(message, now_s)
@@ -291,19 +299,19 @@ class Coordinator:
 
     def _on_restarted(self, restarted: m.Restarted, now_s: float) -> None:
         """Charge a restart inside the processes, of which every node tells; stop the job if it was one too many."""
-        if (restarted.call, restarted.restart_count) <= self._mended:
+        if (restarted.call, restarted.restart_count) <= self._last_restart:
             return
-        self._mended = restarted.call, restarted.restart_count
+        self._last_restart = restarted.call, restarted.restart_count
         incident = restarted.incident
         incident = msgspec.structs.replace(incident, node=incident.node or self.nodes.name_of_rank(incident.rank))
         end = CycleEnd(
             cycle=self.cycle,
             incident=incident,
-            mended_in_process=True,
+            recovered_in_process=True,
             durable_iteration=restarted.durable_iteration,
             progress_known=restarted.progress_known,
         )
-        verdict = self._rulings.rule(end)
+        verdict = self._ladder.rule(end)
         if verdict.exit_code is not None:
             self._stop_job(verdict.exit_code, verdict.reason, now_s)
 
@@ -312,7 +320,7 @@ class Coordinator:
             self.nodes.out.append((report.node, report.epoch, self.stop))
             return
         incident = report.incident
-        if self._unfit.take(report, cycle=self.cycle, is_running=self.phase == m.JobPhase.RUNNING):
+        if self._excluded.take(report, cycle=self.cycle, is_running=self.phase == m.JobPhase.RUNNING):
             self._end_cycle(incident.describe(), examine=False, but=None).incidents.append(incident)
         elif self.settings.max_nodes == 1 and not report.stays:
             self._stop_job(ExitReason.UNHEALTHY_NODE, incident.describe(), now_s)
@@ -325,7 +333,7 @@ class Coordinator:
             self._lose(node, "its agent left", now_s)
             return
         self.nodes.remove(node.name)
-        verdict = self._rulings.rule(departure(self.cycle, leave))
+        verdict = self._ladder.rule(departure(self.cycle, leave))
         code = ExitReason.PREEMPTED if leave.saved else 128 + leave.signal
         self._stop_job(code, f"node {node.name} was shut down; {verdict.reason}", now_s)
 
@@ -382,7 +390,7 @@ class Coordinator:
             had_session=any(one.had_session for one in facts),
         )
         self._learn(self.cycle, observations(facts), None)
-        self._carry_out(self._rulings.rule(end), now_s)
+        self._carry_out(self._ladder.rule(end), now_s)
 
     def _carry_out(self, verdict: Verdict, now_s: float) -> None:
         if verdict.rung >= Rung.REQUEUE_JOB:
@@ -396,7 +404,7 @@ class Coordinator:
         self.phase, self._over_at_s = m.JobPhase.OVER, now_s
         self.stop = m.Stop(exit_code=exit_code, reason=reason)
         self.nodes.send_all(self.stop)
-        self._unfit.send_stop(self.stop)
+        self._excluded.send_stop(self.stop)
 
     # -- forming -----------------------------------------------------------------------------------------------
 
@@ -418,17 +426,17 @@ class Coordinator:
                 num_nodes=len(self.nodes.slots),
             )
             self._learn(self.cycle, observations(ending.facts), ending.expired)
-            self._carry_out(self._rulings.rule(end), now_s)
+            self._carry_out(self._ladder.rule(end), now_s)
             if self.stop is not None:
                 return
         if self._forming.lacks_heir(self.state):
-            self._rulings.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
+            self._ladder.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
         slots = self._forming.fill(self.cycle, now_s, barred=self.state.barred)
         if slots is None:
             self._forming.remind(now_s)
-            awaited = bool(self.nodes.by_name) or self._unfit.any_waits
+            awaited = bool(self.nodes.by_name) or self._excluded.any_waits
             if (reason := self._forming.gave_up(now_s, is_awaited=awaited)) is not None:
-                reason += self._unfit.describe()
+                reason += self._excluded.describe()
                 verdict = Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED)
                 self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
                 self._stop_job(ExitReason.FAILED, reason, now_s)

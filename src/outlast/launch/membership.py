@@ -1,5 +1,8 @@
 """The nodes of a job as the coordinator knows them: who is there, who lives, who holds which slot, who is waited for.
 
+A slot is a node's place in the world. Whoever holds one keeps it from cycle to cycle, so that ranks and the order of
+nodes stay as they were; only an empty slot is given to another node (:func:`fill_slots`).
+
 :class:`Nodes` is the roll. :class:`Forming` fills the slots of the next cycle from the nodes that wait.
 :class:`Adoption` rebuilds both for a new coordinator of a job in progress: the control store is soft state, so agents
 that lost it keep their slots and register with their place in the last cycle once they reach a store again. A slot that
@@ -15,11 +18,79 @@ from dataclasses import dataclass, field
 
 from outlast.errors import ExitReason
 from outlast.launch import protocol as m
+from outlast.policy.causes import OWN_VERDICTS, root_cause
 from outlast.policy.ladder import LadderState, Limits
-from outlast.policy.slots import Slot, SlotCandidate, fill_slots, shrink
 from outlast.wording import count
 
-__all__ = ["Adoption", "Forming", "JobSettings", "Node", "Nodes", "Outbox", "name_job", "why_it_waits"]
+__all__ = [
+    "OWN_VERDICTS",
+    "Adoption",
+    "Forming",
+    "JobSettings",
+    "Node",
+    "Nodes",
+    "Outbox",
+    "Slot",
+    "SlotCandidate",
+    "fill_slots",
+    "name_job",
+    "root_cause",
+    "shrink",
+    "why_it_waits",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A node's place: who holds it, and how many ranks it carries."""
+
+    holder: str | None = None
+    nproc: int | None = None
+    """Number of ranks; ``None`` until somebody held it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotCandidate:
+    """A node that waits to be given a slot."""
+
+    order: int
+    """When it came; lower is earlier."""
+    nproc: int
+    """Number of workers that it would start."""
+    wish: int | None = None
+    """The slot that its user asked for, if any."""
+
+
+def fill_slots(
+    slots: Sequence[Slot], ready: Mapping[str, SlotCandidate], *, barred: Collection[str] = ()
+) -> tuple[Slot, ...]:
+    """Return the slots after every empty one was given to a waiting node, as far as there are any.
+
+    A holder that is ready and not barred keeps its slot. The others are filled by wish, then in the order of
+    arrival, by nodes with as many workers as the slot has ranks.
+    """
+    kept = [slot if slot.holder in ready and slot.holder not in barred else Slot(nproc=slot.nproc) for slot in slots]
+    taken = {slot.holder for slot in kept if slot.holder}
+    free = {name: node for name, node in ready.items() if name not in taken and name not in barred}
+    for respect_wish in (True, False):
+        for index, slot in enumerate(kept):
+            if slot.holder is not None:
+                continue
+            fits = [
+                (node.order, name)
+                for name, node in free.items()
+                if slot.nproc in (None, node.nproc) and (node.wish == index or not respect_wish)
+            ]
+            if fits:
+                _, name = min(fits)
+                kept[index] = Slot(holder=name, nproc=free.pop(name).nproc)
+    return tuple(kept)
+
+
+def shrink(slots: Sequence[Slot], *, min_nodes: int | None) -> tuple[Slot, ...] | None:
+    """Return the world without its empty slots, or ``None`` when it would get smaller than the script allows."""
+    held = tuple(slot for slot in slots if slot.holder is not None)
+    return held if min_nodes is not None and len(held) >= min_nodes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,12 +60,11 @@ from outlast.launch.membership import REMIND_S
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
-from outlast.launch.torchrun_backend import open_cycle_store
 from outlast.launch.verdicts import name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
 from outlast.policy.protection import Protection, describe_nodes
-from outlast.runtime.store import TCPStore
+from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
 __all__ = ["AgentState", "NodeAgent"]

@@ -29,7 +29,7 @@ import msgspec
 
 from outlast.config import HealthConfig
 from outlast.errors import ExitReason
-from outlast.health.gpu import check_gpu, has_gpus
+from outlast.health.devices import check_gpu, has_gpus
 from outlast.health.node import check_node
 from outlast.health.prober import Prober
 from outlast.health.result import CheckResult, Status

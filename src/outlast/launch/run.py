@@ -250,6 +250,21 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     return ("module" if args.module else "script"), (args.training_script, *rest)
 
 
+class _TorchName:
+    """What torch's event log asks of a rendezvous handler; the agents meet through the coordinator."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def get_backend(self) -> str:
+        """Return the backend's name."""
+        return "outlast"
+
+    def get_run_id(self) -> str:
+        """Return the run's id."""
+        return self._run_id
+
+
 def _torch_options(options: RunOptions) -> tuple[LogsSpecs, WorkerSpec]:
     """Return what torch makes of its own options: where output goes, and its description of the workers.
 
@@ -262,7 +277,6 @@ def _torch_options(options: RunOptions) -> tuple[LogsSpecs, WorkerSpec]:
     from torch.numa.binding import AffinityMode, NumaOptions
 
     from outlast.launch.cycle import make_logs_specs
-    from outlast.launch.torchrun_backend import NamedRendezvous
 
     args = options.torchrun
     try:
@@ -274,7 +288,7 @@ def _torch_options(options: RunOptions) -> tuple[LogsSpecs, WorkerSpec]:
         local_world_size=determine_local_world_size(args.nproc_per_node),
         entrypoint=args.training_script,
         args=tuple(args.training_script_args),
-        rdzv_handler=NamedRendezvous(options.run_id),
+        rdzv_handler=_TorchName(options.run_id),  # type: ignore[arg-type]
         max_restarts=args.max_restarts,
         monitor_interval=args.monitor_interval,
         local_addr=args.local_addr,

@@ -34,9 +34,9 @@ from outlast.launch.membership import JobSettings
 from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint, own_address, parse_endpoints
-from outlast.runtime.store import TCPStore
+from outlast.runtime.store import TCPStore, open_cycle_store
 
-__all__ = ["NamedRendezvous", "OutlastRendezvous", "create_handler", "open_cycle_store"]
+__all__ = ["OutlastRendezvous", "create_handler"]
 
 log = logging.getLogger(__name__)
 _UNLIMITED = 1 << 31
@@ -49,13 +49,6 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     ``node_name``.
     """
     return OutlastRendezvous(params)
-
-
-def open_cycle_store(addr: str, *, timeout_s: float = 600.0) -> TCPStore:
-    """Host a cycle's own store on a fresh port of this machine; it dies with the last reference."""
-    hosted = stores.host(Endpoint(addr, 0), timeout_s=timeout_s)
-    assert hosted is not None, "port 0 is never taken"
-    return hosted
 
 
 class OutlastRendezvous(RendezvousHandler):
@@ -216,38 +209,4 @@ class OutlastRendezvous(RendezvousHandler):
             self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=facts))
         self._link.close()
         self._store = self._hosted = None
-        return True
-
-
-class NamedRendezvous(RendezvousHandler):
-    """What torch's bookkeeping asks of a handler in our own agent, which meets its peers through the link."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-
-    def get_backend(self) -> str:
-        """Return the backend's name."""
-        return "outlast"
-
-    def get_run_id(self) -> str:
-        """Return the run's id."""
-        return self._run_id
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Never called: the agent joins through its link."""
-        raise AssertionError("the agent joins through its link")
-
-    def is_closed(self) -> bool:
-        """Return False: only the coordinator ends a job."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: only the coordinator ends a job."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: spares are never a reason to restart."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Return True: there is nothing to free."""
         return True

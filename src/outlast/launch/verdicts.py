@@ -29,9 +29,9 @@ from outlast.runtime.files import write_atomically
 
 __all__ = [
     "CycleEnding",
+    "ExcludedNodes",
+    "LadderClient",
     "Record",
-    "Rulings",
-    "UnfitNodes",
     "copy_untrusted",
     "departure",
     "diagnosis_in",
@@ -212,7 +212,7 @@ Record = Callable[[EventKind, int, dict[str, object]], None]
 """Takes an event for the journal: kind, cycle, data."""
 
 
-class Rulings:
+class LadderClient:
     """Ask the ladder.
 
     Args:
@@ -294,19 +294,19 @@ class Rulings:
         self._remember(state)
 
 
-class UnfitNodes:
+class ExcludedNodes:
     """Keep what nodes reported of their health, and tell it.
 
     Args:
         nodes: The nodes that joined.
-        rulings: Bars nodes from slots.
+        ladder_client: Bars nodes from slots.
         record: Called with every event for the journal.
 
     Thread: the coordinator's.
     """
 
-    def __init__(self, nodes: Nodes, rulings: Rulings, record: Record) -> None:
-        self._nodes, self._rulings, self._record = nodes, rulings, record
+    def __init__(self, nodes: Nodes, ladder_client: LadderClient, record: Record) -> None:
+        self._nodes, self._ladder, self._record = nodes, ladder_client, record
         self._outside: dict[str, m.Unhealthy] = {}
         """Nodes that did not join."""
         self._told: dict[str, frozenset[str]] = {}
@@ -326,21 +326,21 @@ class UnfitNodes:
         node = self._nodes.get(report.node)
         if node is None or node.epoch != report.epoch:
             self._outside[report.node] = report
-            self._rulings.bar(report.node)
+            self._ladder.bar(report.node)
             self._tell(report, cycle, "it did not join")
             return False
-        if node.name in self._rulings.state.quarantined:
+        if node.name in self._ladder.state.quarantined:
             return False
         if not self._nodes.holds_slot(node):
-            self._rulings.bar(node.name)
-            self._nodes.send(node, m.Wait(reason=why_it_waits(node, self._rulings.state)))
+            self._ladder.bar(node.name)
+            self._nodes.send(node, m.Wait(reason=why_it_waits(node, self._ladder.state)))
             self._tell(report, cycle, "it gets no slot")
             return False
         if not is_running or report.incident.cycle != cycle:
             return False  # it will say so again
-        spares = self._nodes.num_heirs(node.name, self._rulings.state.barred)
+        spares = self._nodes.num_heirs(node.name, self._ladder.state.barred)
         end = CycleEnd(cycle=cycle, incident=report.incident, num_spares=spares)
-        if report.incident.evidence.get("computes_wrong") or self._rulings.would_replace(end):
+        if report.incident.evidence.get("computes_wrong") or self._ladder.would_replace(end):
             self._tell(report, cycle, "it is replaced")
             return True
         self._tell(report, cycle, "no spare waits for its slot: it trains on")
@@ -350,7 +350,7 @@ class UnfitNodes:
         """Let a node in that has been found fit, and tell it who stays outside."""
         if self._outside.pop(node.name, None) is not None:
             self._told.pop(node.name, None)
-            self._rulings.admit(node.name)
+            self._ladder.admit(node.name)
         for report in self._outside.values():
             text = f"{report.incident.describe()}; it did not join"
             self._nodes.out.append((node.name, node.epoch, m.Remark(text=text)))

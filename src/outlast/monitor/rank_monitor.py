@@ -8,7 +8,6 @@ import inspect
 import logging
 import os
 import socket
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +18,10 @@ from outlast.config.flags import merge_under
 from outlast.config.launching import FaultToleranceConfig
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
-from outlast.monitor import side_process, stacks
+from outlast.monitor import stacks
 from outlast.monitor.examination import Responder
 from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
+from outlast.monitor.rank_guard import GuardDuty, HangWatchTask
 from outlast.policy.deadlines import STANDARD, STEP, Timeouts
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.in_process_mark import address as agent_address
@@ -81,7 +81,7 @@ class RankMonitor:
     """Tell the node's watchdog what this worker is doing.
 
     It attaches to the board of the node's agent (``outlast run``). Without an agent, and with a timeout to
-    enforce, it starts a side process that ends this worker when it hangs.
+    enforce, it has a guard process that ends this worker when it hangs.
 
     Args:
         env: This worker's place; ``None`` = as its environment says.
@@ -118,7 +118,7 @@ class RankMonitor:
         self._sections: dict[str, SectionTimer] = {}
         self._said: set[str] = set()
         self._level = logging.INFO if self.env.is_first else logging.DEBUG
-        self._side: subprocess.Popen[bytes] | None = None
+        self._watch: GuardDuty | None = None
         self._closed = False
         self._last_state: RankState
         stacks.register()
@@ -144,14 +144,14 @@ class RankMonitor:
             self._wake_agent()
             child = -1
         else:
-            child = self._start_side_process()
+            child = self._start_watch()
         try:
             self._responder = Responder(
                 self._board.token,
                 local_rank,
                 record=self._page.set_collectives,
                 child=child,
-                on_child_end=self._on_side_process_end,
+                on_child_end=self._on_watch_end,
             )
         except OSError as error:
             raise OutlastError(
@@ -159,7 +159,6 @@ class RankMonitor:
                 "each worker needs a LOCAL_RANK of its own"
             ) from error
         self._responder.start()
-        self._child = child
         _open_monitor = self
         atexit.register(self.close)
 
@@ -275,7 +274,7 @@ class RankMonitor:
             self._wake_agent()
 
     def close(self) -> None:
-        """Stop being watched: end the responder and the side process; idempotent, and called at exit.
+        """Stop being watched: end the responder and the guard's watch; idempotent, and called at exit.
 
         Later heartbeats and sections do no harm and have no effect. Blocks: a few milliseconds.
         """
@@ -287,11 +286,8 @@ class RankMonitor:
         self._closed = True
         atexit.unregister(self.close)
         self._responder.stop()
-        if self._side is not None and self._side.returncode is None:
-            self._side.terminate()
-            self._side.wait(timeout=5.0)
-        if self._child >= 0:
-            os.close(self._child)
+        if self._watch is not None:
+            self._watch.release()
         self._board.close()
         _open_monitor = None
 
@@ -305,8 +301,8 @@ class RankMonitor:
 
     # -- without an agent ----------------------------------------------------------------------------------
 
-    def _start_side_process(self) -> int:
-        """Start the side process, if there is something to enforce; return its pidfd, or -1."""
+    def _start_watch(self) -> int:
+        """Have the guard watch, if there is something to enforce; return what is readable at its end, or -1."""
         if self._timeouts.smallest_s() is None:
             off = self.config.given.get("enable_ft_package") is False
             why = "enable_ft_package is off" if off else "no timeout is set"
@@ -316,39 +312,40 @@ class RankMonitor:
         if self._run_dir is not None:
             folder = str(self._run_dir / "stacks" / f"cycle-{self.env.cycle}")
         try:
-            self._side = side_process.start(
-                side_process.Task(
+            self._watch = GuardDuty(
+                "outlast.monitor.rank_guard",
+                HangWatchTask(
                     pid=self.pid,
-                    board_fd=self._board.fd,
                     rank=self.env.global_rank,
                     node=self.env.node,
                     config=self.config.to_json(),
                     stacks_dir=folder,
-                )
+                ),
+                fds=[self._board.fd],
+                rank=self.env.global_rank,
+                node=self.env.node,
             )
         except OSError as error:
             log.warning("%s is not watched: %s", self._who(), error)
             return -1
         log.log(
             self._level,
-            "no agent of outlast runs here: side process %d watches %s and ends it with %s "
+            "no agent of outlast runs here: guard process %d watches %s and ends it with %s "
             "when it hangs, so that its launcher restarts it",
-            self._side.pid,
+            self._watch.pid,
             self._who(),
             self.config.rank_termination_signal,
         )
-        return os.pidfd_open(self._side.pid)
+        return self._watch.line.fileno()
 
-    def _on_side_process_end(self) -> None:
-        """Reap the side process (from the responder's thread)."""
-        assert self._side is not None
-        code = self._side.wait(timeout=5.0)
+    def _on_watch_end(self) -> None:
+        """Say that nobody watches any more, and reap the guard if it is gone (from the responder's thread)."""
+        assert self._watch is not None
+        code = self._watch.exit_code()
         if not self._closed:
+            why = "its watch failed; its log says why" if code is None else f"exit code {code}"
             log.warning(
-                "side process %d ended (exit code %d): hangs of %s are no longer noticed",
-                self._side.pid,
-                code,
-                self._who(),
+                "guard process %d ended (%s): hangs of %s are no longer noticed", self._watch.pid, why, self._who()
             )
 
     def _who(self) -> str:

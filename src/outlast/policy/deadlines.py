@@ -31,10 +31,10 @@ __all__ = [
     "MIN_ITERATIONS",
     "STEP",
     "Expired",
-    "Facts",
     "Learned",
     "Observation",
-    "OpenSection",
+    "RankFacts",
+    "SectionFacts",
     "Subject",
     "Timeouts",
     "apply",
@@ -53,7 +53,7 @@ DEFAULT_HEARTBEAT_S = 1800.0
 is."""
 
 
-class OpenSection(Protocol):
+class SectionFacts(Protocol):
     """An open section, as on the heartbeat board."""
 
     @property
@@ -64,7 +64,7 @@ class OpenSection(Protocol):
     def ordinal(self) -> int: ...
 
 
-class Facts(Protocol):
+class RankFacts(Protocol):
     """What must be known of a rank; times in monotonic nanoseconds of its node, 0 = never."""
 
     @property
@@ -86,7 +86,7 @@ class Facts(Protocol):
     @property
     def promises_heartbeats(self) -> bool: ...
     @property
-    def sections(self) -> Sequence[OpenSection]: ...
+    def sections(self) -> Sequence[SectionFacts]: ...
     @property
     def depth(self) -> int: ...
     @property
@@ -215,7 +215,7 @@ class Expired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Deadline:
+class _PassingTimeout:
     subject: Subject
     section: str | None
     since_ns: int
@@ -229,10 +229,10 @@ class _Deadline:
 _WAITS = (InProcessState.SPARE, InProcessState.COMPLETED, InProcessState.LEFT)
 
 
-def _of(rank: Facts, timeouts: Timeouts) -> Iterator[_Deadline]:
+def _of(rank: RankFacts, timeouts: Timeouts) -> Iterator[_PassingTimeout]:
     if rank.in_process == InProcessState.RESTARTING:
         since_ns, patience_s = rank.in_process_since_ns, rank.in_process_patience_s
-        yield _Deadline(Subject.RESTART_IN_PROCESS, None, since_ns, patience_s)
+        yield _PassingTimeout(Subject.RESTART_IN_PROCESS, None, since_ns, patience_s)
         return
     if not rank.attached or rank.finished or rank.in_process in _WAITS:
         return
@@ -245,18 +245,18 @@ def _of(rank: Facts, timeouts: Timeouts) -> Iterator[_Deadline]:
         since_ns = max(since_ns, rank.left_ns, *(section.start_ns for section in rank.sections))
         seconds = _unless_given(rank, timeouts, seconds)
     if seconds is not None and (beat not in timeouts.defaults or rank.promises_heartbeats):
-        yield _Deadline(beat, None, since_ns, seconds)
+        yield _PassingTimeout(beat, None, since_ns, seconds)
     for section in rank.sections:
         seconds = timeouts.sections.get(section.name)
         if seconds is None or (section.name == STEP and section.ordinal < timeouts.num_warmup_iterations):
             continue
         if section.start_ns >= anew_ns:
-            yield _Deadline(Subject.SECTION, section.name, section.start_ns, seconds)
+            yield _PassingTimeout(Subject.SECTION, section.name, section.start_ns, seconds)
     if not rank.depth and rank.left_ns and timeouts.out_of_section_s is not None:
-        yield _Deadline(Subject.OUT_OF_SECTION, None, max(rank.left_ns, anew_ns), timeouts.out_of_section_s)
+        yield _PassingTimeout(Subject.OUT_OF_SECTION, None, max(rank.left_ns, anew_ns), timeouts.out_of_section_s)
 
 
-def _unless_given(rank: Facts, timeouts: Timeouts, default_s: float | None) -> float | None:
+def _unless_given(rank: RankFacts, timeouts: Timeouts, default_s: float | None) -> float | None:
     """Return a default, or the longest of what is given for where the rank is, if that is longer or ``None``."""
     given = [timeouts.sections[section.name] for section in rank.sections if section.name in timeouts.sections]
     if not rank.depth and timeouts.out_of_section_s is not None:
@@ -266,7 +266,7 @@ def _unless_given(rank: Facts, timeouts: Timeouts, default_s: float | None) -> f
     return max([default_s, *(seconds for seconds in given if seconds is not None)])
 
 
-def deadlines(rank: Facts, timeouts: Timeouts) -> list[int]:
+def deadlines(rank: RankFacts, timeouts: Timeouts) -> list[int]:
     """Return when each timeout of a rank passes, earliest first, in monotonic nanoseconds.
 
     A rank that never attached (a plain script) or that finished has none, unless it restarts inside its process.
@@ -274,7 +274,7 @@ def deadlines(rank: Facts, timeouts: Timeouts) -> list[int]:
     return sorted(deadline.at_ns for deadline in _of(rank, timeouts))
 
 
-def expired(rank: Facts, timeouts: Timeouts, now_ns: int) -> list[Expired]:
+def expired(rank: RankFacts, timeouts: Timeouts, now_ns: int) -> list[Expired]:
     """Return every timeout that a rank has exceeded, the longest overdue first."""
     late = sorted((d for d in _of(rank, timeouts) if d.at_ns <= now_ns), key=lambda d: d.at_ns)
     return [
@@ -293,7 +293,7 @@ def expired(rank: Facts, timeouts: Timeouts, now_ns: int) -> list[Expired]:
     ]
 
 
-def wake_at_ns(ranks: Iterable[Facts], timeouts: Timeouts, now_ns: int) -> int | None:
+def wake_at_ns(ranks: Iterable[RankFacts], timeouts: Timeouts, now_ns: int) -> int | None:
     """Return until when a watchdog may sleep; ``None`` = for ever, nothing is enforced.
 
     Args:

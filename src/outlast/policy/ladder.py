@@ -83,7 +83,7 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
         faulty_node = end.incident.node if found is None else found.faulty_node
         if end.is_slow_rank:
             faulty_node = slow_node(end)
-        ends_cycle = not end.mended_in_process or spent_budget(state, limits) is not None
+        ends_cycle = not end.recovered_in_process or spent_budget(state, limits) is not None
         state = _count_failure(state, faulty_node, in_vain=ends_cycle and not progressed)
         if found is not None:
             state, verdict = _judge_invalid_result(state, limits, found)
@@ -118,10 +118,12 @@ def drop_replay(state: LadderState) -> LadderState:
 def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
     """Remember what the cycle had loaded, and what it settled by what it committed."""
     loads = state.loads if end.load is None else (*state.loads, end.load)[-MAX_HISTORY:]
-    distrusted = state.distrusted if end.is_invalid_result else settle(state.distrusted, end.durable_iteration)
+    distrusted = state.distrusted
+    if distrusted and not end.is_invalid_result:
+        distrusted = settle(distrusted, end.durable_iteration)
     durable = end.durable_iteration
     blamed = () if _is_beyond(durable, state.best_durable) else state.blamed
-    cases = open_cases(state.cases, durable)
+    cases = open_cases(state.cases, durable) if state.cases else ()
     state = msgspec.structs.replace(
         state,
         loads=loads,
@@ -191,7 +193,7 @@ def _judge(
         exit_code = ExitReason.NO_PROGRESS if repeated else ExitReason.FAILED
         return Verdict(rung=Rung.STOP, reason=f"{what}; {spent}", exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
-    restores = state.progress_known and not end.mended_in_process  # else the state may have been kept in memory
+    restores = state.progress_known and not end.recovered_in_process  # else the state may have been kept in memory
     where = f", resuming {resume_point(state)}" if restores else ""
     reason = f"{what}; {action}{where} ({count_of_restart(state, limits)})"
     return Verdict(rung=rung, reason=reason, quarantine=quarantine)
@@ -224,7 +226,7 @@ def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> 
 
 def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> tuple[Rung, str, tuple[str, ...]]:
     """Return the rung, what is done, and the nodes to quarantine."""
-    if end.mended_in_process:
+    if end.recovered_in_process:
         return Rung.RESTART_IN_PROCESS, "the ranks recovered in process", ()
     node, faults = incident.node, state.node_faults.get(incident.node, 0)
     worn_out = 0 < limits.max_node_faults <= faults and node not in state.quarantined

@@ -49,7 +49,7 @@ class CycleEnd:
     finished: bool = False
     """Every worker ended with exit code 0."""
 
-    mended_in_process: bool = False
+    recovered_in_process: bool = False
     """It did not end after all: its workers restarted inside their processes."""
 
     preempted: bool = False

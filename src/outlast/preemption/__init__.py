@@ -1,17 +1,17 @@
-"""Leaving in time: hearing that the process must go, and being gone by the deadline."""
+"""Preemption: notices that the process must leave, and the deadline by which it has left."""
 
 from outlast.preemption.listener import Notice, ShutdownListener
-from outlast.preemption.loader_workers import outlive_sigterm
-from outlast.preemption.sources import EndTime, NoticeFile, NoticeSource, NoticeURL, Told, load_source
+from outlast.preemption.signals import outlive_sigterm
+from outlast.preemption.sources import EndTime, NoticeFile, NoticeReceived, NoticeSource, NoticeURL, load_source
 
 __all__ = [
     "EndTime",
     "Notice",
     "NoticeFile",
+    "NoticeReceived",
     "NoticeSource",
     "NoticeURL",
     "ShutdownListener",
-    "Told",
     "load_source",
     "outlive_sigterm",
 ]

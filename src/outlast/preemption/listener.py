@@ -1,4 +1,4 @@
-"""The listener: it hears from all sources that this process must leave, and ends it at the deadline."""
+"""The listener: it gathers all notices that this process must leave, and ends it at the deadline."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import TracebackType
 
 from outlast import clock
 from outlast.errors import ExitReason
-from outlast.preemption.deadline import Deadline
+from outlast.preemption.deadline import ExitDeadline
 from outlast.preemption.signals import SignalWatch
-from outlast.preemption.sources import NoticeSource, Told
+from outlast.preemption.sources import NoticeReceived, NoticeSource
 
 __all__ = ["Notice", "ShutdownListener"]
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """One time that this process was told to leave."""
+    """One notice that this process must leave."""
 
     source: str
     """``signal``, or the name of another source."""
@@ -50,7 +50,7 @@ class ShutdownListener:
                     save(step)
                     sys.exit(75)
 
-    A signal is seen at once, also while the main thread is in C code that lets go of the interpreter's lock (as torch
+    A signal is seen at once, also while the main thread is in C code that releases the interpreter's lock (as torch
     does). From the first notice the process has ``deadline_s`` seconds. Then it is ended with ``exit_code``, wherever
     its main thread is; also one that keeps the interpreter's lock inside C code, if the notice was seen before. A
     second signal, a second or more after the first, leaves ``impatience_s`` seconds.
@@ -62,9 +62,9 @@ class ShutdownListener:
         sources: What else may give notice; see :class:`NoticeSource`.
         poll_interval_s: Seconds from one look at them to the next.
         deadline_s: Seconds from the first notice within which the process has ended; 0 or ``None`` = no deadline.
-        exit_code: Its exit code then, or what tells it at that time.
+        exit_code: Its exit code then, or what returns it at that time.
         on_notice: Called with each notice, in a thread of the listener; must not raise and must return soon.
-        before_exit: Called with the exit code just before the deadline ends the process, to say what is lost; in a
+        before_exit: Called with the exit code just before the deadline ends the process, to log what is lost; in a
             thread of the listener.
         impatience_s: Seconds that a second signal leaves.
         echo_s: A signal within so many seconds of another is its echo: a scheduler signals every process of a job, and
@@ -100,7 +100,7 @@ class ShutdownListener:
         self._num_seen = 0
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._deadline = Deadline(exit_code if callable(exit_code) else lambda: int(exit_code), before_exit)
+        self._deadline = ExitDeadline(exit_code if callable(exit_code) else lambda: int(exit_code), before_exit)
         self._watch: SignalWatch | None = None
         if signals:
             self._watch = SignalWatch(signals, on_signal=self._on_signal, keep_forked=keep_forked)
@@ -120,7 +120,7 @@ class ShutdownListener:
 
     @property
     def is_requested(self) -> bool:
-        """Whether this process was told to leave."""
+        """Whether this process must leave."""
         return self._first is not None
 
     @property
@@ -160,19 +160,19 @@ class ShutdownListener:
                 self._changed.wait(left_s if give_up_s is None else min(left_s, give_up_s))
         return self.should_give_up
 
-    def tell(self, reason: str, *, source: str = "script", left_s: float | None = None) -> None:
-        """Tell this process to leave, as a signal would.
+    def request(self, reason: str, *, source: str = "script", left_s: float | None = None) -> None:
+        """Request that this process leaves, as a signal would.
 
         Args:
             reason: One line for people.
-            source: One word for who says so.
+            source: One word for where it comes from.
             left_s: Seconds until others end the process; it brings the deadline forward.
         """
         now_ns = clock.now_ns()
         self._see(now_ns, source=source, reason=reason, left_s=left_s)
 
     def close(self) -> None:
-        """Restore the earlier handlers, and let the process live on. Idempotent.
+        """Restore the earlier handlers, and cancel the deadline. Idempotent.
 
         Blocks: up to 1 s, for a callback that is still running.
         Thread: the main thread.
@@ -227,16 +227,16 @@ class ShutdownListener:
         while silent:
             for source in list(silent):
                 try:
-                    told = source.poll()
-                    if told is not None and not isinstance(told, Told):
-                        raise TypeError(f"poll() returned {told!r}; it must return a Told, or None")
-                except Exception as error:  # noqa: BLE001  a plug-in's own; it is said, and asked on
-                    told = None
+                    received = source.poll()
+                    if received is not None and not isinstance(received, NoticeReceived):
+                        raise TypeError(f"poll() returned {received!r}; it must return a NoticeReceived, or None")
+                except Exception as error:  # noqa: BLE001  a plug-in's own; it is logged, and asked again
+                    received = None
                     if source.name not in failed:
                         failed.add(source.name)
                         log.warning("the notice source %r does not answer and is tried again: %s", source.name, error)
-                if told is not None:
+                if received is not None:
                     silent.remove(source)
-                    self.tell(told.reason, source=source.name, left_s=told.left_s)
+                    self.request(received.reason, source=source.name, left_s=received.left_s)
             if self._closing.wait(interval_s):
                 return

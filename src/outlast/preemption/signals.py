@@ -1,12 +1,20 @@
 """Signals that tell a process to leave, seen at once and handled later.
 
 Python runs signal handlers only when the main thread is back in bytecode; a rank that waits inside a
-collective would learn of a SIGTERM after it, or never. The C-level handler, however, writes the signal's
+collective would notice a SIGTERM after it, or never. The C-level handler, however, writes the signal's
 number to the descriptor of :func:`signal.set_wakeup_fd` at once, whatever the main thread does. A watcher
 thread reads it.
 
 Rejected: raising from the handler (it would cut a save in two), a plain flag set by a Python handler (late,
 as said), ``signal.sigwait`` in a thread (needs the signal blocked in every thread, those of libraries too).
+
+Data loaders' workers must outlive the same signals: a scheduler signals every process of a job, and a worker that dies
+of it takes the training's next batch with it, so that the rank fails before it could save. So a forked worker blocks
+such signals, and accepts them itself, in a thread: one from its parent ends it, as torch's own handler would; others
+wait until the parent is gone, then take effect.
+
+Rejected for forked workers: ``SIG_IGN``, and a Python handler: torch puts its own handler in their place when a worker
+starts, and neither knows who sent the signal, so a loader could not end its workers any more.
 """
 
 from __future__ import annotations
@@ -17,19 +25,20 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from outlast import clock
 from outlast.errors import OutlastError
-from outlast.preemption.loader_workers import outlive_signals
 
-__all__ = ["SignalWatch", "does_nothing_else"]
+__all__ = ["SignalWatch", "does_nothing_else", "outlive_signals", "outlive_sigterm"]
 
 log = logging.getLogger(__name__)
 _CLOSE = 0  # no signal has this number
+_LOOK_S = 0.5
+_outlived: frozenset[int] = frozenset()
 _open: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
 
 
@@ -102,7 +111,7 @@ class SignalWatch:
         for later in _open:  # one that was made after this one must not call it, nor wake it, any more
             later._take_over(self)
         for number, handler in self._earlier.items():
-            if signal.getsignal(number) == self._handle:  # somebody who came after us keeps theirs
+            if signal.getsignal(number) == self._handle:  # a handler that was set after ours stays
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         current = signal.set_wakeup_fd(-1)
         wanted = self._earlier_fd if current == self._writer.fileno() else current
@@ -165,9 +174,60 @@ class SignalWatch:
             outlive_signals(tuple(self._earlier))
 
 
-def _forget_in_child() -> None:
+def outlive_signals(signals: Collection[int]) -> None:
+    """Make this process, just forked by one that trains, outlive signals until its parent ends.
+
+    A signal that the parent itself sends still ends this process, and so do those of others once the parent is gone.
+
+    Thread: the main thread, before others are started: they would still die of the signals.
+    """
+    global _outlived
+    numbers = frozenset(int(number) for number in signals) - _outlived
+    if numbers:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        _outlived |= numbers
+        _start(numbers)
+
+
+def outlive_sigterm(worker_id: int) -> None:
+    """Make a loader's worker that was not forked outlive SIGTERM: ``DataLoader(worker_init_fn=outlive_sigterm)``.
+
+    Libraries have started threads in it by now, so it ignores the signal permanently, its parent's too. It ends
+    when its loader asks for it, or its parent is gone, which torch watches.
+
+    Args:
+        worker_id: The worker's number; not used.
+
+    Thread: the main thread.
+    """
+    if signal.SIGTERM not in _outlived:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _start(numbers: frozenset[int]) -> None:
+    threading.Thread(target=_take, args=(numbers, os.getppid()), name="outlast-outlive-signals", daemon=True).start()
+
+
+def _take(numbers: frozenset[int], parent: int) -> None:
+    waiting: int | None = None
+    while os.getppid() == parent:
+        info = signal.sigtimedwait(numbers, _LOOK_S)
+        if info is None:
+            continue
+        if info.si_pid == parent:
+            os._exit(0)
+        waiting = info.si_signo
+    # This thread is one that may die of them now; the main thread still has them blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    if waiting is not None:
+        os.kill(os.getpid(), waiting)
+
+
+def _after_fork() -> None:
+    if _outlived:  # by this process's parent, which a loader had forked
+        _start(_outlived)
     for watch in list(_open):
         watch._forget_in_child()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_after_fork)

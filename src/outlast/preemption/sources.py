@@ -1,7 +1,6 @@
 """Where a notice comes from besides signals: a time limit, a file, an address, or a plug-in of one's own.
 
-A source is anything with ``poll()``. It is asked again and again, in a thread of its own, so it may take a second,
-never a minute.
+A source is anything with ``poll()``. It is polled in a thread of its own, so it may take a second, never a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Protocol
 from outlast import clock
 from outlast.errors import ConfigError
 
-__all__ = ["EndTime", "NoticeFile", "NoticeSource", "NoticeURL", "Told", "load_source"]
+__all__ = ["EndTime", "NoticeFile", "NoticeReceived", "NoticeSource", "NoticeURL", "load_source"]
 
 log = logging.getLogger(__name__)
 _NOT_YET = frozenset({"", "none", "false", "0", "null"})
@@ -26,8 +25,8 @@ _MOST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a source says when it is time to leave."""
+class NoticeReceived:
+    """A notice that a source received: it is time to leave."""
 
     reason: str
     """One line for people."""
@@ -41,8 +40,8 @@ class NoticeSource(Protocol):
     name: str
     """One word for the journal."""
 
-    def poll(self) -> Told | None:
-        """Say whether it is time to leave; ``None`` = not yet.
+    def poll(self) -> NoticeReceived | None:
+        """Return the notice to leave; ``None`` = not yet.
 
         An exception counts as "not yet", and is logged the first time.
 
@@ -69,22 +68,22 @@ class EndTime:
         self._end_s = clock.now_s() + left_s
         self._due_s = self._end_s - min(lead_s, left_s / 2)
 
-    def poll(self) -> Told | None:
-        """Say whether the time has come."""
+    def poll(self) -> NoticeReceived | None:
+        """Return the notice once the time has come."""
         now_s = clock.now_s()
         if now_s < self._due_s:
             return None
         if not self._is_hard:
-            return Told(self._what)
+            return NoticeReceived(self._what)
         left_s = max(0.0, self._end_s - now_s)
-        return Told(f"{self._what} in {left_s:.0f} s", left_s)
+        return NoticeReceived(f"{self._what} in {left_s:.0f} s", left_s)
 
 
 class NoticeFile:
     """Give notice when a file comes into being.
 
     Args:
-        path: The file. Its first line says why, if it has one.
+        path: The file. Its first line is the reason, if it has one.
     """
 
     name = "file"
@@ -92,15 +91,15 @@ class NoticeFile:
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
-    def poll(self) -> Told | None:
-        """Say whether the file is there."""
+    def poll(self) -> NoticeReceived | None:
+        """Return the notice if the file is there."""
         try:
             with self._path.open("rb") as file:
                 text = file.read(_MOST_BYTES).decode(errors="replace").strip()
         except FileNotFoundError:
             return None
         why = f": {text.splitlines()[0]}" if text else ""
-        return Told(f"{self._path} is there{why}")
+        return NoticeReceived(f"{self._path} is there{why}")
 
 
 class NoticeURL:
@@ -125,8 +124,8 @@ class NoticeURL:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._timeout_s = timeout_s
 
-    def poll(self) -> Told | None:
-        """Ask, and say what the answer means.
+    def poll(self) -> NoticeReceived | None:
+        """Ask, and return the notice if the answer is one.
 
         Raises:
             OSError: There is no answer, or one with another status.
@@ -144,7 +143,7 @@ class NoticeURL:
             raise OSError(f"no answer that can be read: {error!r}") from error
         if status != 200 or text.lower() in _NOT_YET:
             return None
-        return Told(f"{self._request.full_url.partition('?')[0]} says {text.splitlines()[0][:200]!r}")
+        return NoticeReceived(f"{self._request.full_url.partition('?')[0]} says {text.splitlines()[0][:200]!r}")
 
 
 def load_source(where: str) -> NoticeSource:

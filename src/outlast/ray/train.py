@@ -91,7 +91,7 @@ class TrainWatches:
 
         Returns:
             Variables for each worker's environment, by global rank. Where a machine could not be watched they lack a
-            board: its workers start side processes then.
+            board: its workers start guard processes then.
 
         Blocks: up to a minute, while watches start; usually they have by now.
         """

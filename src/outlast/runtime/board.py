@@ -1,14 +1,15 @@
 """The heartbeat board: what the workers of a node are doing, in shared memory.
 
-One mapping per node and cycle: a header page, then one page per local rank. A worker writes its own page with
-aligned 8-byte stores: no system call, no lock, and nothing that could block training; the page survives the
-worker for the post-mortem. All times are ``CLOCK_MONOTONIC`` nanoseconds, one clock for a node's processes.
+One mapping per node and cycle: a header page, then one page per local rank, which a :class:`RankPage` writes and a
+:class:`Board` reads. A worker writes its own page with aligned 8-byte stores: no system call, no lock, and nothing that
+could block training; the page survives the worker for the post-mortem. All times are ``CLOCK_MONOTONIC`` nanoseconds,
+one clock for a node's processes.
 
-A *sequence lock* guards the few words that must agree (the stack of open sections). Its writer numbers an update
-in the last of these words, makes it, and numbers it again in the first; a reader copies them all at once, and
-when the two numbers differ it reads again, boundedly often, since a writer may have been stopped or killed in the
-middle; it then takes what it sees and says so (``RankState.torn``). Readers that act on what they saw read twice,
-which also covers machines that reorder stores.
+A *sequence lock* guards the few words that must agree (the stack of open sections). Its writer numbers an update in the
+last of these words, makes it, and numbers it again in the first; a reader copies them all at once, and when the two
+numbers differ it reads again, boundedly often, since a writer may have been stopped or killed in the middle; it then
+returns what it read, marked as torn (``RankState.torn``). Readers that act on what they saw read twice, which also
+covers machines that reorder stores.
 
 Rejected: a ``multiprocessing.shared_memory`` block (its resource tracker removes it too early), a socket per
 rank (several microseconds a heartbeat, and it can block), ctypes structures (three times slower).
@@ -16,23 +17,368 @@ rank (several microseconds a heartbeat, and it can block), ctypes structures (th
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from outlast.errors import OutlastError
+from outlast.clock import now_ns
+from outlast.errors import ConfigError, OutlastError
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Tier
-from outlast.runtime import board_page as layout
-from outlast.runtime.board_page import MAX_DEPTH, MAX_NAMES, OTHER, LoadedCopy, RankPage
 
 __all__ = ["MAX_DEPTH", "MAX_NAMES", "OTHER", "Board", "BoardSection", "LoadedCopy", "RankPage", "RankState"]
+
+
+log = logging.getLogger(__name__)
+
+MAX_DEPTH = 8
+"""Open sections that are recorded; deeper ones are only counted."""
+MAX_NAMES = 32
+"""Section names of one worker with a slot of their own; further ones share :data:`OTHER`."""
+OTHER = "(other)"
+"""Stands for every section name beyond the first :data:`MAX_NAMES`."""
+PAGE_BYTES = 8192
+
+MAGIC = int.from_bytes(b"OUTLBRD1", "little")
+VERSION = 5
+# Words of the header page.
+H_MAGIC, H_VERSION, H_RANKS, H_TOKEN = range(4)
+# Words of a rank's page.
+DONE, PID, RANK, CYCLE, ATTACHED, FINISHED, ITERATION, DURABLE, REPORTS, RESTORED = range(10)
+BEAT, FIRST_BEAT, NUM_BEATS, LONGEST_GAP, COLLECTIVES = range(10, 15)
+DEPTH, ENTRIES, ENTRIES_AT_ITERATION, LEFT, LONGEST_OUTSIDE, NUM_NAMES, LEAVING, PROMISES = range(16, 24)
+STACK = 24  # MAX_DEPTH x (name | ordinal << 8, start)
+BEGUN = STACK + 2 * MAX_DEPTH
+HOT_WORDS = BEGUN + 1
+NAMES = HOT_WORDS  # (MAX_NAMES + 1) x (NAME_WORDS of text, longest, count)
+NAME_WORDS = 5
+SLOT_WORDS = NAME_WORDS + 2
+MAX_NAME_BYTES = 8 * NAME_WORDS - 1
+# What was loaded: written before RESTORED says so.
+LOAD_GENERATION = NAMES + SLOT_WORDS * (MAX_NAMES + 1)
+LOAD_TIER, LOAD_WINDOW, LOAD_ATTEMPT = range(LOAD_GENERATION + 1, LOAD_GENERATION + 4)
+ATTEMPT_WORDS = 32
+MAX_ATTEMPT_BYTES = 8 * ATTEMPT_WORDS - 1
+# How the worker stands with restarts inside its process; written by :mod:`outlast.runtime.in_process_mark`. These words
+# belong to the process, and outlive each attachment of it.
+IN_PROCESS = LOAD_ATTEMPT + ATTEMPT_WORDS
+IN_PROCESS_ITERATION, IN_PROCESS_CALL, IN_PROCESS_SINCE, IN_PROCESS_PATIENCE = range(IN_PROCESS + 1, IN_PROCESS + 5)
+# What the worker's own config sets, as text: its length is written last.
+SETTINGS_LENGTH = IN_PROCESS_PATIENCE + 1
+# What its session protects against, as text; the same way.
+PROTECTION_LENGTH = SETTINGS_LENGTH + 1
+PROTECTION = PROTECTION_LENGTH + 1
+PROTECTION_WORDS = 64
+MAX_PROTECTION_BYTES = 8 * PROTECTION_WORDS
+SETTINGS = PROTECTION + PROTECTION_WORDS
+PAGE_WORDS = PAGE_BYTES // 8
+MAX_SETTINGS_BYTES = 8 * (PAGE_WORDS - SETTINGS)
+HOT = struct.Struct(f"={HOT_WORDS}q")
+PAGE = struct.Struct(f"={PAGE_WORDS}q")
+NAME = struct.Struct(f"={NAME_WORDS}q")
+ATTEMPT = struct.Struct(f"={ATTEMPT_WORDS}q")
+_get_ident = threading.get_ident
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCopy:
+    """What the ranks loaded at a cycle's start."""
+
+    generation: int
+    attempt: str
+    """The attempt that had saved it."""
+    tier: Tier
+    """The tier by which the load of all ranks is judged."""
+    suspect_window: int
+    """Iterations after it in which an invalid result casts doubt on it."""
+
+
+class RankPage:
+    """The writing side of one rank's page.
+
+    Thread: sections belong to the thread that called :meth:`attach`; those that another thread opens or
+    closes are not recorded (said once). :meth:`heartbeat` and the single-word setters may be called from any
+    thread.
+    """
+
+    __slots__ = (
+        "_beat", "_counts", "_entries", "_gap", "_left", "_longest", "_names", "_num_beats",
+        "_outside", "_owner", "_said", "_seq", "_stack", "_warmup", "_words", "local_rank",
+    )  # fmt: skip
+
+    def __init__(self, words: memoryview, local_rank: int) -> None:
+        self.local_rank = local_rank
+        self._words = words
+        self._said: set[str] = set()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._seq = 0
+        self._stack: list[tuple[int, int, int]] = []  # (name, start, ordinal)
+        self._names: dict[str, int] = {}
+        self._longest = [0] * (MAX_NAMES + 1)
+        self._counts = [0] * (MAX_NAMES + 1)  # closed
+        self._entries = [0] * (MAX_NAMES + 1)  # opened
+        self._warmup = [0] * (MAX_NAMES + 1)
+        self._owner = _get_ident()
+        self._beat = self._gap = self._num_beats = self._left = self._outside = 0
+
+    def attach(
+        self, *, pid: int, global_rank: int, cycle: int, warmup: Mapping[str, int] | None = None, settings: str = ""
+    ) -> None:
+        """Claim the page for this process and thread, and clear what it held.
+
+        Args:
+            pid: This process.
+            global_rank: Its rank in the world.
+            cycle: Number of the cycle.
+            warmup: Section name to the number of first durations that do not count as its longest.
+            settings: What this worker's own config sets, for the agent; too long: said, and not handed over.
+        """
+        words = self._words
+        # A checkpoint manager may have reported before the worker attached.
+        kept = () if words[ATTACHED] else (ITERATION, DURABLE, REPORTS, RESTORED, *range(LOAD_GENERATION, IN_PROCESS))
+        for at in set(range(IN_PROCESS)).difference(kept):
+            words[at] = 0
+        self._reset()
+        words[SETTINGS_LENGTH] = words[PROTECTION_LENGTH] = 0
+        words[PID], words[RANK], words[CYCLE] = pid, global_rank, cycle
+        words[COLLECTIVES] = -1
+        if DURABLE not in kept:
+            words[DURABLE] = -1
+        for name, count in (warmup or {}).items():
+            self._warmup[self.intern(name)] = count
+        self._set_settings(settings.encode())
+        words[ATTACHED] = now_ns()
+
+    def _set_settings(self, text: bytes) -> None:
+        if len(text) > MAX_SETTINGS_BYTES:
+            self._say(
+                "settings",
+                f"the fault tolerance settings have {len(text)} bytes, more than the {MAX_SETTINGS_BYTES} that are "
+                "handed to the agent, which does not use them; give them to outlast run, by --config",
+            )
+            return
+        self._write_text(SETTINGS, SETTINGS_LENGTH, text)
+
+    def set_protection(self, text: str) -> None:
+        """Tell the agent what the session protects against; a text that is too long is cut."""
+        self._write_text(PROTECTION, PROTECTION_LENGTH, text.encode()[:MAX_PROTECTION_BYTES])
+
+    def _write_text(self, start: int, length: int, text: bytes) -> None:
+        for at in range(0, len(text), 8):
+            self._words[start + at // 8] = int.from_bytes(text[at : at + 8].ljust(8, b"\0"), "little", signed=True)
+        self._words[length] = len(text)
+
+    # -- hot path ------------------------------------------------------------------------------------------
+
+    def heartbeat(self) -> None:
+        """Say that this rank is alive. Thread: any."""
+        now = now_ns()
+        words, last = self._words, self._beat
+        self._beat = words[BEAT] = now
+        if last:
+            gap = now - last
+            if gap > self._gap:
+                self._gap = words[LONGEST_GAP] = gap
+        else:
+            words[FIRST_BEAT] = now
+        self._num_beats = words[NUM_BEATS] = self._num_beats + 1
+
+    def open(self, index: int) -> None:
+        """Enter the section whose name was interned as ``index``."""
+        if _get_ident() != self._owner:
+            self._say_foreign(index)
+            return
+        now = now_ns()
+        words, stack, entries = self._words, self._stack, self._entries
+        depth = len(stack)
+        ordinal = entries[index]
+        entries[index] = ordinal + 1
+        stack.append((index, now, ordinal))
+        words[BEGUN] = seq = self._seq + 1
+        if depth < MAX_DEPTH:
+            words[STACK + 2 * depth] = index | ordinal << 8
+            words[STACK + 1 + 2 * depth] = now
+        else:
+            self._say_deep(index)
+        words[DEPTH] = depth + 1
+        words[ENTRIES] += 1
+        words[DONE] = self._seq = seq
+        if not depth and (left := self._left) and now - left > self._outside:
+            self._outside = words[LONGEST_OUTSIDE] = now - left
+
+    def shut(self, index: int) -> None:
+        """Leave the innermost open section of this name; nothing happens when there is none."""
+        if _get_ident() != self._owner:
+            return
+        stack = self._stack
+        if not stack:
+            return
+        if stack[-1][0] != index:
+            self._shut_below(index)
+            return
+        now = now_ns()
+        words = self._words
+        _, start, ordinal = stack.pop()
+        depth = len(stack)
+        words[BEGUN] = seq = self._seq + 1
+        words[DEPTH] = depth
+        if not depth:
+            self._left = words[LEFT] = now
+        words[DONE] = self._seq = seq
+        self._measured(index, now - start, ordinal)
+
+    def _measured(self, index: int, took_ns: int, ordinal: int) -> None:
+        slot = NAMES + NAME_WORDS + SLOT_WORDS * index
+        self._counts[index] = self._words[slot + 1] = self._counts[index] + 1
+        if took_ns > self._longest[index] and ordinal >= self._warmup[index]:
+            self._longest[index] = self._words[slot] = took_ns
+
+    # -- names ---------------------------------------------------------------------------------------------
+
+    def intern(self, name: str) -> int:
+        """Return the number of a section name, for :meth:`open` and :meth:`shut`.
+
+        Raises:
+            ConfigError: The name is empty or longer than 39 bytes.
+        """
+        if (index := self._names.get(name)) is not None:
+            return index
+        text = name.encode()
+        if not 0 < len(text) <= MAX_NAME_BYTES or b"\0" in text:
+            raise ConfigError(f"section name {name!r} must have 1 to {MAX_NAME_BYTES} bytes; shorten it")
+        index = self._words[NUM_NAMES]
+        if index >= MAX_NAMES:
+            self._say(
+                "names",
+                f"more than {MAX_NAMES} section names; {name!r} and later ones are watched as {OTHER!r}",
+            )
+            index, text = MAX_NAMES, OTHER.encode()
+        slot = NAMES + SLOT_WORDS * index
+        for at, word in enumerate(NAME.unpack(text.ljust(NAME.size, b"\0"))):
+            self._words[slot + at] = word
+        if index < MAX_NAMES:
+            self._words[NUM_NAMES] = index + 1
+        self._names[name] = index
+        return index
+
+    def enter(self, name: str) -> None:
+        """Enter a section by name."""
+        self.open(self.intern(name))
+
+    def leave(self, name: str | None = None) -> bool:
+        """Leave the innermost section, or the innermost one of this name; return whether one was open."""
+        if _get_ident() != self._owner:
+            return False
+        index = self._stack[-1][0] if name is None and self._stack else self._names.get(name or "", -1)
+        if all(entry[0] != index for entry in self._stack):
+            return False
+        self.shut(index)
+        return True
+
+    def _shut_below(self, index: int) -> None:
+        """Take a section that is not the innermost one out of the stack."""
+        stack = self._stack
+        for at in range(len(stack) - 1, -1, -1):
+            if stack[at][0] == index:
+                break
+        else:
+            return
+        now = now_ns()
+        _, start, ordinal = stack.pop(at)
+        words = self._words
+        words[BEGUN] = seq = self._seq + 1
+        for depth, (name, begun, nth) in enumerate(stack[:MAX_DEPTH]):
+            words[STACK + 2 * depth] = name | nth << 8
+            words[STACK + 1 + 2 * depth] = begun
+        words[DEPTH] = len(stack)
+        words[DONE] = self._seq = seq
+        self._measured(index, now - start, ordinal)
+
+    def _say_foreign(self, index: int) -> None:
+        self._say(
+            "foreign",
+            f"section {self._name(index)!r} is opened by thread {threading.current_thread().name!r}, "
+            "not by the one that attached to the board: sections of other threads are not watched",
+        )
+
+    def _say_deep(self, index: int) -> None:
+        self._say(
+            "deep",
+            f"section {self._name(index)!r} lies deeper than {MAX_DEPTH} sections: measured, not watched",
+        )
+
+    def _name(self, index: int) -> str:
+        return next((name for name, number in self._names.items() if number == index), OTHER)
+
+    def _say(self, about: str, text: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            log.warning("%s", text)
+
+    # -- facts ---------------------------------------------------------------------------------------------
+
+    def set_iteration(self, iteration: int) -> None:
+        """Record the number of optimizer steps done."""
+        if iteration != self._words[ITERATION]:
+            self._words[ENTRIES_AT_ITERATION] = self._words[ENTRIES]
+            self._words[ITERATION] = iteration
+
+    def set_durable_iteration(self, iteration: int) -> None:
+        """Record the highest iteration that is saved for good."""
+        self._words[DURABLE] = iteration
+        self._words[REPORTS] = 1
+
+    def report_progress(self) -> None:
+        """Say that this worker will report what is durable, though nothing is yet."""
+        self._words[REPORTS] = 1
+
+    def set_restored(self, loaded: LoadedCopy | None = None) -> None:
+        """Say that this worker loaded a checkpoint in this cycle, and which, where that is known."""
+        words = self._words
+        if loaded is not None:
+            attempt = loaded.attempt.encode()
+            if len(attempt) > MAX_ATTEMPT_BYTES:
+                self._say("attempt", f"attempt {loaded.attempt!r} has a name too long to be judged by its results")
+            else:
+                for at, word in enumerate(ATTEMPT.unpack(attempt.ljust(ATTEMPT.size, b"\0"))):
+                    words[LOAD_ATTEMPT + at] = word
+                words[LOAD_GENERATION], words[LOAD_WINDOW] = loaded.generation, loaded.suspect_window
+                words[LOAD_TIER] = loaded.tier + 1
+        words[RESTORED] = 1
+
+    def promise_heartbeats(self, promised: bool) -> None:
+        """Say whether this worker sends heartbeats as long as it is healthy."""
+        self._words[PROMISES] = int(promised)
+
+    def set_leaving(self, exit_code: int) -> None:
+        """Say with which exit code, other than 0, this process is about to end."""
+        self._words[LEAVING] = exit_code
+
+    def set_collectives(self, count: int) -> None:
+        """Record how many collectives this rank has entered; -1 = not known."""
+        self._words[COLLECTIVES] = count
+
+    def finish(self) -> None:
+        """Say that this rank is done; nothing is enforced on it any more."""
+        if not self._words[FINISHED]:
+            if self._left and not self._stack:
+                self._words[LONGEST_OUTSIDE] = self._outside = max(self._outside, now_ns() - self._left)
+            self._words[FINISHED] = 1
+
+    @property
+    def depth(self) -> int:
+        """Number of open sections."""
+        return len(self._stack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +468,7 @@ class Board:
         """Where other processes of the node open the board."""
         self.num_ranks = num_ranks
         self._owned = owned
-        self._map = mmap.mmap(fd, layout.PAGE_BYTES * (num_ranks + 1))
+        self._map = mmap.mmap(fd, PAGE_BYTES * (num_ranks + 1))
         self._words = memoryview(self._map).cast("q")
         self._fd = -1
 
@@ -166,15 +512,15 @@ class Board:
     @classmethod
     def _fill(cls, path: str, fd: int, num_ranks: int) -> Board:
         # A full file system says so now, not by SIGBUS at some later store.
-        os.posix_fallocate(fd, 0, layout.PAGE_BYTES * (num_ranks + 1))
+        os.posix_fallocate(fd, 0, PAGE_BYTES * (num_ranks + 1))
         board = cls(path, fd, num_ranks, owned=True)
         words = board._words
         for local_rank in range(num_ranks):
-            page = layout.PAGE_WORDS * (local_rank + 1)
-            words[page + layout.RANK] = words[page + layout.DURABLE] = words[page + layout.COLLECTIVES] = -1
-        words[layout.H_VERSION], words[layout.H_RANKS] = layout.VERSION, num_ranks
-        words[layout.H_TOKEN] = secrets.randbits(62)
-        words[layout.H_MAGIC] = layout.MAGIC
+            page = PAGE_WORDS * (local_rank + 1)
+            words[page + RANK] = words[page + DURABLE] = words[page + COLLECTIVES] = -1
+        words[H_VERSION], words[H_RANKS] = VERSION, num_ranks
+        words[H_TOKEN] = secrets.randbits(62)
+        words[H_MAGIC] = MAGIC
         return board
 
     @classmethod
@@ -194,14 +540,14 @@ class Board:
             if len(header) < 24:
                 raise OutlastError(f"heartbeat board {path} is no board: it has {size} bytes")
             magic, version, num_ranks = struct.unpack("=3q", header)
-            if magic != layout.MAGIC:
+            if magic != MAGIC:
                 raise OutlastError(f"heartbeat board {path} is no board: its first bytes are {header[:8]!r}")
-            if version != layout.VERSION:
+            if version != VERSION:
                 raise OutlastError(
-                    f"heartbeat board {path} has format {version}, this outlast reads {layout.VERSION}; "
+                    f"heartbeat board {path} has format {version}, this outlast reads {VERSION}; "
                     "agent and workers must use the same outlast"
                 )
-            if num_ranks < 1 or size != layout.PAGE_BYTES * (num_ranks + 1):
+            if num_ranks < 1 or size != PAGE_BYTES * (num_ranks + 1):
                 raise OutlastError(f"heartbeat board {path} has {size} bytes, which does not fit {num_ranks} ranks")
             return cls(path, fd, num_ranks, owned=False)
         finally:
@@ -210,7 +556,7 @@ class Board:
     @property
     def token(self) -> int:
         """A number that tells this board from every other."""
-        return self._words[layout.H_TOKEN]
+        return self._words[H_TOKEN]
 
     @property
     def fd(self) -> int:
@@ -228,24 +574,24 @@ class Board:
     def assign(self, local_rank: int, *, pid: int, global_rank: int, cycle: int) -> None:
         """Note whose page it is before the worker attaches: one that never does can still be examined."""
         words = self._page(local_rank)
-        if not words[layout.ATTACHED]:
-            words[layout.RANK], words[layout.CYCLE], words[layout.PID] = global_rank, cycle, pid
+        if not words[ATTACHED]:
+            words[RANK], words[CYCLE], words[PID] = global_rank, cycle, pid
 
     def settings(self, local_rank: int) -> str | None:
         """Return what an attached worker's own config sets, empty for nothing; ``None`` while it has not attached."""
         page = self._page(local_rank)
-        if not page[layout.ATTACHED]:
+        if not page[ATTACHED]:
             return None
-        length = page[layout.SETTINGS_LENGTH]
-        text = bytes(page[layout.SETTINGS :])[: length if 0 < length <= layout.MAX_SETTINGS_BYTES else 0]
+        length = page[SETTINGS_LENGTH]
+        text = bytes(page[SETTINGS:])[: length if 0 < length <= MAX_SETTINGS_BYTES else 0]
         return text.decode(errors="replace")
 
     def protection(self, local_rank: int) -> str:
         """Return what a worker's session protects against; empty while no session has told."""
         page = self._page(local_rank)
-        length = page[layout.PROTECTION_LENGTH]
-        text = bytes(page[layout.PROTECTION : layout.PROTECTION + layout.PROTECTION_WORDS])
-        return text[: length if 0 < length <= layout.MAX_PROTECTION_BYTES else 0].decode(errors="replace")
+        length = page[PROTECTION_LENGTH]
+        text = bytes(page[PROTECTION : PROTECTION + PROTECTION_WORDS])
+        return text[: length if 0 < length <= MAX_PROTECTION_BYTES else 0].decode(errors="replace")
 
     def words_of(self, local_rank: int) -> memoryview:
         """Return the words of a rank's page, for :class:`outlast.runtime.in_process_mark.InProcessMark`.
@@ -257,12 +603,12 @@ class Board:
 
     def retire(self, local_rank: int) -> None:
         """Note that a rank whose worker ended is missed by nobody: nothing is enforced on it any more."""
-        self._page(local_rank)[layout.FINISHED] = 1
+        self._page(local_rank)[FINISHED] = 1
 
     def _page(self, local_rank: int) -> memoryview:
         if not 0 <= local_rank < self.num_ranks:
             raise OutlastError(f"heartbeat board {self.path} has {self.num_ranks} ranks, none of number {local_rank}")
-        return self._words[layout.PAGE_WORDS * (local_rank + 1) : layout.PAGE_WORDS * (local_rank + 2)]
+        return self._words[PAGE_WORDS * (local_rank + 1) : PAGE_WORDS * (local_rank + 2)]
 
     def read(self, local_rank: int) -> RankState:
         """Return a consistent snapshot of a rank's page.
@@ -270,16 +616,16 @@ class Board:
         Blocks: at most about 10 ms, when the writer was stopped or killed in the middle of an update.
         """
         page = self._page(local_rank)
-        hot = page[: layout.HOT_WORDS]
+        hot = page[:HOT_WORDS]
         for attempt in range(60):
-            words = layout.HOT.unpack(bytes(hot))
-            if torn := words[layout.DONE] != words[layout.BEGUN]:
+            words = HOT.unpack(bytes(hot))
+            if torn := words[DONE] != words[BEGUN]:
                 if attempt >= 40:  # the writer was preempted: it needs a processor, not another look
                     time.sleep(0.0005)
                 continue
             break
         # Names and durations are single words, written before (a name) or after the sections that use them.
-        rest = layout.PAGE.unpack(bytes(page))[layout.HOT_WORDS :]
+        rest = PAGE.unpack(bytes(page))[HOT_WORDS:]
         return _decode(local_rank, words + rest, torn=torn)
 
     def read_all(self) -> list[RankState]:
@@ -304,60 +650,60 @@ class Board:
 
 
 def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState:
-    num_names = min(max(words[layout.NUM_NAMES], 0), MAX_NAMES)
+    num_names = min(max(words[NUM_NAMES], 0), MAX_NAMES)
     names: dict[int, str] = {}
     longest: dict[str, float] = {}
     counts: dict[str, int] = {}
     for index in (*range(num_names), MAX_NAMES):
-        slot = layout.NAMES + layout.SLOT_WORDS * index
-        text = layout.NAME.pack(*words[slot : slot + layout.NAME_WORDS]).rstrip(b"\0")
+        slot = NAMES + SLOT_WORDS * index
+        text = NAME.pack(*words[slot : slot + NAME_WORDS]).rstrip(b"\0")
         if not text:
             continue
         names[index] = name = text.decode(errors="replace")
-        if count := words[slot + layout.NAME_WORDS + 1]:
+        if count := words[slot + NAME_WORDS + 1]:
             counts[name] = count
-        if took_ns := words[slot + layout.NAME_WORDS]:
+        if took_ns := words[slot + NAME_WORDS]:
             longest[name] = took_ns / 1e9
-    if outside_ns := words[layout.LONGEST_OUTSIDE]:
+    if outside_ns := words[LONGEST_OUTSIDE]:
         longest[""] = outside_ns / 1e9
     sections = []
-    for depth in range(min(max(words[layout.DEPTH], 0), MAX_DEPTH)):
-        tag, start_ns = words[layout.STACK + 2 * depth], words[layout.STACK + 2 * depth + 1]
+    for depth in range(min(max(words[DEPTH], 0), MAX_DEPTH)):
+        tag, start_ns = words[STACK + 2 * depth], words[STACK + 2 * depth + 1]
         if (tag & 0xFF) in names and start_ns > 0:
             sections.append(BoardSection(names[tag & 0xFF], start_ns, tag >> 8))
-    first_beat, attached = words[layout.FIRST_BEAT], words[layout.ATTACHED]
+    first_beat, attached = words[FIRST_BEAT], words[ATTACHED]
     return RankState(
         local_rank=local_rank,
-        global_rank=words[layout.RANK],
-        pid=words[layout.PID],
-        cycle=words[layout.CYCLE],
+        global_rank=words[RANK],
+        pid=words[PID],
+        cycle=words[CYCLE],
         attached=bool(attached),
-        finished=bool(words[layout.FINISHED]),
-        iteration=words[layout.ITERATION],
-        durable_iteration=words[layout.DURABLE] if words[layout.DURABLE] >= 0 else None,
-        reports_progress=bool(words[layout.REPORTS]),
-        restored=bool(words[layout.RESTORED]),
+        finished=bool(words[FINISHED]),
+        iteration=words[ITERATION],
+        durable_iteration=words[DURABLE] if words[DURABLE] >= 0 else None,
+        reports_progress=bool(words[REPORTS]),
+        restored=bool(words[RESTORED]),
         loaded=_decode_loaded(words),
-        leaving_with=words[layout.LEAVING],
+        leaving_with=words[LEAVING],
         attached_ns=attached,
-        last_heartbeat_ns=words[layout.BEAT],
-        num_heartbeats=words[layout.NUM_BEATS],
-        promises_heartbeats=bool(words[layout.PROMISES]),
+        last_heartbeat_ns=words[BEAT],
+        num_heartbeats=words[NUM_BEATS],
+        promises_heartbeats=bool(words[PROMISES]),
         sections=tuple(sections),
-        depth=max(words[layout.DEPTH], 0),
-        left_ns=words[layout.LEFT],
-        num_entries=words[layout.ENTRIES],
-        num_entries_in_iteration=max(0, words[layout.ENTRIES] - words[layout.ENTRIES_AT_ITERATION]),
-        collectives=words[layout.COLLECTIVES],
+        depth=max(words[DEPTH], 0),
+        left_ns=words[LEFT],
+        num_entries=words[ENTRIES],
+        num_entries_in_iteration=max(0, words[ENTRIES] - words[ENTRIES_AT_ITERATION]),
+        collectives=words[COLLECTIVES],
         longest_s=MappingProxyType(longest),
         counts=MappingProxyType(counts),
         initial_heartbeat_s=(first_beat - attached) / 1e9 if first_beat > attached else 0.0,
-        longest_heartbeat_gap_s=words[layout.LONGEST_GAP] / 1e9,
-        in_process=_decode_in_process(words[layout.IN_PROCESS]),
-        in_process_call=words[layout.IN_PROCESS_CALL],
-        in_process_iteration=words[layout.IN_PROCESS_ITERATION],
-        in_process_since_ns=words[layout.IN_PROCESS_SINCE],
-        in_process_patience_s=words[layout.IN_PROCESS_PATIENCE] / 1e9,
+        longest_heartbeat_gap_s=words[LONGEST_GAP] / 1e9,
+        in_process=_decode_in_process(words[IN_PROCESS]),
+        in_process_call=words[IN_PROCESS_CALL],
+        in_process_iteration=words[IN_PROCESS_ITERATION],
+        in_process_since_ns=words[IN_PROCESS_SINCE],
+        in_process_patience_s=words[IN_PROCESS_PATIENCE] / 1e9,
         torn=torn,
     )
 
@@ -367,12 +713,12 @@ def _decode_in_process(word: int) -> InProcessState:
 
 
 def _decode_loaded(words: tuple[int, ...]) -> LoadedCopy | None:
-    if not words[layout.RESTORED] or not 0 < words[layout.LOAD_TIER] <= len(Tier):
+    if not words[RESTORED] or not 0 < words[LOAD_TIER] <= len(Tier):
         return None
-    text = layout.ATTEMPT.pack(*words[layout.LOAD_ATTEMPT : layout.LOAD_ATTEMPT + layout.ATTEMPT_WORDS])
+    text = ATTEMPT.pack(*words[LOAD_ATTEMPT : LOAD_ATTEMPT + ATTEMPT_WORDS])
     return LoadedCopy(
-        generation=words[layout.LOAD_GENERATION],
+        generation=words[LOAD_GENERATION],
         attempt=text.rstrip(b"\0").decode(errors="replace"),
-        tier=Tier(words[layout.LOAD_TIER] - 1),
-        suspect_window=words[layout.LOAD_WINDOW],
+        tier=Tier(words[LOAD_TIER] - 1),
+        suspect_window=words[LOAD_WINDOW],
     )

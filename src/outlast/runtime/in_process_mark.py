@@ -17,7 +17,7 @@ import msgspec
 from outlast.clock import now_ns
 from outlast.incidents import IncidentKind
 from outlast.policy.inprocess_protocol import InProcessState
-from outlast.runtime import board_page as layout
+from outlast.runtime import board as layout
 from outlast.runtime.board import Board
 
 __all__ = ["Change", "InProcessFault", "InProcessMark", "address"]

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore as _TCPStore  # type: ignore[attr-defined
 from outlast.errors import RendezvousError
 from outlast.runtime.addresses import Endpoint, is_loopback, own_address
 
-__all__ = ["TCPStore", "connect", "host"]
+__all__ = ["TCPStore", "connect", "host", "open_cycle_store"]
 
 TCPStore = Any
 """torch's ``TCPStore``, whose type stubs lack half of its methods."""
@@ -84,3 +84,10 @@ def _any_address(name: str) -> str:
     if is_loopback(name):
         return own_address(name)
     return "::" if ":" in name else "0.0.0.0"
+
+
+def open_cycle_store(addr: str, *, timeout_s: float = 600.0) -> TCPStore:
+    """Host a cycle's own store on a fresh port of this machine; it dies with the last reference."""
+    hosted = host(Endpoint(addr, 0), timeout_s=timeout_s)
+    assert hosted is not None, "port 0 is never taken"
+    return hosted

@@ -85,7 +85,7 @@ class Preemption:
     def start_leaving(self) -> None:
         """Start the deadline also where only peers got the notice: all ranks agreed to leave now."""
         if not self._listener.is_requested:
-            self._listener.tell("all ranks agreed to leave", source=_PEER)
+            self._listener.request("all ranks agreed to leave", source=_PEER)
 
     def wait_to_give_up(self, timeout_s: float) -> bool:
         """Wait until a save is to be given up; return whether it is. Blocks: up to ``timeout_s`` seconds."""

@@ -13,10 +13,8 @@ from __future__ import annotations
 import datetime
 import itertools
 import logging
-import os
 import secrets
 import selectors
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -25,14 +23,15 @@ from typing import Any
 import msgspec
 
 from outlast import clock, env
-from outlast.decoding import from_json
 from outlast.errors import ConfigError, OutlastError, RendezvousError
 from outlast.inprocess import protocol as m
 from outlast.runtime import addresses
 from outlast.runtime.addresses import Endpoint
+from outlast.runtime.child import ChildProcess, channel_to_parent
 
 __all__ = ["Bootstrap", "BootstrapProxy", "main", "own_address"]
 
+log = logging.getLogger("outlast.inprocess.failover.bootstrap")
 
 _RETRY_S = 0.02
 _ordinals = itertools.count()
@@ -48,12 +47,12 @@ def own_address(place: env.WorkerEnv) -> str:
 
 
 class Bootstrap:
-    """Where the ranks meet once, for one call of a wrapped function.
+    """How the ranks learn where the hub is, once for each call of a wrapper.
 
     Args:
         place: This worker's place.
-        timeout_s: How long the others are waited for.
-        key: Of the meeting of a rank that cannot come itself; empty: another meeting.
+        timeout_s: How long initial rank 0 is waited for.
+        key: Of a bootstrap that another process began; empty: a new one.
     """
 
     def __init__(self, place: env.WorkerEnv, *, timeout_s: float, key: str = "") -> None:
@@ -62,26 +61,26 @@ class Bootstrap:
         self.key = key or f"outlast/inprocess/{place.cycle}/{next(_ordinals)}"
         self._store: Any = None
 
-    def meet(self, own: str, tell: Callable[[m.Connect], None], *, known: m.Connect | None = None) -> None:
-        """Tell the monitor process where the hub is, and have the others told, if that is with it.
+    def run(self, own: str, send: Callable[[m.Connect], None], *, known: m.Connect | None = None) -> None:
+        """Send the monitor process where the hub is; initial rank 0 also publishes it for the others.
 
         Args:
             own: ``host port`` where this rank's monitor process listens.
-            tell: Called once. Initial rank 0's is told before the others are, so that it knows whom they look for
-                even if the rank dies.
-            known: What it was told already, for the others.
+            send: Called once; on initial rank 0 before anything is published, so that its monitor process knows what
+                the others look for even if the rank dies.
+            known: What was sent already, for the others.
 
         Raises:
-            ConfigError: It is not known where the ranks meet.
+            ConfigError: Nothing says where the launcher's store is.
             RendezvousError: Initial rank 0 did not come in time.
 
         Blocks: until initial rank 0 has come; up to the timeout.
         """
         ours = known or m.Connect(hub=own, token=secrets.token_hex(16))
         if self._place.world_size == 1:
-            return tell(ours)
+            return send(ours)
         if self._place.global_rank == 0:
-            tell(ours)
+            send(ours)
         self._store = self._open()
         try:
             if self._place.global_rank == 0:
@@ -91,10 +90,10 @@ class Bootstrap:
             host, port, token = self._store.get(self.key).decode().split(" ")
         except (RuntimeError, ValueError) as error:
             raise RendezvousError(f"initial rank 0 did not come in {self._timeout_s:g} s: {error}") from error
-        return tell(m.Connect(hub=f"{host} {port}", token=token))
+        return send(m.Connect(hub=f"{host} {port}", token=token))
 
     def close(self) -> None:
-        """Stop hosting: everybody has met. Idempotent."""
+        """Stop hosting: every rank knows it. Idempotent."""
         self._store = None
 
     def _open(self) -> Any:
@@ -132,11 +131,8 @@ def _find(place: env.WorkerEnv) -> tuple[Endpoint, bool]:
     return Endpoint(host, int(port)), variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-log = logging.getLogger("outlast.inprocess.failover.bootstrap")
-
-
-class _Errand(msgspec.Struct, frozen=True, kw_only=True):
-    """What the other process is told."""
+class _ProxyTask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the proxy is told."""
 
     key: str
     address: str
@@ -145,15 +141,15 @@ class _Errand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BootstrapProxy:
-    """Ask at the meeting.
+    """Finish the bootstrap in place of a rank that died.
 
     Args:
         selector: Of the process's loop; what it reports with a callable as data is called with the events.
-        key: Of the meeting.
+        key: Of the bootstrap.
         address: ``host port`` where this process could host the hub.
-        known: What initial rank 0 told before it died; ``None``: nothing.
+        known: What initial rank 0 sent before it died; ``None``: nothing.
         timeout_s: How long initial rank 0 is waited for.
-        on_answer: Gets what the rank would have told; ``None``: it cannot be known.
+        on_answer: Gets what the rank would have sent; ``None``: it cannot be known.
     """
 
     def __init__(
@@ -167,72 +163,52 @@ class BootstrapProxy:
         on_answer: Callable[[m.Connect | None], None],
     ) -> None:
         self._selector, self._on_answer = selector, on_answer
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "outlast.inprocess.failover.bootstrap"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        self._child = ChildProcess(
+            "outlast.inprocess.failover.bootstrap",
+            task=_ProxyTask(key=key, address=address, timeout_s=timeout_s, known=known),
+            receives=m.Connect,
+            own_session=False,
         )
-        self._is_asking = True
-        self._answer = b""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        errand = _Errand(key=key, address=address, timeout_s=timeout_s, known=known)
-        try:
-            self._stdin.write(msgspec.json.encode(errand) + b"\n")
-            self._stdin.flush()
-        except BrokenPipeError:
-            pass  # its end is seen below
-        selector.register(self._stdout, selectors.EVENT_READ, self._on_event)
+        self.is_asking = True
+        """Whether the answer is still to come."""
+        selector.register(self._child.channel, selectors.EVENT_READ, self._on_event)
 
     def _on_event(self, _: int) -> None:
-        data = os.read(self._stdout.fileno(), m.MAX_PACKET_BYTES)
-        self._answer += data
-        if data and not self._answer.endswith(b"\n"):
-            return
         self._stop_asking()
         try:
-            answer = from_json(self._answer, m.Connect)
-        except msgspec.DecodeError as error:
+            answer = self._child.channel.receive()
+        except OSError as error:
             log.warning("the hub cannot be located: %s", error)
             answer = None
         self._on_answer(answer)
 
     def close(self) -> None:
-        """End the other process. Idempotent. Blocks: some milliseconds."""
+        """End the proxy. Idempotent. Blocks: some milliseconds."""
         self._stop_asking()
-        self._process.kill()
-        self._process.wait()
-        for end in (self._stdin, self._stdout):
-            try:
-                end.close()
-            except BrokenPipeError:
-                pass
+        self._child.close()
 
     def _stop_asking(self) -> None:
-        if self._is_asking:
-            self._is_asking = False
-            self._selector.unregister(self._stdout)
+        if self.is_asking:
+            self.is_asking = False
+            self._selector.unregister(self._child.channel)
 
 
 def main() -> int:
-    """Run as the other process: answer, and then host what has to be hosted until nobody listens; return 0 or 1."""
-    from outlast import env
-
-    pass  # house: was a lazy import within this module
-
-    told: list[m.Connect] = []
-    try:
-        errand = from_json(sys.stdin.buffer.readline(), _Errand)
-        meeting = Bootstrap(env.read_worker(), timeout_s=errand.timeout_s, key=errand.key)
-        meeting.meet(errand.address, told.append, known=errand.known)
-    except (msgspec.DecodeError, OutlastError) as error:
-        log.warning("the rendezvous store cannot be reached: %s", error)
-        return 1
-    sys.stdout.buffer.write(msgspec.json.encode(told[0]) + b"\n")
-    sys.stdout.flush()
-    sys.stdin.buffer.read()
-    meeting.close()
+    """Run as the proxy: answer, and then host what has to be hosted until it is ended; return 0 or 1."""
+    answers: list[m.Connect] = []
+    with channel_to_parent(sys.argv[1], _ProxyTask) as parent:
+        try:
+            task = parent.receive()
+            if task is None:
+                return 1
+            bootstrap = Bootstrap(env.read_worker(), timeout_s=task.timeout_s, key=task.key)
+            bootstrap.run(task.address, answers.append, known=task.known)
+        except (OSError, OutlastError) as error:
+            log.warning("the rendezvous store cannot be reached: %s", error)
+            return 1
+        parent.send(answers[0])
+        parent.receive()
+        bootstrap.close()
     return 0
 
 

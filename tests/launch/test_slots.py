@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.incidents import Incident, IncidentKind
+from outlast.launch.membership import Slot, SlotCandidate, fill_slots, shrink
 from outlast.policy.causes import root_cause
-from outlast.policy.slots import Slot, SlotCandidate, fill_slots, shrink
 
 NAMES = st.sampled_from("abcdefgh")
 

@@ -11,9 +11,9 @@ from torch._C._distributed_c10d import TCPStore
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
-KEY = "meeting"
+KEY = "bootstrap"
 PATIENCE_S = 60.0
-"""Half of what the others would wait otherwise; the meeting is looked up by a process that imports torch."""
+"""Half of what the others would wait otherwise; the store is read by a process that imports torch."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def environment(store: TCPStore) -> dict[str, str]:
 
 def test_others_go_without_a_rank_that_never_came(store: TCPStore, environment: dict[str, str]) -> None:
     """Its monitor process asks where the hub is, and says there that the rank is gone."""
-    with FakeRanks(4, active=3, short_lived=2, meeting=KEY, environment=environment) as ranks:
+    with FakeRanks(4, active=3, short_lived=2, bootstrap_key=KEY, environment=environment) as ranks:
         store.set(KEY, f"{ranks.hub} {TOKEN}")
         ranks.connect()
         order = ranks.go(0, but=(2,), timeout_s=PATIENCE_S)
@@ -41,7 +41,7 @@ def test_others_go_without_a_rank_that_never_came(store: TCPStore, environment: 
 
 def test_others_find_the_hub_of_a_first_rank_that_never_came(store: TCPStore, environment: dict[str, str]) -> None:
     """The monitor process of initial rank 0 hosts the hub, and has the others told so, though its rank is dead."""
-    with FakeRanks(4, active=3, short_lived=0, meeting=KEY, environment=environment) as ranks:
+    with FakeRanks(4, active=3, short_lived=0, bootstrap_key=KEY, environment=environment) as ranks:
         host, port, token = store.get(KEY).decode().split(" ")
         ranks.hub = f"{host} {port}"
         ranks.connect(token=token)
@@ -53,7 +53,7 @@ def test_others_find_the_hub_of_a_first_rank_that_died_before_it_told_them(
     store: TCPStore, environment: dict[str, str]
 ) -> None:
     """What its monitor process was told by then is what the others are told."""
-    with FakeRanks(3, active=2, meeting=KEY, environment=environment) as ranks:
+    with FakeRanks(3, active=2, bootstrap_key=KEY, environment=environment) as ranks:
         ranks[0].tell("unready")
         ranks.connect(0)
         ranks[0].wait_for("connected")

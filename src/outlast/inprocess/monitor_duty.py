@@ -1,9 +1,9 @@
-"""The monitor process: it watches one rank from outside, and reports for it.
+"""The duty of a rank's guard in a wrapped function: watch the rank from outside, and report for it.
 
-One per rank, started by its :class:`~outlast.inprocess.monitor_client.MonitorLink`. It carries the rank's reports to
-the hub and the hub's orders to the rank (:mod:`outlast.inprocess.hub_client`), reports what the rank cannot (that it is
-gone, that its main thread makes no progress), and ends a rank that is stuck. One of the monitor processes hosts the
-hub, beside all that.
+A rank's :class:`~outlast.inprocess.monitor_client.MonitorLink` starts it in the guard process
+(:mod:`outlast.monitor.rank_guard`). It carries the rank's reports to the hub and the hub's orders to the rank
+(:mod:`outlast.inprocess.hub_client`), reports what the rank cannot (that it is gone, that its main thread makes no
+progress), and ends a rank that is stuck. One of these guards hosts the hub, beside all that.
 
 Before a hang is reported, the rank's stack is read: a rank that waits for others is a victim of the hang, not the
 cause.
@@ -19,7 +19,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from dataclasses import dataclass
 
@@ -27,39 +26,44 @@ import msgspec
 
 from outlast import clock, logs
 from outlast.decoding import from_json
-from outlast.errors import OutlastError
 from outlast.inprocess import protocol as m
 from outlast.inprocess.failover.bootstrap import BootstrapProxy
+from outlast.inprocess.failover.peers import PeerFailover
 from outlast.inprocess.hub_client import HubClient
 from outlast.inprocess.progress import Page, RankWatch, SoftTimeout
 from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks
 from outlast.policy.inprocess_protocol import WAITS
 
-__all__ = ["StackPosition", "main", "read_stack_position"]
+__all__ = ["StackPosition", "read_stack_position", "run_duty"]
 
+log = logging.getLogger(__name__)
 
-_LOOK_S = 0.002
+_CLOSED_S = 1.0
+"""Seconds between the end of the rank's socket and the end of its process; later, it left the wrapper and lives."""
+_LATE_S = 0.5
+"""Seconds that this process may be late before it discounts the pause from the silence of others."""
+_STACK_POLL_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class StackPosition:
-    """Where a rank stood when its stack was taken."""
+    """Where a rank's main thread stood when its stack was taken."""
 
     line: str
     """The innermost line of the user's code."""
     waits: bool | None
-    """It waits for other ranks; ``None`` = that cannot be told."""
+    """It waits for other ranks; ``None`` = that cannot be determined."""
 
     @property
     def evidence(self) -> dict[str, str]:
-        """What a fault tells of it."""
+        """What a fault states of it."""
         waits = {True: "yes", False: "no", None: "unknown"}[self.waits]
         return {"stack_line": self.line, WAITS: waits}
 
 
 def read_stack_position(pid: int, timeout_s: float = 0.1) -> StackPosition | None:
-    """Return where the main thread of a process stands; ``None`` where it does not tell.
+    """Return where the main thread of a process stands; ``None`` where it does not answer.
 
     Blocks: usually a few milliseconds, at most ``timeout_s``.
     """
@@ -70,24 +74,16 @@ def read_stack_position(pid: int, timeout_s: float = 0.1) -> StackPosition | Non
     while not dump.is_complete():
         if clock.now_s() >= end_s:
             return None
-        time.sleep(_LOOK_S)  # the file tells nobody when it grows
+        time.sleep(_STACK_POLL_S)  # nothing signals that the file grows
     stack = stacks.parse(dump.text())
     return StackPosition(stack.line, stack.waits_in_collective) if stack.line is not None else None
 
 
-log = logging.getLogger("outlast.inprocess.monitor_process")
-
-_CLOSED_S = 1.0
-"""Seconds between the end of the rank's socket and the end of its process; later, it left the wrapper and lives."""
-_LATE_S = 0.5
-"""Seconds that this process may be late before it excuses the silence of others by its own."""
-
-
-class MonitorProcess:
-    """One monitor process.
+class _MonitorDuty:
+    """The watch over one rank.
 
     Args:
-        task: What it was told.
+        task: What to do.
         rank: The socket to the rank; this object owns it.
         page: The rank's page; this object owns it.
         pidfd: Of the rank's process; this object owns it.
@@ -105,45 +101,51 @@ class MonitorProcess:
         self._self_report: m.RankFault | None = None
         self._connect: m.Connect | None = None
         self._is_ready = False
-        self._stand_in: BootstrapProxy | None = None
-        self._is_asking = False
+        self._proxy: BootstrapProxy | None = None
         self._looked_s = clock.now_s()
-        self._uplink = HubClient(self._selector, task, on_order=self._order, on_candidates=self._tell_rank)
+        self._locator = PeerFailover(self._selector, task)
+        self._hub = HubClient(
+            self._selector, task, self._locator, on_order=self._on_order, on_candidates=self._send_to_rank
+        )
         rank.setblocking(False)
         self._selector.register(rank, selectors.EVENT_READ, self._on_rank)
         self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
 
-    def run(self) -> int:
-        """Serve until nobody needs this process; return its exit code."""
-        self._tell_rank(m.Listening(address=self._uplink.address))
+    def run(self) -> None:
+        """Serve until neither the rank nor another member needs it."""
+        self._send_to_rank(m.Listening(address=self._locator.address))
         try:
-            while not (self._rank_is_gone and not self._is_asking and self._uplink.is_done):
+            while not self._is_done:
                 due_s = self._look()
                 for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
                     # Not what an event before this one has closed; its number may be another's by now.
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
         finally:
-            if self._stand_in is not None:
-                self._stand_in.close()
-            self._uplink.close()
+            if self._proxy is not None:
+                self._proxy.close()
+            self._hub.close()
             self._rank.close()
             os.close(self._pidfd)
             self._selector.close()
             self._page.close()
-        return 0
+
+    @property
+    def _is_done(self) -> bool:
+        is_asking = self._proxy is not None and self._proxy.is_asking
+        return self._rank_is_gone and not is_asking and self._hub.is_done
 
     def _look(self) -> float:
         """Do what is due, and return when to look again."""
         now_s = clock.now_s()
         if now_s > self._looked_s + self._task.process_interval_s + _LATE_S:
             log.info("this process did not run for a while")
-            self._uplink.discount_pause()
+            self._hub.discount_pause()
         self._looked_s = now_s
         due = [now_s + self._task.process_interval_s]
         if not self._rank_is_gone:
             due.append(self._look_at_rank(now_s))
-        due.append(self._uplink.look(now_s))
+        due.append(self._hub.look(now_s))
         return min(due)
 
     # -- the rank ----------------------------------------------------------------------------------------------
@@ -162,12 +164,12 @@ class MonitorProcess:
             else:
                 due.append(self._kill_s)
         if self._self_report is not None:
-            self._uplink.report(self._self_report)
+            self._hub.report(self._self_report)
             self._self_report = None
         found, next_ns = self._watch.look(clock.now_ns())
         if isinstance(found, SoftTimeout):
             log.warning("rank %d: %s", self._task.initial_rank, found.summary)
-            self._uplink.report(self._soft_timeout(found))
+            self._hub.report(self._soft_timeout(found))
         elif found is not None and self._stuck is None:
             log.warning("rank %d is ended: %s", self._task.initial_rank, found.summary)
             self._stuck = self._fault(found.restart_count, found.kind, found.summary)
@@ -180,10 +182,10 @@ class MonitorProcess:
         if (data := self._receive()) is None:
             return
         if data:
-            self._hear(data)
+            self._on_report(data)
         else:
             self._selector.unregister(self._rank)
-            self._closed_s = clock.now_s() + (0.0 if self._uplink.is_over or self._has_left else _CLOSED_S)
+            self._closed_s = clock.now_s() + (0.0 if self._hub.is_over or self._has_left else _CLOSED_S)
 
     def _receive(self) -> bytes | None:
         """Return a packet of the rank's; empty: it was the last one; ``None``: there is none now."""
@@ -194,30 +196,32 @@ class MonitorProcess:
         except OSError:
             return b""
 
-    def _hear(self, data: bytes) -> None:
+    def _on_report(self, data: bytes) -> None:
         match m.decode_from_rank(data):
             case m.Connect() as order:
                 self._connect = order
-                self._uplink.connect(order)
+                self._locator.connect(order)
             case m.Reconnect() as known:
                 if known.final_report is not None:
-                    self._has_left = True
-                    self._watch.note_end()
+                    self._note_left()
                 self._is_ready = True  # or whoever takes the hub's place knows
-                self._uplink.reconnect(known)
+                self._hub.reconnect(known)
             case report:
                 self._is_ready |= isinstance(report, m.RankReady)
                 if isinstance(report, m.Left):
-                    self._has_left = True
-                    self._watch.note_end()
-                self._uplink.report(report)
+                    self._note_left()
+                self._hub.report(report)
+
+    def _note_left(self) -> None:
+        self._has_left = True
+        self._watch.note_end()
 
     def _on_death(self, _: int) -> None:
         while data := self._receive():
-            self._hear(data)  # what it said before it ended
-        if not self._uplink.is_over and not self._has_left:
+            self._on_report(data)  # what it sent before it ended
+        if not self._hub.is_over and not self._has_left:
             log.info("rank %d (pid %d) is gone", self._task.initial_rank, self._task.pid)
-        fault = self._fault(self._uplink.restart_count, m.RankFaultKind.DIED, "its process is gone")
+        fault = self._fault(self._hub.restart_count, m.RankFaultKind.DIED, "its process is gone")
         self._lose_rank(m.Gone(fault=self._stuck or fault))
 
     def _lose_rank(self, final_report: m.Gone | m.Left) -> None:
@@ -230,42 +234,41 @@ class MonitorProcess:
                 self._selector.unregister(watched)
             except KeyError:
                 pass  # the socket ended before
-        if self._has_come_to_meet or isinstance(final_report, m.Left):
-            self._uplink.end(final_report)
+        if self._has_bootstrapped or isinstance(final_report, m.Left):
+            self._hub.end(final_report)
         else:
-            self._ask_in_its_place(final_report)
+            self._start_proxy(final_report)
 
     @property
-    def _has_come_to_meet(self) -> bool:
-        """Whether the rank knows where the hub is and, if it is with initial rank 0, has told everybody."""
-        return self._is_ready or (self._connect is not None and self._task.initial_rank != 0) or not self._task.meeting
+    def _has_bootstrapped(self) -> bool:
+        """Whether the rank knows where the hub is and, if it is with initial rank 0, has published it."""
+        knows = self._connect is not None and self._task.initial_rank != 0
+        return self._is_ready or knows or not self._task.bootstrap_key
 
-    def _ask_in_its_place(self, final_report: m.Gone) -> None:
-        def go_on(answer: m.Connect | None) -> None:
-            self._is_asking = False
+    def _start_proxy(self, final_report: m.Gone) -> None:
+        def resume(answer: m.Connect | None) -> None:
             if answer is not None and self._connect is None:
-                self._uplink.connect(answer)
-            self._uplink.end(final_report)
+                self._locator.connect(answer)
+            self._hub.end(final_report)
 
-        self._stand_in = BootstrapProxy(
+        self._proxy = BootstrapProxy(
             self._selector,
-            key=self._task.meeting,
-            address=self._uplink.address,
+            key=self._task.bootstrap_key,
+            address=self._locator.address,
             known=self._connect,
             timeout_s=self._task.limits.barrier_timeout_s,
-            on_answer=go_on,
+            on_answer=resume,
         )
-        self._is_asking = True
 
-    def _order(self, order: m.Order) -> None:
-        """Give the rank an order."""
+    def _on_order(self, order: m.Order) -> None:
+        """Pass an order to the rank."""
         now_ns = clock.now_ns()
         match order:
             case m.Go(restart_count=restart_count, ranks=ranks):
                 if ranks.get(self._task.initial_rank) is not None:
                     self._watch.note_go(restart_count, now_ns)
             case m.Restart(faults=faults):
-                self._self_report = self._own_up(faults)
+                self._self_report = self._report_self(faults)
                 self._watch.note_leave(now_ns)
             case m.Finish() | m.Abort():
                 self._watch.note_leave(now_ns)
@@ -274,7 +277,7 @@ class MonitorProcess:
                 self._watch.note_end()
                 self._expel()
         if not self._rank_is_gone:
-            self._tell_rank(order)
+            self._send_to_rank(order)
 
     def _expel(self) -> None:
         """End a rank that counts as dead; it has a grace period first."""
@@ -290,16 +293,16 @@ class MonitorProcess:
         except OSError:
             pass  # it ended by itself meanwhile
 
-    def _tell_rank(self, message: m.FromMonitor) -> None:
+    def _send_to_rank(self, message: m.FromMonitor) -> None:
         try:
             self._rank.send(m.encode(message))
         except OSError as error:
-            log.debug("the rank takes nothing: %s", error)  # its end is seen elsewhere
+            log.debug("the rank accepts nothing: %s", error)  # its end is seen elsewhere
 
-    def _own_up(self, faults: tuple[m.RankFault, ...]) -> m.RankFault | None:
-        """Return what this rank did while all who speak up waited for another; ``None`` = it waited, too.
+    def _report_self(self, faults: tuple[m.RankFault, ...]) -> m.RankFault | None:
+        """Return what this rank did while all that reported waited for another; ``None`` = it waited, too.
 
-        It is about to be interrupted, a moment before its own timeout would have told.
+        It is about to be interrupted, a moment before its own timeout would have been noticed.
         """
         if not faults or not all(fault.is_victims for fault in faults):
             return None
@@ -309,54 +312,31 @@ class MonitorProcess:
 
     def _soft_timeout(self, found: SoftTimeout) -> m.RankFault:
         fault = self._fault(found.restart_count, m.RankFaultKind.SOFT_TIMEOUT, found.summary)
-        place = read_stack_position(self._task.pid)
-        if place is None:
+        position = read_stack_position(self._task.pid)
+        if position is None:
             return fault
-        what = "waiting for other ranks at" if place.waits else "at"
-        summary = f"{found.summary}, {what} {place.line}"
-        return msgspec.structs.replace(fault, summary=summary, evidence=place.evidence)
+        what = "waiting for other ranks at" if position.waits else "at"
+        summary = f"{found.summary}, {what} {position.line}"
+        return msgspec.structs.replace(fault, summary=summary, evidence=position.evidence)
 
     def _fault(self, restart_count: int, kind: m.RankFaultKind, summary: str) -> m.RankFault:
-        return m.RankFault(
-            initial_rank=self._task.initial_rank, restart_count=restart_count, kind=kind, summary=summary
-        )
+        rank = self._task.initial_rank
+        return m.RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, summary=summary)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run as a monitor process; return its exit code."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # schedulers signal every process of a job; this one ends with its rank
-    rank_fd, page_fd, text = sys.argv[1:] if arguments is None else arguments
-    task = from_json(text, MonitorTask)
-    logs.configure(
-        f"monitor rank {task.initial_rank}",
-        node=task.node,
-        rank=task.initial_rank,
-        path=task.log_path,
-        least=logging.INFO if task.log_path else logging.WARNING,
-    )
-    pidfd = _open_pidfd(task.pid)
-    try:
-        return MonitorProcess(task, socket.socket(fileno=int(rank_fd)), Page(int(page_fd)), pidfd).run()
-    except OutlastError:
-        log.exception("the monitor of rank %d failed; the rank is no longer watched", task.initial_rank)
-        return 1
+def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> None:
+    """Run in the guard; see :class:`outlast.monitor.rank_guard.GuardDuty`.
 
-
-def _open_pidfd(pid: int) -> int:
-    """Return what is readable once the rank, whose child this process is, has ended."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        pass
-    else:
-        if os.getppid() == pid:
-            return pidfd
-        os.close(pidfd)  # the rank ended before the descriptor was there, and the number is another's
-    ended, other_end = os.pipe()
-    os.close(other_end)
-    return ended
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Args:
+        task: A :class:`~outlast.inprocess.protocol.MonitorTask`, as JSON.
+        rank: The socket to the rank.
+        fds: The rank's page.
+        pidfd: Of the rank's process.
+    """
+    given = from_json(task, MonitorTask)
+    if given.log_path:
+        where = f"monitor rank {given.initial_rank}"
+        logs.configure(where, node=given.node, rank=given.initial_rank, path=given.log_path, least=logging.INFO)
+    elif not log.isEnabledFor(logging.DEBUG):
+        logging.getLogger("outlast.inprocess").setLevel(logging.WARNING)
+    _MonitorDuty(given, rank, Page(fds[0]), pidfd).run()

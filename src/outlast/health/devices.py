@@ -1,0 +1,448 @@
+"""Whether this node's devices are fit to train: they are there, compute right, keep memory, have no recorded fault.
+
+What torch offers is imported in the probe process, for accelerators only; the CPU's product is numpy's, so that a node
+without GPUs is checked in a fraction of a second.
+
+Every bit of the matrix product is known beforehand, whatever computes it. The factors are small whole numbers, so that
+each product and each partial sum is a number that the format holds exactly: the order of summation, blocking, fused or
+split reductions and TF32 change nothing, and one digest holds for every correct CPU and GPU. A device that gets a
+single bit wrong gives another.
+
+Faults that the driver recorded come from NVIDIA's management library (``nvidia-ml-py``, optional; a GPU, or a driver,
+that does not offer some counter gives ``None`` for it), and from the XIDs in the kernel's log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+import xxhash
+
+from outlast import env
+from outlast.clock import now_s
+from outlast.config.launching import HealthConfig
+from outlast.health.prober import Prober
+from outlast.health.result import Check, CheckOutcome, CheckResult, Status, failed, ok, skipped
+from outlast.runtime import device as accelerator
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+__all__ = [
+    "EXPECTED",
+    "ComputeCheck",
+    "DeviceCheck",
+    "DeviceCount",
+    "DeviceMemoryCheck",
+    "DriverCheck",
+    "NvmlReading",
+    "check_gpu",
+    "digest_of",
+    "factors",
+    "find_faults",
+    "has_gpus",
+    "judge_reading",
+    "read_nvml",
+]
+
+Factors = tuple["np.ndarray[Any, np.dtype[np.int64]]", "np.ndarray[Any, np.dtype[np.int64]]"]
+
+EXPECTED = {(512, 8): "d95868279b2af29f", (2048, 8): "e98b6ae67a7869c2", (2048, 1): "010ac15c69d5f908"}
+"""Size and largest factor to the product's digest. Sums of 2048 products of -1, 0 and 1 fit bfloat16's 8 bits here."""
+_Products = list[tuple[str, int, int, Any]]
+"""Format, size, largest factor, product."""
+WINDOW_S = 3600.0
+"""How far back a fault still counts; a node that was repaired since then may join."""
+
+_XID_LINE = re.compile(r"\d+,\d+,(?P<time_us>\d+),[^;]*;.*NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<xid>\d+)")
+_BAD_XIDS = {
+    48: "double-bit memory error",
+    62: "internal micro-controller halt",
+    63: "row remapping recorded",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "fell off the bus",
+    92: "many single-bit memory errors",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "GSP does not answer",
+    120: "GSP error",
+}
+"""XIDs of the hardware; those that an application can cause (13, 31, 43, ...) say nothing about the node."""
+_MAX_LINKS = 18
+_SLOWDOWNS = {0x8: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brake"}
+"""Bits of NVML's clock event reasons that mean trouble; a power cap set on purpose is none."""
+
+
+def check_gpu(
+    device: int | Sequence[int] | None = None,
+    config: HealthConfig | None = None,
+    *,
+    node: str | None = None,
+    prober: Prober | None = None,
+) -> tuple[CheckResult, ...]:
+    """Check GPUs: in reach, right to the bit, memory that keeps what is written, no fault known to the driver.
+
+    All of it happens in a process of its own: this one gets no context on any GPU, and a driver that hangs or crashes
+    has failed the check.
+
+    Args:
+        device: Number of a GPU, or of several; ``None`` = all. Where there is none, the CPU's arithmetic is checked.
+        config: How long it may take, how much memory is tested.
+        node: This node's name, for ``simulate_wrong_gemm``; the host's without it.
+        prober: Runs the checks, and stays open; ``None`` = one of its own.
+
+    Blocks: up to ``device_timeout`` for each check.
+    """
+    config = config or HealthConfig()
+    timeout_s = config.device_timeout
+    flip = config.simulate_wrong_gemm == (node or env.clean_name(env.hostname()))
+    with contextlib.nullcontext(prober) if prober is not None else Prober() as own:
+        present = own.ask(DeviceCount(), "devices", "node", timeout_s=timeout_s)
+        num_devices = int(present.facts.get("num_devices", 0))
+        if present.has_failed or (device is not None and num_devices == 0):
+            return (_lacking(present, "this node has no GPU"),)
+        if num_devices == 0:
+            return present, own.ask(ComputeCheck(flip=flip), "compute", "cpu", timeout_s=timeout_s)
+        kind = str(present.facts["kind"])
+        wanted = range(num_devices) if device is None else [device] if isinstance(device, int) else list(device)
+        results = [present]
+        for number in wanted:
+            target = f"{kind}:{number}"
+            if not 0 <= number < num_devices:
+                results.append(_lacking(present, f"there are {num_devices}", name="device", target=target))
+                continue
+            results.append(own.ask(ComputeCheck(device=number, flip=flip), "compute", target, timeout_s=timeout_s))
+            num_bytes = int(config.gpu_memory_test_gib * 2**30)
+            if num_bytes:
+                test = DeviceMemoryCheck(device=number, num_bytes=num_bytes)
+                results.append(own.ask(test, "device memory", target, timeout_s=timeout_s))
+            results.append(own.ask(DriverCheck(device=number), "driver", target, timeout_s=timeout_s))
+        return tuple(results)
+
+
+def has_gpus() -> bool:
+    """Return whether the driver offers GPUs on this node; costs nothing, and is independent of their state."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _lacking(present: CheckResult, why: str, *, name: str = "devices", target: str = "node") -> CheckResult:
+    if present.has_failed:
+        return present
+    return CheckResult(name=name, target=target, status=Status.FAILED, reason=why, took_s=present.took_s)
+
+
+class DeviceCount(Check, frozen=True, kw_only=True):
+    """Count the accelerators that torch can use: ``facts["num_devices"]``, ``facts["kind"]``."""
+
+    def run(self) -> CheckOutcome:
+        import torch
+
+        if not torch.accelerator.is_available():
+            return skipped("no accelerator: training is on the CPU", num_devices=0)
+        number = torch.accelerator.device_count()
+        kind = accelerator.training_device().type
+        return ok(f"{number} in reach", num_devices=number, kind=kind)
+
+
+class ComputeCheck(Check, frozen=True, kw_only=True):
+    """A device multiplies right in each number format, to the bit."""
+
+    device: int | None = None
+    """Number of the accelerator; ``None`` = the CPU."""
+    flip: bool = False
+    """Change one bit of the product."""
+    num_rounds: int = 4
+    """Products of each number format."""
+
+    def run(self) -> CheckOutcome:
+        if self.device is None:
+            products = _on_cpu(self.num_rounds)
+        else:
+            products = _on_device(accelerator.training_device(self.device), self.num_rounds)
+        wrong = []
+        for name, size, largest, product in products:
+            found, expected = digest_of(product, flip=self.flip), EXPECTED[size, largest]
+            if found != expected:
+                wrong.append(f"{name}: digest {found} instead of {expected}")
+        if wrong:
+            return failed(f"wrong matrix product: {'; '.join(wrong)}", wrong=wrong)
+        formats = list(dict.fromkeys(name for name, *_ in products))
+        return ok(f"right to the bit in {', '.join(formats)}", formats=formats)
+
+
+class DeviceMemoryCheck(Check, frozen=True, kw_only=True):
+    """A device's memory keeps what is written to it: patterns, and in each word a number of its own."""
+
+    device: int | None = None
+    num_bytes: int
+
+    def run(self) -> CheckOutcome:
+        import torch
+
+        device = torch.device("cpu") if self.device is None else accelerator.training_device(self.device)
+        num_words = max(1, self.num_bytes // 8)
+        words, shrunk = None, False
+        while words is None:
+            try:
+                words = torch.empty(num_words, dtype=torch.int64, device=device)
+            except torch.OutOfMemoryError:
+                # Another process uses it: what is left is tested.
+                num_words, shrunk = num_words // 2, True
+                if num_words < 1 << 17:
+                    return failed("less than 1 MiB of its memory is free")
+        numbers = torch.arange(num_words, dtype=torch.int64, device=device)
+        wrong = 0
+        for pattern in (0x5555555555555555, -0x5555555555555556):
+            words.fill_(pattern)
+            wrong += int((words != pattern).sum())
+        words.copy_(numbers).mul_(0x9E3779B97F4A7C1)
+        wrong += int((words != numbers * 0x9E3779B97F4A7C1).sum())
+        facts = {"tested_bytes": num_words * 8, "wrong_words": wrong, "wished_bytes": self.num_bytes}
+        size = f"{num_words * 8 / 2**30:.2f} GiB"
+        if wrong:
+            return failed(f"{wrong} words of {size} were not kept", **facts)
+        less = " (no more was free)" if shrunk else ""
+        return ok(f"{size} written and read back{less}", **facts)
+
+
+class DriverCheck(Check, frozen=True, kw_only=True):
+    """The driver has recorded no fault of a device, by NVML and the kernel's log."""
+
+    device: int
+
+    def run(self) -> CheckOutcome:
+        name = accelerator.device_name("", self.device)
+        if not name.startswith("gpu-"):
+            return skipped("no GPU")
+        reading = read_nvml(f"GPU-{name.removeprefix('gpu-')}")
+        if isinstance(reading, str):
+            return skipped(reading)
+        faults, log_readable = _recent_faults(reading.pci_bus_id)
+        findings = [*judge_reading(reading), *faults]
+        facts = {**reading.to_facts(), "kernel_log_readable": log_readable}
+        if findings:
+            return failed("; ".join(findings), **facts)
+        return ok(f"{reading.name}: no fault recorded", **facts)
+
+
+DeviceCheck: TypeAlias = DeviceCount | ComputeCheck | DeviceMemoryCheck | DriverCheck
+
+
+def factors(size: int, largest: int) -> Factors:
+    """Return two square matrices of whole numbers from ``-largest`` to ``largest``, always the same ones."""
+    import numpy as np
+
+    numbers = np.arange(2 * size * size, dtype=np.uint64)
+    # A multiplicative hash: no library's random numbers, whose streams may change.
+    mixed = (numbers ^ np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+    values = ((mixed >> np.uint64(33)) % np.uint64(2 * largest + 1)).astype(np.int64) - largest
+    left, right = values.reshape(2, size, size)
+    return left, right
+
+
+def digest_of(product: np.ndarray[Any, Any], *, flip: bool = False) -> str:
+    """Return the digest of a product.
+
+    Args:
+        product: In any number format that holds it exactly.
+        flip: Change one bit first.
+    """
+    import numpy as np
+
+    whole = np.ascontiguousarray(product).astype(np.int32)
+    if flip:
+        whole[0, 0] ^= 1
+    return xxhash.xxh3_64_hexdigest(whole.tobytes())
+
+
+def _on_cpu(num_rounds: int) -> _Products:
+    import numpy as np
+
+    left, right = factors(512, 8)
+    found: _Products = []
+    for kind in (np.float32, np.float64):
+        a, b = left.astype(kind), right.astype(kind)
+        found += [(kind.__name__, 512, 8, np.matmul(a, b)) for _ in range(num_rounds)]
+    return found
+
+
+def _on_device(device: torch.device, num_rounds: int) -> _Products:
+    import torch
+
+    found: _Products = []
+    for largest, kinds in ((8, (torch.float32,)), (1, (torch.bfloat16, torch.float16))):
+        left, right = (torch.from_numpy(matrix).to(device) for matrix in factors(2048, largest))
+        for kind in kinds:
+            a, b = left.to(kind), right.to(kind)
+            for _ in range(num_rounds):
+                product = (a @ b).to(torch.int32).cpu().numpy()
+                found.append((str(kind).removeprefix("torch."), 2048, largest, product))
+    return found
+
+
+class NvmlReading(msgspec.Struct, frozen=True, kw_only=True):
+    """What NVML says of a GPU; ``None`` = it does not say."""
+
+    name: str
+    pci_bus_id: str = ""
+    ecc_uncorrected: int | None = None
+    """Uncorrectable memory errors since the driver was loaded."""
+    retired_pages: int | None = None
+    """Pages retired because of double-bit errors (before Ampere)."""
+    rows_pending: bool | None = None
+    """Rows wait to be remapped: the GPU must be reset."""
+    rows_failed: bool | None = None
+    """A row could not be remapped: the GPU must be replaced."""
+    links_active: int | None = None
+    links_inactive: int | None = None
+    """NVLinks that are down."""
+    link_errors: int | None = None
+    """Recoveries of NVLinks since the driver was loaded."""
+    slowdowns: int | None = None
+    """Bits of the reasons for which clocks are held down now."""
+    temperature_c: int | None = None
+    used_bytes: int | None = None
+
+    def to_facts(self) -> dict[str, Any]:
+        """Return what is known."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+
+def judge_reading(reading: NvmlReading) -> list[str]:
+    """Return what is wrong with a GPU, for people; empty = nothing."""
+    wrong = []
+    if reading.ecc_uncorrected:
+        wrong.append(f"{reading.ecc_uncorrected} uncorrectable memory errors (ECC)")
+    if reading.rows_failed:
+        wrong.append("a memory row could not be remapped: replace the GPU")
+    if reading.rows_pending:
+        wrong.append("memory rows wait to be remapped: reset the GPU")
+    if reading.retired_pages is not None and reading.retired_pages >= 60:
+        wrong.append(f"{reading.retired_pages} memory pages retired: replace the GPU")
+    if reading.links_active and reading.links_inactive:
+        total = reading.links_active + reading.links_inactive
+        wrong.append(f"{reading.links_inactive} of {total} NVLinks are down")
+    slow = [text for bit, text in _SLOWDOWNS.items() if (reading.slowdowns or 0) & bit]
+    if slow:
+        wrong.append(f"clocks are held down: {', '.join(slow)}")
+    return wrong
+
+
+def read_nvml(uuid: str) -> NvmlReading | str:
+    """Return what NVML says of the GPU with this UUID; a text: why it says nothing."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return "NVML is not asked: nvidia-ml-py is not installed"
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return f"NVML cannot be used ({error})"
+    try:
+        return _read_counters(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+    except nvml.NVMLError as error:
+        return f"NVML does not know {uuid} ({error})"
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read_counters(nvml: Any, handle: Any) -> NvmlReading:
+    def ask(question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except (nvml.NVMLError, AttributeError):
+            return None  # not supported by this GPU, driver, or version of the library
+
+    rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+    links = [ask(partial(nvml.nvmlDeviceGetNvLinkState, handle, link)) for link in range(_MAX_LINKS)]
+    known = [state for state in links if state is not None]
+    cause = getattr(nvml, "NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR", 1)
+    pages = ask(lambda: nvml.nvmlDeviceGetRetiredPages(handle, cause))
+    counters = [
+        ask(partial(nvml.nvmlDeviceGetNvLinkErrorCounter, handle, link, nvml.NVML_NVLINK_ERROR_DL_RECOVERY))
+        for link in range(len(known))
+    ]
+    name = nvml.nvmlDeviceGetName(handle)
+    pci = ask(lambda: nvml.nvmlDeviceGetPciInfo(handle).busId)
+    return NvmlReading(
+        name=_text(name),
+        pci_bus_id=_text(pci or ""),
+        ecc_uncorrected=ask(
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            )
+        ),
+        retired_pages=None if pages is None else len(pages),
+        rows_pending=None if rows is None else bool(rows[2]),
+        rows_failed=None if rows is None else bool(rows[3]),
+        links_active=sum(bool(state) for state in known) if known else None,
+        links_inactive=sum(not state for state in known) if known else None,
+        link_errors=sum(number for number in counters if number is not None) if any(counters) else None,
+        slowdowns=ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        temperature_c=ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        used_bytes=ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
+
+
+def find_faults(records: Iterable[str], pci_bus_id: str, *, now_s: float) -> list[str]:
+    """Return what the log's records say of a GPU.
+
+    Args:
+        records: As ``/dev/kmsg`` gives them.
+        pci_bus_id: As NVML gives it; the domain may have other numbers of zeros.
+        now_s: The monotonic clock, which begins with the machine as the log's does.
+    """
+    found: dict[int, int] = {}
+    for record in records:
+        match = _XID_LINE.match(record)
+        if match is None or _bus_place(match["bus"]) != _bus_place(pci_bus_id):
+            continue
+        xid = int(match["xid"])
+        if xid in _BAD_XIDS and now_s - int(match["time_us"]) / 1e6 <= WINDOW_S:
+            found[xid] = found.get(xid, 0) + 1
+    return [f"XID {xid} ({_BAD_XIDS[xid]}) {count} times in the last hour" for xid, count in sorted(found.items())]
+
+
+def _recent_faults(pci_bus_id: str) -> tuple[list[str], bool]:
+    """Return a GPU's faults in the last hour, for people, and whether the log could be read."""
+    try:
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return [], False
+    try:
+        return find_faults(_log_records(fd), pci_bus_id, now_s=now_s()), True
+    except OSError:
+        return [], False
+    finally:
+        os.close(fd)
+
+
+def _bus_place(bus: str) -> tuple[int, ...]:
+    """Return domain, bus and device; the function is always 0."""
+    parts = [int(part, 16) for part in re.split(r"[:.]", bus) if part]
+    return tuple(parts[:3])
+
+
+def _log_records(fd: int) -> Iterable[str]:
+    while True:
+        try:
+            yield os.read(fd, 8192).decode("utf-8", errors="replace")
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            continue  # records were overwritten during the read: continue with the oldest left
