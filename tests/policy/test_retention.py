@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from outlast.policy.retention import KEEP_ALL, RetentionRules, choose_kept, choose_removed
 
 ITERATIONS = st.lists(st.integers(0, 500), max_size=40)
+FEW = st.sets(st.integers(0, 60))
 GAPS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 
 
@@ -85,9 +86,7 @@ def test_senseless_numbers_are_refused(k: int, interval: int, window: int) -> No
         choose_kept([1], most_recent_k=k, retain_interval=interval, suspect_window=window)
 
 
-@given(
-    st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)), st.integers(0, 60), st.integers(1, 5), st.integers(0, 9)
-)
+@given(FEW, FEW, st.integers(0, 60), st.integers(1, 5), st.integers(0, 9))
 def test_what_is_removed_is_older_and_not_kept(
     present: set[int], valid: set[int], newest: int, k: int, window: int
 ) -> None:
