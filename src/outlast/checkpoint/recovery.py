@@ -132,12 +132,7 @@ class CheckpointRecovery:
     """
 
     def __init__(
-        self,
-        config: CheckpointConfig,
-        places: Places,
-        peers: Peers,
-        writer: WriterClient,
-        arenas: ArenaPool,
+        self, config: CheckpointConfig, places: Places, peers: Peers, writer: WriterClient, arenas: ArenaPool
     ) -> None:
         self._config, self._places, self._peers = config, places, peers
         self._writer, self._arenas = writer, arenas
