@@ -40,7 +40,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The oldest one that has not ended."""
 
 
-class _Entry(msgspec.Struct):
+class _RecordedCollective(msgspec.Struct):
     profiling_name: str = ""
     process_group: tuple[str, str] = ("", "")
     pg_id: int = -1
@@ -52,13 +52,13 @@ class _Entry(msgspec.Struct):
     thread_id: str = ""
 
 
-class _Status(msgspec.Struct):
+class _GroupProgress(msgspec.Struct):
     last_completed_collective: str = "-1"
 
 
 class _Trace(msgspec.Struct):
-    entries: list[_Entry] = []
-    pg_status: dict[str, _Status] = {}
+    entries: list[_RecordedCollective] = []
+    pg_status: dict[str, _GroupProgress] = {}
 
 
 _decoder = json_decoder(_Trace)
@@ -119,10 +119,10 @@ def _count_by_group() -> dict[str, int] | None:
     return counts
 
 
-def _recorded(groups: dict[str, int]) -> list[_Entry] | None:
+def _recorded(groups: dict[str, int]) -> list[_RecordedCollective] | None:
     """Return what these groups have under way, oldest first; ``None`` = nothing is recorded."""
     bindings: Any = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
-    found: list[_Entry] | None = None
+    found: list[_RecordedCollective] | None = None
     for name in _RECORDERS:
         dump = getattr(bindings, name, None)
         if dump is None:
@@ -143,7 +143,7 @@ def _recorded(groups: dict[str, int]) -> list[_Entry] | None:
     return found
 
 
-def _collective(entry: _Entry) -> Collective:
+def _collective(entry: _RecordedCollective) -> Collective:
     name, description = entry.process_group
     op = _plain(entry.profiling_name.rpartition(":")[2])
     label = f"{name} ({description})" if description not in ("", "undefined") else name

@@ -1,10 +1,10 @@
-"""The worker's answer to an examiner: that its interpreter runs, how many collectives it has entered, and which one.
+"""Where the ranks of a node are when a hang is reported, before anything is killed: the examiner and the responders.
 
-Ranks that wait in a collective are blocked in C with the GIL released, so a thread of theirs can answer. One
-that cannot, though its process lives, holds the GIL or is stopped: evidence in itself. Questions come as
-datagrams on an abstract unix socket, which leaves no file behind however the process ends. What the books of the
-collectives say takes longer to find out, and may have to wait for the device: it follows in a second datagram.
-
+Each worker has a responder, a thread that answers that its interpreter runs, how many collectives it has entered, and
+which one it waits in. Ranks that wait in a collective are blocked in C with the GIL released, so the thread can answer.
+One that cannot, though its process lives, holds the GIL or is stopped: evidence in itself. Questions are datagrams on
+an abstract unix socket, which leaves no file behind however the process ends. Which collective is pending takes longer to
+find out, and may have to wait for the device: it follows in a second datagram.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
 
 __all__ = ["ANSWER", "ANSWER_S", "BOOKS_S", "DUMP_S", "QUESTION", "Responder", "address", "examine"]
-
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ _decoder = json_decoder(Books)
 
 
 @dataclass(slots=True)
-class _Rank:
+class _ExaminedRank:
     state: RankState
     process_state: str
     dump: stacks.Dump | None = None
@@ -176,7 +175,7 @@ def examine(
     installed, one second more for each rank that could not write its stacks.
     """
     # The state is read before a process is touched: afterwards it tells what was done here.
-    ranks = [_Rank(state, stacks.process_state(state.pid)) for state in board.read_all() if state.pid > 0]
+    ranks = [_ExaminedRank(state, stacks.process_state(state.pid)) for state in board.read_all() if state.pid > 0]
     living = [rank for rank in ranks if not rank.state.finished and rank.process_state not in ("Z", "X")]
     started = time.monotonic()
     for rank in living:
@@ -198,7 +197,7 @@ def examine(
     return [_position(rank, node, late, stacks_dir) for rank in ranks]
 
 
-def _collect(ranks: list[_Rank], answers: _Answers, started: float) -> None:
+def _collect(ranks: list[_ExaminedRank], answers: _Answers, started: float) -> None:
     is_told_apart = not all(rank.responsive for rank in ranks)
     while True:
         for rank in ranks:
@@ -225,7 +224,7 @@ def _collect(ranks: list[_Rank], answers: _Answers, started: float) -> None:
 class _Answers:
     """Questions to the ranks' responders, and their answers."""
 
-    def __init__(self, board: Board, ranks: list[_Rank]) -> None:
+    def __init__(self, board: Board, ranks: list[_ExaminedRank]) -> None:
         self.missing = {rank.state.local_rank for rank in ranks}
         self.counts: dict[int, int] = {}
         self.books: dict[int, Books] = {}
@@ -276,7 +275,7 @@ class _Answers:
                     self.books[local_rank] = Books()
 
 
-def _position(rank: _Rank, node: str, late: set[int], stacks_dir: str | os.PathLike[str] | None) -> Position:
+def _position(rank: _ExaminedRank, node: str, late: set[int], stacks_dir: str | os.PathLike[str] | None) -> Position:
     state = rank.state
     text = rank.dump.text() if rank.dump is not None else ""
     stack = stacks.parse(text)

@@ -26,7 +26,7 @@ FILE_NAME = "ft_state.json"
 _VERSION = 1
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _LearnedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int
     learned: Learned
     """What is in force."""
@@ -57,7 +57,7 @@ def observe(states: Iterable[RankState]) -> Observation:
 class LearnedTimeouts:
     """What a run has learned about its timeouts. Use :meth:`load`."""
 
-    def __init__(self, run_dir: str | os.PathLike[str], state: _File) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], state: _LearnedState) -> None:
         self.path = Path(run_dir) / FILE_NAME
         self._state = state
 
@@ -114,7 +114,7 @@ class LearnedTimeouts:
             finished=finished,
             faulted=faulted,
         )
-        self._state = _File(version=_VERSION, learned=learned, cycle=cycle, before=before, seen=seen)
+        self._state = _LearnedState(version=_VERSION, learned=learned, cycle=cycle, before=before, seen=seen)
 
     def save(self) -> None:
         """Write the file: whole and durable, or not at all.
@@ -151,10 +151,10 @@ class LearnedTimeouts:
             os.close(folder)
 
 
-def _read(path: Path) -> _File:
-    nothing = _File(version=_VERSION, learned=Learned(), cycle="", before=Learned(), seen=Observation())
+def _read(path: Path) -> _LearnedState:
+    nothing = _LearnedState(version=_VERSION, learned=Learned(), cycle="", before=Learned(), seen=Observation())
     try:
-        state = from_json(path.read_bytes(), _File)
+        state = from_json(path.read_bytes(), _LearnedState)
     except FileNotFoundError:
         return nothing
     except (OSError, msgspec.DecodeError) as error:
