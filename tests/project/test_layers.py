@@ -59,7 +59,7 @@ MAX_LINES = 800
 MAX_MODULES = 273
 THIN_LINES = 100
 MAX_THIN = 5
-SHARED_CLASS_NAMES = {"Status", "Whole"}
+SHARED_CLASS_NAMES = {"Status"}
 """Class names that are used twice still; this list only becomes shorter."""
 CIRCLES: tuple[frozenset[str], ...] = ()
 """Circles that are there still; this list only becomes shorter."""
