@@ -245,7 +245,7 @@ def test_nothing_outlives_an_agent(tmp_path: Path) -> None:
     with cluster(tmp_path, 2, nproc_per_node=3) as job:
         job.wait_for(lambda _: len(ends(tmp_path, 0)) == 2, timeout_s=60)
         names = [command(process) for process in job.processes()]
-        assert sum("outlast.inprocess.monitor_process" in name for name in names) == 3
+        assert sum("outlast.monitor.rank_guard" in name for name in names) == 3
         job.agent(0).kill()
         job.assert_no_orphans(within_s=60)
 
