@@ -26,29 +26,19 @@ from outlast.checkpoint.catalogue.entries import (
     Problem,
     check_hint,
     describe_error,
+    describe_manifest,
     list_leftovers,
 )
 from outlast.checkpoint.claim import RUN, owner_of
 from outlast.checkpoint.directory import SUSPECT, TRACKER, Directory
 from outlast.checkpoint.manifest import MANIFEST, Manifest
 from outlast.checkpoint.shard import shard_name
-from outlast.checkpoint.verification import PIECE_BYTES, StoredFile, check_shard, read_path, shard_file
+from outlast.checkpoint.verification import PIECE_BYTES, StoredFile, check_origin, check_shard, read_path, shard_file
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 from outlast.policy.checkpoint_plan import parity_groups
 
-__all__ = [
-    "NodeCopy",
-    "examine",
-    "find_node_folders",
-    "group_copies",
-    "is_node_folder",
-    "look_into_folders",
-    "read_copy",
-    "read_tracker",
-    "remove_copies",
-]
-
+__all__ = ["find_node_folders", "look_into_folders"]
 
 _SHARD = re.compile(r"rank-(\d{5,})\.safetensors")
 _PARITY = re.compile(r"parity-(\d{5,})\.bin")
@@ -74,7 +64,7 @@ class NodeCopy:
     num_bytes: int
 
 
-def read_copy(directory: Directory, node: str, prefix: str, run: str | None, iteration: int) -> NodeCopy:
+def _read_copy(directory: Directory, node: str, prefix: str, run: str | None, iteration: int) -> NodeCopy:
     """Look into one folder of a generation.
 
     Args:
@@ -97,10 +87,7 @@ def read_copy(directory: Directory, node: str, prefix: str, run: str | None, ite
             elif match := _PARITY.fullmatch(entry.name):
                 parities.append(int(match[1]))
         manifest, sha256 = directory.manifest(iteration)
-        if manifest.iteration != iteration:
-            raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
-        if run is not None and run != manifest.run:
-            raise Untrusted(f"belongs to run {manifest.run}, its directory to run {run}")
+        check_origin(manifest, iteration=iteration, run=run)
     except (OSError, CheckpointError) as error:
         problem = describe_error(error, f"{name}/{MANIFEST}", node=node)
         manifest = None
@@ -119,7 +106,7 @@ def read_copy(directory: Directory, node: str, prefix: str, run: str | None, ite
     )
 
 
-def group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
+def _group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
     """Return what belongs to one generation each, newest first.
 
     A folder without a good manifest belongs to the generation of its iteration when there is only one.
@@ -143,7 +130,7 @@ def group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
     return groups
 
 
-def remove_copies(copies: Sequence[NodeCopy]) -> None:
+def _remove_copies(copies: Sequence[NodeCopy]) -> None:
     """Delete a generation's folders.
 
     Raises:
@@ -165,7 +152,7 @@ def remove_copies(copies: Sequence[NodeCopy]) -> None:
             continue  # the run that it belongs to was quicker
 
 
-def examine(
+def _examine(
     copies: list[NodeCopy], nodes: tuple[str, ...], pool: ThreadPoolExecutor, *, suspect: bool
 ) -> ListedGeneration:
     """Judge a generation of the local tier by its files' lengths and headers.
@@ -177,17 +164,17 @@ def examine(
         suspect: It was saved for diagnosis.
     """
     named = [copy for copy in copies if copy.manifest is not None]
-    remove = partial(remove_copies, copies)
+    remove = partial(_remove_copies, copies)
+    entry = Generation(
+        iteration=copies[0].iteration,
+        tier="local",
+        suspect=suspect,
+        valid=False,
+        num_files=sum(copy.num_files for copy in copies),
+        num_bytes=sum(copy.num_bytes for copy in copies),
+        problems=tuple(copy.problem for copy in copies if copy.problem is not None),
+    )
     if not named or named[0].manifest is None:
-        entry = Generation(
-            iteration=copies[0].iteration,
-            tier="local",
-            suspect=suspect,
-            valid=False,
-            num_files=sum(copy.num_files for copy in copies),
-            num_bytes=sum(copy.num_bytes for copy in copies),
-            problems=tuple(copy.problem for copy in copies if copy.problem is not None),
-        )
         return ListedGeneration(entry=entry, files=(), judge=lambda problems: entry, remove=remove)
     manifest = named[0].manifest
     good = [copy for copy in named if copy.sha256 == named[0].sha256]
@@ -199,22 +186,7 @@ def examine(
         *(outcome for outcome in outcomes if isinstance(outcome, Problem)),
         *_lost_copies(manifest, owners, good),
     ]
-    entry = Generation(
-        iteration=manifest.iteration,
-        tier="local",
-        suspect=suspect,
-        valid=False,
-        attempt=manifest.attempt,
-        run=manifest.run,
-        world_size=manifest.world_size,
-        num_files=sum(copy.num_files for copy in copies),
-        num_bytes=sum(copy.num_bytes for copy in copies),
-        restored_from=manifest.restored_from,
-        restored_attempt=manifest.restored_attempt,
-        finite=manifest.finite,
-        problems=tuple(problems),
-    )
-    judge = partial(_judge, entry, manifest, good, owners, files)
+    judge = partial(_judge, describe_manifest(entry, manifest, problems), manifest, good, owners, files)
     return ListedGeneration(entry=judge(()), files=files, judge=judge, remove=remove)
 
 
@@ -278,7 +250,7 @@ def _name_owners(manifest: Manifest, present: Mapping[str, Collection[int]], nod
     """Return which of the folders here each rank saved into; ranks of nodes that are not here are left out.
 
     A folder has its node's name, but may have been copied under another: then its node is the one of whose ranks it has
-    most. Two machines of one name are told apart in the manifest by a number behind the name.
+    most. Two machines of one name differ in the manifest by a number behind the name.
     """
     everyone = manifest.nodes or (nodes[0],) * manifest.world_size
     owners: dict[int, str] = {}
@@ -344,7 +316,7 @@ NUM_THREADS = 8
 _STEP = re.compile(r"step-\d+(?:\..+)?")
 
 
-def is_node_folder(path: Path) -> bool:
+def _is_node_folder(path: Path) -> bool:
     """Return whether a folder directly holds generations, or is marked as doing so."""
     names = os.listdir(path)
     return any(_STEP.fullmatch(name) for name in names) or RUN in names or SUSPECT in names
@@ -355,12 +327,12 @@ def find_node_folders(path: Path) -> list[Path]:
 
     Beside a node's folder an empty one is a node's too: of one that was replaced, or has just begun.
     """
-    if is_node_folder(path):
+    if _is_node_folder(path):
         return [path]
     below = [path / name for name in sorted(os.listdir(path)) if name != "lost+found" and (path / name).is_dir()]
-    if not any(is_node_folder(folder) for folder in below):
+    if not any(_is_node_folder(folder) for folder in below):
         return []
-    return [folder for folder in below if is_node_folder(folder) or not os.listdir(folder)]
+    return [folder for folder in below if _is_node_folder(folder) or not os.listdir(folder)]
 
 
 def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
@@ -391,12 +363,12 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
                 directory = Directory(folder / SUSPECT if suspect else folder)
                 prefix = "" if directory.path == path else f"{directory.path.relative_to(path)}/"
                 copies += pool.map(
-                    partial(read_copy, directory, folder.name, prefix, runs[folder]), directory.generations()
+                    partial(_read_copy, directory, folder.name, prefix, runs[folder]), directory.generations()
                 )
                 remains += list_leftovers(directory.path, prefix)
-            for group in group_copies(copies):
-                found.append(examine(group, nodes, pool, suspect=suspect))
-    latest = [iteration for folder in folders if (iteration := read_tracker(folder)) is not None]
+            for group in _group_copies(copies):
+                found.append(_examine(group, nodes, pool, suspect=suspect))
+    latest = [iteration for folder in folders if (iteration := _read_tracker(folder)) is not None]
     place = ListedPlace(
         path=os.fspath(path),
         tier="local" if folders else "empty",
@@ -410,11 +382,10 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
     return DirectoryListing(entry=place, found=tuple(found), remains=tuple(remains))
 
 
-def read_tracker(folder: Path) -> int | None:
+def _read_tracker(folder: Path) -> int | None:
     """Return the generation that a folder's tracker names; ``None``: there is none that can be read."""
     try:
-        text = (folder / TRACKER).read_text("utf-8", errors="replace").strip()
+        number = (folder / TRACKER).read_text("utf-8", errors="replace").strip().removeprefix("step-")
     except OSError:
         return None
-    number = text.removeprefix("step-")
     return int(number) if number.isdecimal() else None
