@@ -3,8 +3,8 @@
 Each worker has a responder, a thread that answers that its interpreter runs, how many collectives it has entered, and
 which one it waits in. Ranks that wait in a collective are blocked in C with the GIL released, so the thread can answer.
 One that cannot, though its process lives, holds the GIL or is stopped: evidence in itself. Questions are datagrams on
-an abstract unix socket, which leaves no file behind however the process ends. Which collective is pending takes longer to
-find out, and may have to wait for the device: it follows in a second datagram.
+an abstract unix socket, which leaves no file behind however the process ends. Which collective is pending takes longer
+to find out, and may have to wait for the device: it follows in a second datagram.
 """
 
 from __future__ import annotations
