@@ -27,8 +27,8 @@ from outlast.straggler.report import publish
 
 
 def task(config: InProcessRestartConfig) -> MonitorTask:
-    """Return what the monitor process is told."""
-    return MonitorTask.of(config, WorkerEnv(), host="h", meeting="m", labels={})
+    """Return what the monitor process gets."""
+    return MonitorTask.of(config, WorkerEnv(), host="h", bootstrap_key="b", labels={})
 
 
 def calls_the_function_as_it_is(_: Scene) -> None:
@@ -48,12 +48,12 @@ def calls_the_function_as_it_is(_: Scene) -> None:
 
 def assigned(config: InProcessRestartConfig) -> Any:
     """Return who of four ranks is active."""
-    one = rank.Rank(config, Wrapper(config)._plugins)
+    one = rank.WrappedRank(config, Wrapper(config)._plugins)
     members = tuple(
         SimpleNamespace(initial_rank=number, node=f"n{number // 2}", active_rank=None, is_alive=True, labels={})
         for number in range(4)
     )
-    order: Any = SimpleNamespace(members=members, iteration=0, ordinal=0)
+    order: Any = SimpleNamespace(members=members, restart_count=0, ordinal=0)
     return one._assign(order).ranks
 
 
@@ -76,7 +76,7 @@ def empties_the_cache(scene: Scene) -> None:
     scene.patch.setattr(rank, "leave", lambda *_: None)
     for value, times in ((True, 1), (False, 0)):
         config = InProcessRestartConfig(empty_cuda_cache=value)
-        one = rank.Rank(config, Wrapper(config)._plugins)
+        one = rank.WrappedRank(config, Wrapper(config)._plugins)
         one._handle, one._page, one._background = Mock(), Mock(), Mock()
         emptied.reset_mock()
         one._leave(None)
@@ -100,13 +100,12 @@ def looks_as_often_as_told(scene: Scene) -> None:
         intervals.append(interval_s)
         raise ConnectionError
 
-    for name in ("Announcements", "Background", "Meeting", "MonitorLink", "own_address"):
+    for name in ("StatusReporter", "Background", "Bootstrap", "MonitorLink", "MonitorTask", "Page", "own_address"):
         scene.patch.setattr(rank, name, Mock())
-    scene.patch.setattr(rank.Rank, "_describe_task", Mock())
     scene.patch.setattr(rank, "MonitorThread", start)
     for config in (InProcessRestartConfig(), InProcessRestartConfig(progress_watchdog_interval=0.25)):
         with pytest.raises(ConnectionError):
-            rank.Rank(config, Wrapper(config)._plugins).run(lambda: None, (), {})
+            rank.WrappedRank(config, Wrapper(config)._plugins).run(lambda: None, (), {})
     assert intervals == [1.0, 0.25]
 
 
