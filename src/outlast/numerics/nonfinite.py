@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from outlast import env
 from outlast.errors import ConfigError, ExitReason, NotFinite
 from outlast.policy.rerun import Diagnosis, Finding
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.diagnoses import leave_diagnosis
+from outlast.runtime.process_groups import current_place
 
 __all__ = ["FiniteCheck", "NonFiniteAction", "NonFiniteDetector"]
 
@@ -233,14 +233,11 @@ class NonFiniteDetector:
         rank = (found.loss_ranks or found.gradient_ranks)[0]
         if self.max_consecutive and self.num_consecutive >= self.max_consecutive:
             text = f"{found.describe()}, which is the limit"
-            finding, bad = Finding.REPEATED, tuple(sorted({*found.loss_ranks, *found.gradient_ranks}))
+            bad = tuple(sorted({*found.loss_ranks, *found.gradient_ranks}))
             diagnosis = Diagnosis(
-                finding=finding, rank=rank, iteration=found.iteration, message=text, rejected_ranks=bad
+                finding=Finding.REPEATED, rank=rank, iteration=found.iteration, message=text, rejected_ranks=bad
             )
-            place = env.read_worker()
-            if dist.is_initialized():  # a script of its own need not have set RANK
-                place = replace(place, global_rank=dist.get_rank())
-            leave_diagnosis(place, diagnosis)
+            leave_diagnosis(current_place(), diagnosis)
             text += "; look at the data and at the ranks named"
             raise _LimitReached(text, rank=rank, iteration=found.iteration)
         if self.action is NonFiniteAction.RAISE:
@@ -263,10 +260,10 @@ class NonFiniteDetector:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if self._consensus is None:
             self._consensus = Consensus(["is_bad"], world_size=world_size, timeout_s=self._timeout_s)
-        if not any(self._consensus.agree([bad_loss, bad_gradient])):
+        if not any(self._consensus.agree([int(bad_loss), int(bad_gradient)])):
             return (), ()
         seen = [0] * 2 * world_size
-        seen[rank], seen[world_size + rank] = bad_loss, bad_gradient
+        seen[rank], seen[world_size + rank] = int(bad_loss), int(bad_gradient)
         flags = self._consensus.agree(seen)
         loss_ranks, gradient_ranks = (
             tuple(one for one, flag in enumerate(row) if flag) for row in (flags[:world_size], flags[world_size:])
