@@ -115,7 +115,7 @@ def test_a_skipped_collective_is_told():
     others = [inside(0), inside(1, expired=True), inside(3)]
     ahead = waiting(2, iteration=8, waits_in_collective=False, groups={"0": 6})
     text = "ranks 0, 1, 3 wait in ALLREDUCE seq 7, rank 2"
-    assert nobody(*others, ahead) == f"{text} went on to iteration 8 without it"
+    assert nobody(*others, ahead) == f"{text} continued to iteration 8 without it"
     assert nobody(*others, waiting(2, finished=True, process_state="Z")) == f"{text} finished without it"
 
 

@@ -60,7 +60,7 @@ def test_a_script_without_a_session_is_said_to_have_none() -> None:
     ("slots", "most", "least", "text"),
     [
         (4, 5, None, "yes (1 spare)"),
-        (4, 6, 3, "yes (2 spares, goes on with 3 of 4 nodes)"),
+        (4, 6, 3, "yes (2 spares, continues with 3 of 4 nodes)"),
         (4, 4, 4, "no (no spare node)"),
     ],
 )

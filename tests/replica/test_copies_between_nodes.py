@@ -138,7 +138,7 @@ def test_a_copy_that_cannot_be_written_leaves_nothing(node, hold: Callable[[byte
 
 def test_a_sender_that_breaks_off_leaves_nothing(node, hold: Callable[[bytes], int]) -> None:
     """A file that is shorter than announced ends the connection; the half part is forgotten."""
-    with pytest.raises(ReplicaError, match="the part ends 5 bytes too early"):
+    with pytest.raises(ReplicaError, match="the file ends 5 bytes too early"):
         push(node.target, KEY, COPY, hold(bytes(95)), range(1), 100, timeout_s=10)
     with node.memory.change:
         assert node.memory.change.wait_for(lambda: node.memory.num_open == 0, timeout=10)

@@ -15,16 +15,27 @@ from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica import protocol as f
 from outlast.checkpoint.replica import server as server_module
 from outlast.checkpoint.replica.client import ReplicaError, Target, fetch, ping, push
-from outlast.checkpoint.replica.protocol import NONCE_BYTES, TAG_BYTES, Channel
+from outlast.checkpoint.replica.protocol import ReplicaChannel
 from outlast.checkpoint.replica.replicator import Replicator
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
+from outlast.runtime.wire import encode_frame
 
 KEY = b"k" * 32
+HELLO = struct.pack("!4sH32sq32s", b"OLw1", 1, bytes(32), 0, bytes(32))
+"""A client's, with a proof of nothing."""
 COPY = CopyKey(120, "job-0", 3)
 
 
 def connect(node) -> socket.socket:
     return socket.create_connection((node.target.host, node.target.port), 10)
+
+
+def join(node) -> tuple[socket.socket, ReplicaChannel]:
+    """Connect as a peer that knows the key."""
+    raw = connect(node)
+    channel = ReplicaChannel(raw, 10)
+    assert channel.prove_key(KEY, is_server=False, within_s=10)
+    return raw, channel
 
 
 def read_to_end(connection: socket.socket) -> bytes:
@@ -48,9 +59,9 @@ def assert_unharmed(node, hold: Callable[[bytes], int]) -> None:
 def test_a_wrong_key_is_refused_and_reported_once(node, hold: Callable[[bytes], int]) -> None:
     """The client hears that it is the key; the node reports the address once."""
     for _ in range(3):
-        with pytest.raises(ReplicaError, match="does not accept this run's key"):
+        with pytest.raises(ReplicaError, match="rejected this run's key"):
             push(node.target, b"wrong" * 7, COPY, hold(b"evil!"), range(1), 5, timeout_s=10)
-    assert node.await_refusal() == ("127.0.0.1", "it does not know this run's key")
+    assert node.await_refusal() == ("127.0.0.1", "the other side does not know this run's key")
     assert not node.memory.parts
     assert_unharmed(node, hold)
     assert len(node.refused) == 1
@@ -59,9 +70,9 @@ def test_a_wrong_key_is_refused_and_reported_once(node, hold: Callable[[bytes], 
 def test_a_node_without_a_key_lets_nobody_in(make_node, hold: Callable[[bytes], int]) -> None:
     """Not even who proves an empty one."""
     node = make_node(key=None)
-    with pytest.raises(ReplicaError, match="does not accept"):
+    with pytest.raises(ReplicaError, match="rejected this run's key"):
         ping(node.target, b"", timeout_s=10)
-    assert node.await_refusal()[1] == "this node was given no key yet"
+    assert node.await_refusal()[1] == "this node has no key yet"
     node.key = KEY
     assert_unharmed(node, hold)
 
@@ -74,17 +85,15 @@ def test_a_server_that_does_not_know_the_key_gets_nothing() -> None:
         connection, _ = listening.accept()
         with connection:
             connection.settimeout(10)
-            connection.sendall(f.encode_frame(f.Challenge(bytes(NONCE_BYTES))))
-            head = connection.recv(f.HEAD_BYTES, socket.MSG_WAITALL)
-            prove = f.decode_body(connection.recv(f.body_length(head), socket.MSG_WAITALL))
-            assert isinstance(prove, f.Prove)
-            connection.sendall(f.encode_frame(f.Welcome(prove.proof)))  # sent back to who gave it
+            connection.sendall(struct.pack("!4sH32s", b"OLw1", 1, bytes(32)))
+            hello = connection.recv(len(HELLO), socket.MSG_WAITALL)
+            connection.sendall(hello[-32:])  # the client's own proof
             got.append(read_to_end(connection))
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=impostor, args=(listening,))
         thread.start()
-        with pytest.raises(ReplicaError, match="it does not know this run's key"):
+        with pytest.raises(ReplicaError, match="the other side does not know this run's key"):
             ping(Target("other", "127.0.0.1", listening.getsockname()[1]), KEY, timeout_s=10)
         thread.join(10)
     assert got == [b""]
@@ -94,11 +103,11 @@ def test_a_server_that_does_not_know_the_key_gets_nothing() -> None:
     "sent",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        struct.pack("!4sI", b"OLr1", 0xFFFFFFFF),
-        struct.pack("!4sI", b"OLr1", 100) + b"\x91" * 100,
-        f.encode_frame(f.Ping()),
-        f.encode_frame(f.Put(COPY, 5)) + b"evil!",
-        f.encode_frame(f.Prove(bytes(NONCE_BYTES), bytes(32))) + f.encode_frame(f.Put(COPY, 5)),
+        struct.pack("<I", 0xFFFFFFFF),
+        struct.pack("<I", 100) + b"\x91" * 100,
+        encode_frame(f.Ping()),
+        encode_frame(f.Put(COPY, 5)) + b"evil!",
+        HELLO + encode_frame(f.Put(COPY, 5)),
     ],
     ids=["foreign", "oversized", "malformed", "ping", "put", "wrong-proof"],
 )
@@ -106,6 +115,7 @@ def test_who_does_not_authenticate_is_refused(node, hold: Callable[[bytes], int]
     """The connection is closed, the address reported, nothing stored; peers are served on."""
     with connect(node) as connection:
         connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
         answer = read_to_end(connection)
     assert len(answer) < 100, "a stranger sees a challenge and nothing more"
     assert node.await_refusal()[0] == "127.0.0.1"
@@ -115,7 +125,7 @@ def test_who_does_not_authenticate_is_refused(node, hold: Callable[[bytes], int]
 def test_garbage_of_all_kinds_changes_nothing(node, hold: Callable[[bytes], int]) -> None:
     """Two hundred connections that send random bytes, cut or changed frames."""
     chance = random.Random(7)
-    good = [f.encode_frame(m) for m in (f.Put(COPY, 5), f.Get(COPY, 0, 5), f.Prove(bytes(32), bytes(32)))]
+    good = [encode_frame(f.Put(COPY, 5)), encode_frame(f.Get(COPY, 0, 5)), HELLO]
     for _ in range(200):
         frame = bytearray(chance.choice(good))
         kind = chance.randrange(3)
@@ -141,15 +151,13 @@ def test_garbage_from_a_peer_changes_nothing(node, hold: Callable[[bytes], int])
     """A peer that authenticated and then sends what is no message, unsigned or signed, is refused as well."""
     chance = random.Random(11)
     for number in range(60):
-        raw = connect(node)
-        channel = Channel(raw, 10)
-        channel.prove_to_server(KEY)
+        raw, channel = join(node)
         body = chance.randbytes(chance.randrange(1, 200))
-        frame = struct.pack("!4sI", b"OLr1", len(body)) + body
-        assert channel._sends is not None
-        tag = channel._sends.sign(frame) if number % 2 else chance.randbytes(TAG_BYTES)
+        head = struct.pack("<I", len(body))
+        assert channel._signer is not None
+        tag = channel._signer.sign(head, body) if number % 2 else chance.randbytes(16)
         raw.settimeout(10)
-        raw.sendall(frame + tag)
+        raw.sendall(head + body + tag)
         assert read_to_end(raw) == b""
         channel.close()
     node.await_refusal()
@@ -162,9 +170,7 @@ def test_garbage_from_a_peer_changes_nothing(node, hold: Callable[[bytes], int])
 )
 def test_a_peer_cannot_ask_for_what_is_no_request(node, hold: Callable[[bytes], int], message: f.Message) -> None:
     """Names that leave their folder, and messages that are no requests, end the connection."""
-    raw = connect(node)
-    channel = Channel(raw, 10)
-    channel.prove_to_server(KEY)
+    _, channel = join(node)
     channel.send(message)
     assert channel.receive() is None
     channel.close()
@@ -215,8 +221,7 @@ def test_a_closed_server_lets_go_of_everything(make_node, hold: Callable[[bytes]
     """Its port, its connections and its threads."""
     node = make_node()
     stranger = connect(node)
-    peer = Channel(connect(node), 10)
-    peer.prove_to_server(KEY)
+    _, peer = join(node)
     node.server.close()
     assert len(read_to_end(stranger)) < 100
     assert peer.receive() is None

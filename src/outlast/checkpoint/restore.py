@@ -171,7 +171,6 @@ class CopyProver:
     """Holds memory and communicates with other nodes."""
     arenas: ArenaPool
     """Where copies from other nodes go."""
-    """Digest of the ranks' arrangement."""
     table: Table
     """What all ranks could load."""
     state: Mapping[str, Any]

@@ -64,18 +64,15 @@ class _Script(click.Command):
             ) from None
 
 
+def _number(name: str, default: int, metavar: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(name, type=int, default=default, show_default=True, metavar=metavar, help=text)
+
+
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a batch script."""
     add: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = [
-        click.option("--nodes", type=int, default=1, show_default=True, metavar="N", help="Nodes that train."),
-        click.option(
-            "--spares",
-            type=int,
-            default=0,
-            show_default=True,
-            metavar="N",
-            help="Nodes that wait for the slot of a lost one.",
-        ),
+        _number("--nodes", 1, "N", "Nodes that train."),
+        _number("--spares", 0, "N", "Nodes that wait for the slot of a lost one."),
         click.option(
             "--nproc-per-node",
             default="auto",
@@ -92,21 +89,14 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--job-name", metavar="NAME", help="Default: the run's id."),
         click.option("--time", metavar="LIMIT", help="Time limit: 90, 4:00:00, 2-00; default the partition's."),
-        click.option(
+        _number(
             "--preempt-time",
-            type=int,
-            default=60,
-            show_default=True,
-            metavar="SECONDS",
-            help="Tell the workers to save and leave this long before the end; 0 = do not.",
+            60,
+            "SECONDS",
+            "Request the workers to save and leave this long before the end; 0 = do not.",
         ),
-        click.option(
-            "--num-job-retries-on-failure",
-            type=int,
-            default=2,
-            show_default=True,
-            metavar="N",
-            help="Failed jobs in a row, without progress, that go back to the queue.",
+        _number(
+            "--num-job-retries-on-failure", 2, "N", "Failed jobs in a row, without progress, that go back to the queue."
         ),
         click.option("--partition", metavar="NAME", help="As sbatch has it, and so the next ones."),
         click.option("--account", metavar="NAME"),
@@ -220,7 +210,7 @@ Examples (in a batch script):
 def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on_failure: int) -> int:
     """Give an ended job back to the queue if that can help.
 
-    Back go jobs that were told to leave (75, or 128 and a signal), as often as it takes; failures (16, 18, 19 and all
+    Back go jobs that were shut down (75, or 128 and a signal), as often as it takes; failures (16, 18, 19 and all
     others) at most N times in a row without progress; never finished runs (0) and what needs a person (2, 17, 93).
 
     Exit code 0: done as decided, either way; 1: Slurm or the run directory refused; 2: bad input.

@@ -56,7 +56,7 @@ class Coordinator:
         settings: The job's settings.
         state: What the ladder remembers of the run.
         record: Called with every event for the journal: kind, cycle, data.
-        remember: Called with the ladder's new state whenever it changed, before anyone hears of the verdict.
+        remember: Called with the ladder's new state whenever it changed, before any node learns of the verdict.
         learn: Called with a cycle's number, what its nodes observed, and the timeouts exceeded in it (``None``: it
             finished).
         tell_time: Returns the time for people, for what the ladder remembers.
@@ -86,7 +86,7 @@ class Coordinator:
             self.phase, self.stop = m.JobPhase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
         self._record, self._learn = record, learn
         self._ending: CycleEnding | None = None
-        """The cycle that is ending, until all of its nodes have told what they know."""
+        """The cycle that is ending, until all of its nodes have reported what they know."""
         self._adoption = Adoption(settings.num_slots)
         self._forming = Forming(settings, self.nodes)
         self._excluded = ExcludedNodes(self.nodes, self._ladder, record)
@@ -188,11 +188,11 @@ class Coordinator:
 
     @property
     def may_close(self) -> bool:
-        """Whether the job is over and every node that lives has heard so."""
+        """Whether the job is over and every node that lives has received its Stop."""
         return self.phase == m.JobPhase.OVER and self._over_at_s is not None and not self.nodes.by_name
 
     def should_give_up_on_goodbyes(self, now_s: float) -> bool:
-        """Return whether nodes had long enough to hear that the job is over."""
+        """Return whether nodes had long enough to learn that the job is over."""
         return self._over_at_s is not None and now_s - self._over_at_s > self.settings.goodbye_timeout_s
 
     # -- joining and leaving -----------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Coordinator:
     def _on_join(self, join: m.JoinRequest, now_s: float) -> None:
         node = self.nodes.get(join.node)
         if node is not None and node.epoch != join.epoch:
-            # Two agents of one name, or one that came back before it was missed: its beats will tell.
+            # Two agents of one name, or one that came back before it was missed: its beats will show which.
             self.nodes.claims[join.node] = join
             return
         if node is None:
@@ -228,7 +228,7 @@ class Coordinator:
     def _on_register(self, message: m.Register, now_s: float) -> None:
         node = self.nodes.get(message.node)
         if node is not None and self.phase != m.JobPhase.ADOPTING:
-            # The same coordinator: what it said last may have been lost with the connection.
+            # The same coordinator: its last message may have been lost with the connection.
             if node.epoch == message.epoch and node.last is not None:
                 self.nodes.send(node, node.last)
             return
@@ -298,7 +298,7 @@ class Coordinator:
                 self._lose(node, "its agent left", now_s)
 
     def _on_restarted(self, restarted: m.Restarted, now_s: float) -> None:
-        """Charge a restart inside the processes, of which every node tells; stop the job if it was one too many."""
+        """Charge a restart inside the processes, which every node reports; stop the job if it was one too many."""
         if (restarted.call, restarted.restart_count) <= self._last_restart:
             return
         self._last_restart = restarted.call, restarted.restart_count
@@ -340,7 +340,7 @@ class Coordinator:
     def _lose(self, node: Node, why: str, now_s: float) -> None:
         self.nodes.remove(node.name)
         log.warning("node %s is lost: %s", node.name, why)
-        # Should it only have been away, it hears this first: its ranks must not go on in a cycle that is over.
+        # If it was only cut off, it receives this first: its ranks must not continue in a cycle that is over.
         self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was declared lost: {why}"))
         if self.nodes.holds_slot(node) and self.phase in (m.JobPhase.RUNNING, m.JobPhase.PREPARING):
             self._end_cycle(f"node {node.name} is lost: {why}", examine=False, but=None)

@@ -37,7 +37,7 @@ __all__ = ["ControlLink", "CoordinatorClient", "JobInProgress", "Lifeline", "Lin
 
 
 class CoordinatorClient:
-    """Speak for one node.
+    """Report for one node.
 
     Args:
         link: The link to the coordinator.
@@ -58,7 +58,7 @@ class CoordinatorClient:
         self._script_settings: str | None = None
 
     def take_place(self, start: m.Start) -> bool:
-        """Note the place in a cycle; return False for one that was taken before (told twice, after a reconnection)."""
+        """Note the place in a cycle; return False for one that was taken before (sent twice, after a reconnection)."""
         if self._place is not None and start.cycle <= self._place.cycle:
             return False
         self._place = m.SlotPlace(cycle=start.cycle, slot=start.node_rank, num_slots=start.num_nodes)
@@ -66,7 +66,7 @@ class CoordinatorClient:
         return True
 
     def join(self, ended: m.CycleFacts | None) -> None:
-        """Ask for a place in the next cycle, telling what is known of the one that ended here."""
+        """Request a slot in the next cycle, with what is known of the one that ended here."""
         self._ended = ended
         self.link.send(
             m.JoinRequest(
@@ -99,18 +99,18 @@ class CoordinatorClient:
         )
 
     def report_settings(self, text: str) -> None:
-        """Tell what the script's config sets, empty for nothing, unless that was told before."""
+        """Report what the script's config sets, empty for nothing, unless it was reported before."""
         if text != self._script_settings:
             self._script_settings = text
             self.link.send(m.ScriptSettings(node=self.node, epoch=self._epoch, fault_tolerance=text))
 
     def finish(self, facts: m.CycleFacts) -> None:
-        """Tell that every worker of this node ended with 0, or could be spared."""
+        """Report that every worker of this node ended with 0, or could be spared."""
         self._ended = facts
         self.link.send(m.Finished(node=self.node, epoch=self._epoch, facts=facts))
 
     def register(self, *, is_running: bool, is_joining: bool, has_finished: bool) -> None:
-        """Tell a control store that is back, or its heir, where this node is, and what it said last."""
+        """Report this node's place, and its last message, to a control store that is back, or to another one."""
         self.link.send(
             m.Register(
                 node=self.node,
@@ -132,21 +132,21 @@ class CoordinatorClient:
             self.finish(self._ended)
 
     def host_cycle(self, cycle: int, port: int) -> None:
-        """Tell where the cycle's own store is."""
+        """Report where the cycle's own store is."""
         self.link.send(m.Master(node=self.node, epoch=self._epoch, cycle=cycle, addr=self.addr, port=port))
 
     def report_hang(self, incident: Incident, expired: list[Expired], cycle: int) -> None:
-        """Tell at once that a rank exceeded a timeout, so that all nodes look at theirs."""
+        """Report at once that a rank exceeded a timeout, so that all nodes examine theirs."""
         self.link.send(
             m.Hung(node=self.node, epoch=self._epoch, cycle=cycle, incident=incident, expired=tuple(expired))
         )
 
     def report_unhealthy(self, incident: Incident, *, stays: bool) -> None:
-        """Tell that this node failed its health check, and whether its agent goes on nevertheless."""
+        """Report that this node failed its health check, and whether its agent keeps running nevertheless."""
         self.link.send(m.Unhealthy(node=self.node, epoch=self._epoch, incident=incident, stays=stays))
 
     def leave(self, *, saved: bool, signal: int, facts: m.CycleFacts | None, whole_job: bool) -> None:
-        """Tell that this node goes."""
+        """Report that this node leaves."""
         self.link.send(
             m.Leave(node=self.node, epoch=self._epoch, saved=saved, signal=signal, facts=facts, whole_job=whole_job)
         )
@@ -156,14 +156,14 @@ log = logging.getLogger(__name__)
 _FOREVER = datetime.timedelta(days=365)
 _CALL_TIMEOUT_S = 10.0
 GOODBYE_S = 5.0
-"""What a host gives the other nodes to hear that the job is over."""
+"""How long a host waits until the other nodes know that the job is over."""
 _CONNECT_TIMEOUT_S = 20.0
 """Where nobody listens it fails at once; hundreds that come together may have to wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """The control store is out of reach; the link goes on trying."""
+    """The control store is out of reach; the link keeps trying."""
 
     error: str
 
@@ -254,7 +254,7 @@ class ControlLink:
         self._outgoing.put(message)
 
     def close(self, *, goodbye_timeout_s: float = GOODBYE_S) -> None:
-        """End the link; a host first lets every node hear that the job is over.
+        """End the link; a host first waits until every node knows that the job is over.
 
         Blocks: a host up to ``goodbye_timeout_s``; others hardly.
         """
@@ -343,7 +343,7 @@ class ControlLink:
             self._deliver(LinkDown("the connection to the control store broke"))
 
     def _discard_outgoing(self) -> None:
-        """Drop what was meant for a store that is gone: the agent tells all that matters again."""
+        """Drop what was meant for a store that is gone: the agent reports all that matters again."""
         while not self._outgoing.empty():
             try:
                 if self._outgoing.get_nowait() is None:

@@ -111,7 +111,7 @@ class CoordinatorServer:
         self._judged_at_s = clock.now_s()
         self._thread = threading.Thread(target=self._run, name="outlast-coordinator", daemon=True)
         self.closed = threading.Event()
-        """Set once every node has heard that the job is over, or had long enough to."""
+        """Set once every node has learned that the job is over, or had long enough to."""
         self._lifelines = LifelineServer("", self._on_death)
         store.multi_set(["job", "host", "lifelines"], [settings.job, node, str(self._lifelines.port)])
 
@@ -330,7 +330,7 @@ class LifelineServer:
             try:
                 hello = from_json(data, _LifelineHello)
             except msgspec.DecodeError:
-                data = b""  # none of ours
+                data = b""  # not from an agent
             else:
                 self._held[connection] = hello
                 self._suspects.pop(hello, None)

@@ -95,7 +95,7 @@ def shrink(slots: Sequence[Slot], *, min_nodes: int | None) -> tuple[Slot, ...] 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """What the coordinator is told about the job."""
+    """The coordinator's settings for a job."""
 
     job: str
     num_slots: int
@@ -153,7 +153,7 @@ class Node:
     ready: bool = True
     """It waits for a cycle; otherwise it is in one."""
     last: m.ToNode | None = None
-    """What it was told last."""
+    """What it was sent last."""
     beat: int = -1
     beat_at_s: float = 0.0
 
@@ -262,12 +262,12 @@ class Nodes:
         return sum(nproc in (None, spare.candidate.nproc) for spare in self.spares(barred))
 
     def send(self, node: Node, message: m.ToNode) -> None:
-        """Tell a node something."""
+        """Send a node a message."""
         node.last = message
         self.out.append((node.name, node.epoch, message))
 
     def send_all(self, message: m.ToNode) -> None:
-        """Tell every node something."""
+        """Send every node a message."""
         for node in self:
             self.send(node, message)
 
@@ -325,7 +325,7 @@ class Adoption:
     running: set[str] = field(default_factory=set)
     """Nodes whose workers run or have finished."""
     ended: dict[str, m.CycleFacts] = field(default_factory=dict)
-    """What nodes told of the cycle that had ended for them."""
+    """What nodes reported of the cycle that had ended for them."""
 
     def register(self, message: m.Register, now_s: float) -> None:
         """Take one node's place; an older cycle's counts for nothing."""
@@ -358,7 +358,7 @@ class Adoption:
 
     @property
     def is_running(self) -> bool:
-        """Whether the cycle goes on on every node."""
+        """Whether the cycle continues on every node."""
         return not self.missing and all(slot.holder in self.running for slot in self.slots)
 
     def is_over(self, now_s: float, wait_s: float) -> bool:
@@ -389,7 +389,7 @@ def why_it_waits(node: Node, state: LadderState) -> str:
 
 @dataclass(slots=True)
 class Forming:
-    """Wait until every slot has a ready node, but not for ever."""
+    """Wait until every slot has a ready node, but not forever."""
 
     settings: JobSettings
     nodes: Nodes
@@ -408,7 +408,7 @@ class Forming:
 
         Args:
             state: What the ladder remembers.
-            quarantine: Nodes that lose their slots now, and hear so.
+            quarantine: Nodes that lose their slots now; each is sent why.
         """
         self._since_s = self._said_s = None
         for name in quarantine:
@@ -436,14 +436,14 @@ class Forming:
             log.warning("no spare is left: the world shrinks from %s to %d", count(len(slots), "node"), len(smaller))
             slots = smaller
         if not self.has_majority and self.settings.max_nodes >= 2 * len(slots):
-            # Another part of a divided network could be complete as well; two runs must not go on.
+            # Another part of a divided network could be complete as well; two runs must not continue.
             self._miss(self.num_unclaimed, cycle, now_s)
             return None
         self._since_s = self._said_s = None
         return slots
 
     def remind(self, now_s: float) -> None:
-        """Tell the nodes that wait who is waited for, every ten seconds."""
+        """Send the nodes that wait, every ten seconds, who is missing."""
         if self._since_s is None:
             return
         if self._said_s is None:
@@ -464,7 +464,7 @@ class Forming:
                 self.nodes.out.append((node.name, node.epoch, m.NodesMissing(reason=reason)))
 
     def start(self, cycle: int, addr: str, port: int, state: LadderState) -> None:
-        """Tell every slot's node its place, and the others that they wait.
+        """Send every slot's node its place, and the others that they wait.
 
         Args:
             cycle: The cycle that starts.
@@ -500,7 +500,7 @@ class Forming:
         return bool(state.held_back) and not self._can_fill(state.barred) and self._can_fill(state.quarantined)
 
     def may_shrink(self) -> bool:
-        """Return whether the world may go on without one of its nodes."""
+        """Return whether the world may continue without one of its nodes."""
         least = self.settings.min_nodes
         return least is not None and self.has_majority and len(self.nodes.slots) - 1 >= least
 

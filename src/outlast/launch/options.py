@@ -36,7 +36,7 @@ _STREAMS = re.compile(r"[0-3]|\d:[0-3](,\d:[0-3])*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What ``outlast run`` was told, checked."""
+    """The options of ``outlast run``, checked."""
 
     torchrun: argparse.Namespace
     """torchrun's own options."""
@@ -61,11 +61,11 @@ class RunOptions:
     workers_stop_timeout_s: float
     join_timeout_s: float
     is_named: bool
-    """The run has an id or a directory of its own, so that a later job goes on with it; once finished, it stays so."""
+    """The run has an id or a directory of its own, so that a later job continues it; once finished, it stays so."""
     names: tuple[str, ...]
     """The names that the run was given: its id, its directory."""
     resumes_other: bool
-    """Its workers may go on from what another run saved."""
+    """Its workers may resume from what another run saved."""
     log_level: str | None
     """What ``--log-level`` or ``--quiet`` asks for; ``None`` = what the environment says."""
     notes: tuple[str, ...]

@@ -68,9 +68,9 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     observation: Observation | None = None
     """Longest durations seen by the node's ranks, for learned timeouts."""
     load: Load | None = None
-    """What the ranks had loaded, as far as the node's ranks told."""
+    """What the ranks had loaded, as far as the node's ranks reported."""
     permanent: Cause | None = None
-    """What all ranks of the node failed with alike, before their first step and in a way that a restart cannot mend."""
+    """What all ranks of the node failed with alike, before their first step, if a restart cannot help."""
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -108,7 +108,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     running: bool = False
     """Its workers of that cycle run, or have finished."""
     distrusted: tuple[Distrusted, ...] = ()
-    """What it was told not to load: a coordinator on another machine may not have it."""
+    """What it must not load: a coordinator on another machine may not know it."""
 
 
 class Hung(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -134,7 +134,7 @@ class Master(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Every worker of this node ended with exit code 0, or could be spared.
 
-    Where every one of them was lost, and theirs may go on elsewhere, the facts name the incident.
+    Where every one of them was lost, and their peers may continue elsewhere, the facts name the incident.
     """
 
     node: str
@@ -143,7 +143,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Restarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """This node's workers restarted inside their processes, and the cycle goes on."""
+    """This node's workers restarted inside their processes, and the cycle continues."""
 
     node: str
     epoch: str
@@ -168,7 +168,7 @@ class ScriptSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This node's agent was told to leave, and its workers are gone."""
+    """This node's agent was requested to shut down, and its workers are gone."""
 
     node: str
     epoch: str
@@ -186,7 +186,7 @@ class Unhealthy(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     epoch: str
     incident: Incident
     stays: bool
-    """Its agent goes on, also where the node does not join."""
+    """Its agent keeps running, also if the node does not join."""
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -249,7 +249,7 @@ class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     examine: bool = False
     """Look where your ranks are before you end them: a hang's culprit is searched."""
     awaits_alike: bool = False
-    """Let your ranks fail by themselves for a moment: elsewhere all did, in a way that a restart cannot mend."""
+    """Let your ranks fail by themselves for a moment: elsewhere all did, and a restart cannot help."""
 
 
 class NodesMissing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -302,7 +302,7 @@ def decode_to_coordinator(data: bytes) -> ToCoordinator:
     """Return the message that an agent sent.
 
     Raises:
-        RendezvousError: It is none of ours.
+        RendezvousError: It is not one that this version sends.
     """
     try:
         return _to_coordinator.decode(data)
@@ -316,7 +316,7 @@ def decode_to_node(data: bytes) -> ToNode:
     """Return the message that the coordinator sent.
 
     Raises:
-        RendezvousError: It is none of ours.
+        RendezvousError: It is not one that this version sends.
     """
     try:
         return _to_node.decode(data)

@@ -154,7 +154,7 @@ _GROUPS = {
 """What the help shows before torchrun's other options, in this order."""
 _BORROWED = {
     "nproc_per_node": (_RUN, "N", "Workers on this node: a number, auto, gpu, xpu or cpu."),
-    "rdzv_id": (_RUN, "ID", "Name of the run, by which a later job goes on with it; default a new name."),
+    "rdzv_id": (_RUN, "ID", "Name of the run, by which a later job continues it; default a new name."),
     "nnodes": (_NODES, "N|MIN:MAX", "Nodes; of MIN:MAX, MIN train and the others wait as spares; default 1."),
     "rdzv_endpoint": (_NODES, "HOST:PORT,...", "Where the agents of several nodes meet: on the first one that lives."),
     "max_restarts": (
@@ -178,6 +178,53 @@ _REWORDED = {
     "shutdown_timeout": "The same as --workers-stop-timeout, and before it.",
 }
 """What torchrun's other options mean here, where that is not what torchrun says of them."""
+_OURS: tuple[tuple[str, str, str | None, str | float | None, str], ...] = (
+    (_RUN, "run-dir", "DIR", None, "Run directory (journal, stacks, ladder.json); default outlast-runs/ID."),
+    (
+        *(_RUN, "config", "FILE", None),
+        "The run's settings: [fault_tolerance] comes after the --ft-* options and before the script's own config; "
+        "tiers and [health] limits are checked before this node joins; run_dir is that of --run-dir.",
+    ),
+    (
+        *(_RUN, "resume-from-other-run", None, None),
+        "Resume from checkpoints that another run saved, in this launch; as checkpoint.resume_from_other_run.",
+    ),
+    (_RUN, "preload", "MODULE,...", "", "Modules that are imported before the workers are forked, beside torch."),
+    (
+        *(_RUN, "no-warm-start", None, None),
+        "Start workers as fresh interpreters instead of forking them from a process that has imported torch.",
+    ),
+    (
+        _NODES,
+        "node-name",
+        "NAME",
+        None,
+        "Name of this node, unique in the job; default Slurm's, without it the host's.",
+    ),
+    (
+        *(_RESTARTS, "max-restarts-total", "N", None),
+        "Restarts in the whole run, with or without progress; default no limit.",
+    ),
+    (
+        *(_RESTARTS, "restart-grace", "SECONDS", 0.0),
+        "Seconds between SIGTERM and SIGKILL for the survivors of a failed cycle; default 0: SIGKILL at once.",
+    ),
+    (
+        *(_RESTARTS, "workers-stop-timeout", "SECONDS", 15.0),
+        "Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15.",
+    ),
+    (_HEALTH, "no-health-check", None, None, "Check this node neither before it joins nor later."),
+    (
+        *(_OUTPUT, "log-level", "LEVEL", None),
+        "Least level of outlast's log lines, in all processes of this node: debug, info, warning or error; default "
+        "OUTLAST_LOG_LEVEL, else info.",
+    ),
+    (_OUTPUT, "quiet", None, None, "Log warnings, errors and the last line only: --log-level=warning."),
+)
+"""Our own options: group, name, the value's name (``None``: a switch), default, help."""
+_TYPES: dict[str, Callable[[str], Any]] = {"N": int, "SECONDS": float}
+_ALIASES = {"config": ("--health-config", "--health_config", "--ft-cfg-path", "--ft-cfg_path", "--ft_cfg_path")}
+"""One option: the second name is our own former one, the others are those of ft_launcher."""
 _FT_GROUPS = {
     "min_nodes": _NODES,
     "max_node_faults": _NODES,
@@ -185,21 +232,8 @@ _FT_GROUPS = {
     "max_no_progress_cycles": _RESTARTS,
     "shutdown_grace": _RESTARTS,
 }
-_SCRIPTS_OWN = frozenset(
-    [
-        "config",
-        "help",
-        "local-addr",
-        "log-dir",
-        "log-level",
-        "module",
-        "preload",
-        "quiet",
-        "role",
-        "run-dir",
-        "run-path",
-    ]
-)
+_COMMON_NAMES = ("config", "help", "local-addr", "log-dir", "log-level", "module")
+_SCRIPTS_OWN = frozenset((*_COMMON_NAMES, "preload", "quiet", "role", "run-dir", "run-path"))
 """Names that scripts have for options of their own: behind the script they are taken for nothing else."""
 _WIDTH = 80
 _USAGE = """\
@@ -315,98 +349,14 @@ class _Options:
         parser.format_help = self.format_help  # type: ignore[method-assign]
 
     def _add_ours(self) -> None:
-        def add(group: str, name: str, *others: str, **kwargs: Any) -> None:
-            underscored = (f"--{name.replace('-', '_')}",) if "-" in name else ()
-            self.groups[group].append(self.parser.add_argument(f"--{name}", *underscored, *others, **kwargs))
-
-        add(
-            _RUN,
-            "run-dir",
-            default=None,
-            metavar="DIR",
-            help="Run directory (journal, stacks, ladder.json); default outlast-runs/ID.",
-        )
-        # One option: the second name is our own former one, the others are those of ft_launcher.
-        add(
-            _RUN,
-            "config",
-            *("--health-config", "--health_config", "--ft-cfg-path", "--ft-cfg_path", "--ft_cfg_path"),
-            default=None,
-            metavar="FILE",
-            help="The run's settings: [fault_tolerance] comes after the --ft-* options and before the script's own "
-            "config; tiers and [health] limits are looked at before this node joins; run_dir is that of --run-dir.",
-        )
-        add(
-            _RUN,
-            "resume-from-other-run",
-            action="store_true",
-            help="Go on from checkpoints that another run saved, in this launch; as checkpoint.resume_from_other_run.",
-        )
-        add(
-            _RUN,
-            "preload",
-            default="",
-            metavar="MODULE,...",
-            help="Modules that are imported before the workers are forked, beside torch.",
-        )
-        add(
-            _RUN,
-            "no-warm-start",
-            action="store_true",
-            help="Start workers as fresh interpreters instead of forking them from a process that has imported torch.",
-        )
-        add(
-            _NODES,
-            "node-name",
-            default=None,
-            metavar="NAME",
-            help="Name of this node, unique in the job; default Slurm's, without it the host's.",
-        )
-        add(
-            _RESTARTS,
-            "max-restarts-total",
-            type=int,
-            default=None,
-            metavar="N",
-            help="Restarts in the whole run, with or without progress; default no limit.",
-        )
-        add(
-            _RESTARTS,
-            "restart-grace",
-            type=float,
-            default=0.0,
-            metavar="SECONDS",
-            help="Seconds between SIGTERM and SIGKILL for the survivors of a failed cycle; default 0: SIGKILL at once.",
-        )
-        add(
-            _RESTARTS,
-            "workers-stop-timeout",
-            type=float,
-            default=15.0,
-            metavar="SECONDS",
-            help="Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15.",
-        )
-        add(
-            _HEALTH,
-            "no-health-check",
-            action="store_true",
-            help="Look neither at this node before it joins nor later.",
-        )
-
-        add(
-            _OUTPUT,
-            "log-level",
-            default=None,
-            metavar="LEVEL",
-            help="Least level of outlast's log lines, in all processes of this node: debug, info, warning or error; "
-            "default OUTLAST_LOG_LEVEL, else info.",
-        )
-        add(
-            _OUTPUT,
-            "quiet",
-            action="store_true",
-            help="Log warnings, errors and the last line only: --log-level=warning.",
-        )
+        for group, name, value, default, text in _OURS:
+            names = [f"--{name}", *([f"--{name.replace('-', '_')}"] if "-" in name else []), *_ALIASES.get(name, ())]
+            if value is None:
+                action = self.parser.add_argument(*names, action="store_true", help=text)
+            else:
+                kind = _TYPES.get(value, str)
+                action = self.parser.add_argument(*names, default=default, type=kind, metavar=value, help=text)
+            self.groups[group].append(action)
 
     def _complete(self, text: str) -> list[Any]:
         """Return the option that an abbreviation stands for, in a list that is empty where that is not certain.

@@ -27,7 +27,7 @@ class Summary:
     num_in_process: int = 0
     """Restarts inside the processes."""
     num_spared: int = 0
-    """Ranks that were lost, and without which the others went on inside their processes."""
+    """Ranks that were lost, and without which the others continued inside their processes."""
 
     def describe(self) -> str:
         """Return a few words for people."""
@@ -104,7 +104,7 @@ class _RankHistory:
     done: int = 0
     lost: int = 0
     _begins: bool = False
-    """A session has begun, and it is not known yet from where it goes on."""
+    """A session has begun, and it is not known yet from where it resumes."""
 
     def begin(self) -> None:
         self._begins = True

@@ -1,7 +1,7 @@
 """The rendezvous for torch's own agents: ``torchrun --rdzv-backend=outlast``.
 
 ``outlast run`` drives the same link from its own agent; here torch's agent asks, so that only what the rendezvous
-itself gives is to be had: fresh stores and ports, spares that never disturb, linear time. Restarts and budgets are
+itself gives is available: fresh stores and ports, spares that never disturb, linear time. Restarts and budgets are
 torchrun's.
 """
 

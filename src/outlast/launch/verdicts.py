@@ -77,7 +77,7 @@ class CycleEnding:
 
         Args:
             num_heirs: Says how many spares could take a node's slot.
-            may_shrink: The world may go on without one of its nodes.
+            may_shrink: The world may continue without one of its nodes.
             num_nodes: Nodes that took part.
         """
         cause = self._cause()
@@ -238,7 +238,7 @@ class LadderClient:
         self._record, self._remember, self._tell_time = record, remember, tell_time
 
     def rule(self, end: CycleEnd) -> Verdict:
-        """Return the verdict on a cycle's end, or on what its workers went on after."""
+        """Return the verdict on a cycle's end, or on what its workers recovered from in process."""
         before = self.state.distrusted
         state, verdict = ladder.decide(self.state, end, self.limits)
         state = self._with_time(state)
@@ -277,7 +277,7 @@ class LadderClient:
         self._keep(ladder.drop_replay(self.state))
 
     def learn_distrusted(self, told: Sequence[Distrusted]) -> None:
-        """Take over what an agent was told not to load by a coordinator whose memory may be out of reach."""
+        """Take over which copies an agent must not load; the coordinator that decided it may be out of reach."""
         known = {(one.attempt, one.tier) for one in self.state.distrusted}
         if new := tuple(one for one in told if (one.attempt, one.tier) not in known):
             self._keep(msgspec.structs.replace(self.state, distrusted=self.state.distrusted + new))
@@ -295,7 +295,7 @@ class LadderClient:
 
 
 class ExcludedNodes:
-    """Keep what nodes reported of their health, and tell it.
+    """Keep what nodes reported of their health, and pass it on to the others.
 
     Args:
         nodes: The nodes that joined.
@@ -310,7 +310,7 @@ class ExcludedNodes:
         self._outside: dict[str, m.Unhealthy] = {}
         """Nodes that did not join."""
         self._told: dict[str, frozenset[str]] = {}
-        """What the others were told of each node."""
+        """What the others were sent about each node."""
 
     @property
     def any_waits(self) -> bool:
@@ -337,7 +337,7 @@ class ExcludedNodes:
             self._tell(report, cycle, "it gets no slot")
             return False
         if not is_running or report.incident.cycle != cycle:
-            return False  # it will say so again
+            return False  # it will report it again
         spares = self._nodes.num_heirs(node.name, self._ladder.state.barred)
         end = CycleEnd(cycle=cycle, incident=report.incident, num_spares=spares)
         if report.incident.evidence.get("computes_wrong") or self._ladder.would_replace(end):
@@ -347,7 +347,7 @@ class ExcludedNodes:
         return False
 
     def admit(self, node: Node) -> None:
-        """Let a node in that has been found fit, and tell it who stays outside."""
+        """Admit a node that passed its check, and send it which nodes stay outside."""
         if self._outside.pop(node.name, None) is not None:
             self._told.pop(node.name, None)
             self._ladder.admit(node.name)
@@ -356,7 +356,7 @@ class ExcludedNodes:
             self._nodes.out.append((node.name, node.epoch, m.Remark(text=text)))
 
     def send_stop(self, stop: m.Stop) -> None:
-        """Tell the agents outside that the job is over."""
+        """Send the agents outside that the job is over."""
         for report in self._outside.values():
             if report.stays:
                 self._nodes.out.append((report.node, report.epoch, stop))
@@ -366,7 +366,7 @@ class ExcludedNodes:
         return "".join(f"; {report.incident.describe()}" for report in self._outside.values())
 
     def _tell(self, report: m.Unhealthy, cycle: int, what_follows: str) -> None:
-        """Tell all other nodes of a report, and write it down; once for the same failures."""
+        """Send a report to all other nodes, and record it; once for the same failures."""
         checks = frozenset(f"{one['name']} {one['target']}" for one in report.incident.evidence.get("checks", ()))
         if checks <= self._told.get(report.node, frozenset()):
             return

@@ -42,7 +42,7 @@ __all__ = [
 
 
 SAME_FAULT_S = 5.0
-"""How long the workers of a node have to fail alike, once one failed in a way that a restart cannot mend."""
+"""How long the workers of a node have to fail alike, once one failed in a way against which a restart cannot help."""
 FIRST_FAULT_S = 0.3
 """How long a node waits for the worker that failed by itself, where only one was seen that lost a peer."""
 PLAIN_START_S = 60.0
@@ -102,7 +102,7 @@ def is_permanent(cause: Cause | None, *, has_session: bool) -> bool:
 
 
 def permanent_cause(causes: Sequence[Cause | None], *, has_session: bool) -> Cause | None:
-    """Return what all workers failed with alike before their first step, if a restart cannot mend it.
+    """Return what all workers failed with alike before their first step, if a restart cannot help.
 
     Alike are exceptions of one type from one line; their texts may name each rank's own file.
     """
@@ -278,7 +278,7 @@ def _fault_of_the_script(ranks: list[Position], finished: list[Position]) -> str
     if skippers:
         victims = [one for one in waiting if any(_awaits(one, other) for other in skippers)]
         highest = max(one.iteration for one in skippers)
-        return f"{_places(victims)}, {_name(skippers)} went on to iteration {highest} without it"
+        return f"{_places(victims)}, {_name(skippers)} continued to iteration {highest} without it"
     if _differ(waiting, len(waiting) == len(ranks)):
         return f"ranks wait in different collectives: {_places(waiting, with_shape=_same_names(waiting))}"
     first = waiting[0].waiting_in

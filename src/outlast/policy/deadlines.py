@@ -294,7 +294,7 @@ def expired(rank: RankFacts, timeouts: Timeouts, now_ns: int) -> list[Expired]:
 
 
 def wake_at_ns(ranks: Iterable[RankFacts], timeouts: Timeouts, now_ns: int) -> int | None:
-    """Return until when a watchdog may sleep; ``None`` = for ever, nothing is enforced.
+    """Return until when a watchdog may sleep; ``None`` = forever, nothing is enforced.
 
     Args:
         ranks: What the board showed; it must have been read *after* ``now_ns`` was taken.

@@ -8,14 +8,14 @@ Budgets reset on progress, never on time; progress is a durable generation at a 
 
 * ``restarts_without_progress`` counts restarts since the last progress; ``max_restarts`` bounds it.
 * ``cycles_without_progress`` counts ended cycles that made none; ``max_no_progress_cycles`` bounds it. It
-  grows only where progress can be known, and outlives the job, so that re-queueing cannot go on forever.
+  grows only where progress can be known, and outlives the job, so that re-queueing cannot continue forever.
 * ``restarts_total`` counts all of a run's restarts; ``max_restarts_total`` bounds it, progress or not.
 
 A script that does not save through outlast reports no progress. Unknown is not none: its restarts are bounded
 by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it.
 
 A restart inside the processes is a restart like any other: it is granted from the same budgets, so that no sequence of
-rungs goes on forever. It has happened by the time it is judged; one that is not granted ends the job. One that is
+rungs continues forever. It has happened by the time it is judged; one that is not granted ends the job. One that is
 granted ends no cycle, and so does not count as a cycle without progress.
 
 What follows a result that a worker judged invalid (exit codes 16 and 17) is decided by
@@ -133,7 +133,7 @@ def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
         had_session=state.had_session or end.had_session,
     )
     if state.replay is not None and durable is not None and durable > state.replay.iteration:
-        state = drop_replay(state)  # the result was a valid one this time, and training went on
+        state = drop_replay(state)  # the result was a valid one this time, and training continued
     return state
 
 
@@ -185,7 +185,7 @@ def _judge(
         reason = f"{what}: the worker itself gave up: another try would get no further"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
     if end.is_permanent:
-        reason = f"{what}; every rank failed so before its first step; a restart cannot help: mend it and start again"
+        reason = f"{what}; every rank failed so before its first step; a restart cannot help: fix it and start again"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
@@ -308,7 +308,7 @@ def count_of_restart(state: LadderState, limits: Limits) -> str:
 
 
 def resume_point(state: LadderState) -> str:
-    """Return from where a restarted run goes on, for people."""
+    """Return from where a restarted run resumes, for people."""
     return "from the start" if state.best_durable is None else f"from iteration {state.best_durable}"
 
 

@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CycleEnd:
-    """How a cycle ended, or what its workers went on after, as far as all nodes together know."""
+    """How a cycle ended, or what its workers recovered from in process, as far as all nodes together know."""
 
     cycle: int
     incident: Incident | None
@@ -71,13 +71,13 @@ class CycleEnd:
     """Nodes that wait for a slot, may have one, and fit the slot of the node that the cause points at."""
 
     may_shrink: bool = False
-    """The world may go on without a node, should no spare wait."""
+    """The world may continue without a node if no spare waits."""
 
     load: Load | None = None
     """What the workers had loaded; ``None`` = nothing, or it is not known."""
 
     is_permanent: bool = False
-    """All ranks failed alike before their first step, in a way that a restart cannot mend; see ``policy.causes``."""
+    """All ranks failed alike before their first step, and a restart cannot help; see ``policy.causes``."""
 
     diagnosis: Diagnosis | None = None
     """What the workers knew of the invalid result, or slow rank, because of which they left; ``None`` = they left
@@ -173,11 +173,11 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
 def begin_job(state: LadderState) -> LadderState:
     """Return the state with which a new job of the run starts.
 
-    ``--max-restarts``, node faults and what is known of nodes are a job's own. The cycles without progress go on
-    counting from job to job, unless the ladder itself had ended the run for good (exit codes 17 and 93): nothing of
-    ours re-queues such a run, so whoever starts it again has looked at it, and gets all budgets afresh.
+    ``--max-restarts``, node faults and what is known of nodes are a job's own. The cycles without progress keep
+    counting from job to job, unless the ladder itself had ended the run permanently (exit codes 17 and 93): nothing in
+    outlast re-queues such a run, so whoever starts it again has looked at it, and gets all budgets afresh.
 
-    A replay that was to come when a job was told to leave goes on in the next one, wherever its ranks are then: its
+    A replay that was pending when a job was shut down continues in the next one, wherever its ranks are then: its
     workers see whether they are on another device. Where the job just ended, the replay may have ended it, and is
     dropped. What was tried so far for an invalid result still counts.
 

@@ -94,7 +94,7 @@ class LeaseOwner(msgspec.Struct, frozen=True, kw_only=True):
     requeues: int = 0
     """How often the scheduler had started it again."""
     outlives: bool = False
-    """Its job may go on when this process ends."""
+    """Its job may continue when this process ends."""
     shares: bool = False
     """Processes of its job write beside each other, on other nodes too."""
     renew_s: float = 2.0
@@ -206,7 +206,7 @@ def judge_owner(
 
 
 def is_same_training(before: LeaseOwner, own: LeaseOwner) -> bool:
-    """Return whether a run goes on with the training of the last owner of a directory, as far as can be told.
+    """Return whether a run continues the training of the last owner of a directory, as far as can be told.
 
     Runs that somebody named are the same if they have a name in common. Where one of them has no name, they are the
     same if they run the same program.
@@ -289,7 +289,7 @@ def judge_claim(run: str, owner: DirectoryRun | None, hint: str | None, *, is_un
 
 
 def choose_run(global_place: RunEvidence | None, near_places: Iterable[RunEvidence]) -> str | None:
-    """Return the run that ranks go on with, whose places may name different ones.
+    """Return the run that ranks continue, whose places may name different ones.
 
     A hint counts if a manifest names the same run, in whichever place: a manifest that is not the run's, the last that
     can be read in its place, does not decide against all others. A node that took another's place may bring what an

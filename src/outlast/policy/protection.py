@@ -68,7 +68,7 @@ def describe_nodes(*, num_slots: int, max_nodes: int, min_nodes: int | None) -> 
     if (spares := max_nodes - num_slots) > 0:
         parts.append(count(spares, "spare"))
     if min_nodes is not None and min_nodes < num_slots:
-        parts.append(f"goes on with {min_nodes} of {num_slots} nodes")
+        parts.append(f"continues with {min_nodes} of {num_slots} nodes")
     return f"yes ({', '.join(parts)})" if parts else "no (no spare node)"
 
 

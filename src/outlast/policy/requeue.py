@@ -1,7 +1,7 @@
 """Whether the scheduler gets a job back that has ended: the exit-code table, and a budget for failures.
 
 A pure function: it is told how the job ended and what is remembered of the run's earlier jobs, and returns the answer
-with what is to be remembered. Jobs that were told to leave go back as often as it takes; failures at most
+with what is to be remembered. Jobs that were shut down go back as often as it takes; failures at most
 ``num_job_retries_on_failure`` times in a row, because more of them are usually not transient. Progress, a durable
 generation at a higher iteration than ever before, gives a run its retries back, where progress can be known.
 """
@@ -17,7 +17,7 @@ from outlast.errors import ExitReason
 __all__ = ["TOLD_TO_LEAVE", "JobEnd", "RequeueState", "Ruling", "rule"]
 
 TOLD_TO_LEAVE = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 140: "SIGUSR2", 143: "SIGTERM"}
-"""Exit codes of a job that was told to leave, with the signal's name: an agent had nothing to save, or not the time."""
+"""Exit codes of a job that was shut down, with the signal's name: an agent had nothing to save, or not the time."""
 
 _FOR_A_PERSON = {
     ExitReason.BAD_INPUT: "the command line or a setting is wrong",

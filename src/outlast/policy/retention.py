@@ -39,7 +39,7 @@ def choose_kept(
         generations: Iterations of the *valid* generations, in any order: what is torn or distrusted must not be
             counted, or it would push out the good ones.
         most_recent_k: How many of the newest to keep, at least 1; -1 = all.
-        retain_interval: Generations whose iteration is a multiple of it are kept for ever; 0 = none.
+        retain_interval: Generations whose iteration is a multiple of it are kept forever; 0 = none.
         suspect_window: Iterations after a load in which an invalid result casts doubt on what was loaded.
         not_finite: Those that are known to hold numbers that are infinite or NaN.
 

@@ -91,7 +91,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     pids: list[int]
     """Process ids of these ranks, while they run."""
     lost_ranks: list[int]
-    """Ranks of these that ended, and without which the others go on."""
+    """Ranks of these that ended, and without which the others continue."""
 
 
 class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,20 +21,19 @@ import msgspec
 
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.protocol import (
-    Channel,
     Chunk,
     Data,
-    FrameError,
     Get,
     Keep,
     Kept,
-    NotAuthenticated,
     Ping,
+    Proceed,
     Put,
-    Ready,
     RefusedByPeer,
+    ReplicaChannel,
 )
 from outlast.checkpoint.shard import CHUNK_BYTES, num_chunks
+from outlast.runtime.wire import ProtocolError
 
 __all__ = [
     "Landing",
@@ -100,7 +99,7 @@ RANGE_CHUNKS = 4
 
 
 class ReplicaError(Exception):
-    """Another node did not take or give a part; names it and says why in one line."""
+    """Another node did not take or give a part; the text names the node and the reason, in one line."""
 
 
 class ReplicaRefused(ReplicaError):
@@ -116,7 +115,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def connect(target: Target, key: bytes, *, timeout_s: float) -> Iterator[Channel]:
+def connect(target: Target, key: bytes, *, timeout_s: float) -> Iterator[ReplicaChannel]:
     """Open an authenticated connection; errors within become :class:`ReplicaError`.
 
     Args:
@@ -125,16 +124,13 @@ def connect(target: Target, key: bytes, *, timeout_s: float) -> Iterator[Channel
         timeout_s: Seconds without progress.
 
     Raises:
-        ReplicaRefused: It said no.
+        ReplicaRefused: It could not do what it was asked.
         ReplicaError: It cannot be reached, does not know the key, or stopped answering.
     """
-    with naming(target):
-        channel = Channel(socket.create_connection((target.host, target.port), timeout_s), timeout_s)
-        try:
-            channel.prove_to_server(key)
-            yield channel
-        finally:
-            channel.close()
+    address = target.host, target.port
+    with naming(target), ReplicaChannel(socket.create_connection(address, timeout_s), timeout_s) as channel:
+        channel.prove_key(key, is_server=False, within_s=timeout_s)
+        yield channel
 
 
 @contextmanager
@@ -144,8 +140,8 @@ def naming(target: Target) -> Iterator[None]:
         yield
     except RefusedByPeer as error:
         raise ReplicaRefused(f"node {target.node}: {error}") from error
-    except (OSError, FrameError, NotAuthenticated) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    except OSError as error:
+        reason = error.strerror or error
         raise ReplicaError(f"node {target.node} ({target.host}:{target.port}): {reason}") from error
 
 
@@ -157,7 +153,7 @@ def ping(target: Target, key: bytes, *, timeout_s: float) -> None:
     """
     with connect(target, key, timeout_s=timeout_s) as channel:
         channel.send(Ping())
-        channel.expect(Ready)
+        channel.expect(Proceed)
 
 
 def push(
@@ -194,7 +190,7 @@ def push(
     digests: list[str] = []
     with connect(target, key, timeout_s=timeout_s) as channel:
         channel.send(Put(copy, max(0, end - begin), contributor, num_contributors))
-        channel.expect(Ready)
+        channel.expect(Proceed)
         for number, offset in enumerate(range(begin, end, CHUNK_BYTES)):
             channel.send_file(fd, offset, min(CHUNK_BYTES, end - offset))
             if number >= CHUNKS_IN_FLIGHT:
@@ -281,9 +277,9 @@ def read_small(target: Target, key: bytes, copy: CopyKey, *, max_bytes: int, tim
         channel.send(Get(copy, 0, max_bytes))
         data = channel.expect(Data)
         if data.total > max_bytes:
-            raise FrameError(f"{describe(copy)} has {data.total} bytes, more than the {max_bytes} that are let in")
+            raise ProtocolError(f"{describe(copy)} has {data.total} bytes, more than the {max_bytes} that are let in")
         if data.num_bytes != data.total:
-            raise FrameError(f"it sends {data.num_bytes} bytes of {data.total}")
+            raise ProtocolError(f"it sends {data.num_bytes} bytes of {data.total}")
         into = bytearray(data.num_bytes)
         channel.receive_into(memoryview(into))
     return bytes(into)
@@ -295,7 +291,7 @@ def describe(key: CopyKey) -> str:
 
 
 def _fetch_ranges(
-    channel: Channel, copy: CopyKey, into: memoryview, ranges: queue.SimpleQueue[range], digests: list[str]
+    channel: ReplicaChannel, copy: CopyKey, into: memoryview, ranges: queue.SimpleQueue[range], digests: list[str]
 ) -> None:
     """Fetch ranges until none is left; always one is asked for ahead of the one that is being received.
 
@@ -315,10 +311,11 @@ def _fetch_ranges(
         begin, end = chunks.start * CHUNK_BYTES, min(num_bytes, chunks.stop * CHUNK_BYTES)
         data = channel.expect(Data)
         if (data.total, data.num_bytes) != (num_bytes, end - begin):
-            raise FrameError(f"it holds {data.total} bytes of {describe(copy)} instead of {num_bytes}")
+            raise ProtocolError(f"it holds {data.total} bytes of {describe(copy)} instead of {num_bytes}")
         for number in chunks:
             start = number * CHUNK_BYTES
-            digests[number] = channel.receive_chunk(into[start : min(end, start + CHUNK_BYTES)])
+            chunk = into[start : min(end, start + CHUNK_BYTES)]
+            digests[number] = channel.receive_chunk(len(chunk), chunk.__getitem__)
     if is_used:
         channel.send(Get(copy, num_bytes, 0))
         channel.expect(Data)

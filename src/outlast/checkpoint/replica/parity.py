@@ -19,8 +19,9 @@ import numpy as np
 
 from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError
 from outlast.checkpoint.replica.client import Landing, ReplicaError, Target, connect, describe, naming
-from outlast.checkpoint.replica.protocol import SLICE_BYTES, Channel, Data, FrameError, Get
+from outlast.checkpoint.replica.protocol import SLICE_BYTES, Data, Get, ReplicaChannel
 from outlast.checkpoint.shard import CHUNK_BYTES, digest, num_chunks
+from outlast.runtime.wire import ProtocolError
 
 __all__ = ["PARITY_PART", "Block", "Parities", "ParityMember", "blocks_of", "holders_of", "rebuild", "xor_into"]
 
@@ -28,7 +29,7 @@ __all__ = ["PARITY_PART", "Block", "Parities", "ParityMember", "blocks_of", "hol
 PARITY_PART = "parity"
 PIECE_BYTES = 1 << 20
 MAX_UNFINISHED = 2
-"""Parities of a rank that may lack blocks: the one of the save under way, and one that somebody is late for."""
+"""Parities of a rank that may lack blocks: the one of the save under way, and one for which a member is late."""
 
 
 def holders_of(group: Sequence[int], rank: int) -> tuple[int, ...]:
@@ -83,7 +84,7 @@ class Parities:
     """The parities of which a node has begun to receive blocks. Thread: any.
 
     A block that breaks off has changed its parity already: the parity is given up, and everybody that contributes to it
-    is told. Bounded: a rank has at most ``MAX_UNFINISHED``, older ones are given up.
+    gets an error. Bounded: a rank has at most ``MAX_UNFINISHED``, older ones are given up.
     """
 
     def __init__(self, holdings: Holdings) -> None:
@@ -302,7 +303,7 @@ def _plan(lost: CopyKey, members: Sequence[ParityMember]) -> list[list[_XorPiece
 
 
 def _combine(
-    plan: list[list[_XorPiece]], members: Sequence[ParityMember], channels: dict[int, Channel], view: memoryview
+    plan: list[list[_XorPiece]], members: Sequence[ParityMember], channels: dict[int, ReplicaChannel], view: memoryview
 ) -> tuple[str, ...]:
     """Ask for the pieces of a few chunks ahead, and XOR them as they come."""
     scratch = memoryview(bytearray(SLICE_BYTES))
@@ -320,7 +321,7 @@ def _combine(
                 channel = channels[piece.member]
                 data = channel.expect(Data)
                 if data.num_bytes != piece.num_bytes:
-                    raise FrameError(f"it holds only {data.total} bytes of {describe(piece.key)}")
+                    raise ProtocolError(f"it holds only {data.total} bytes of {describe(piece.key)}")
                 if piece is pieces[0]:
                     channel.receive_into(chunk)
                 else:
@@ -329,7 +330,7 @@ def _combine(
     return tuple(digests)
 
 
-def _xor_from(channel: Channel, into: memoryview, scratch: memoryview) -> None:
+def _xor_from(channel: ReplicaChannel, into: memoryview, scratch: memoryview) -> None:
     for start in range(0, len(into), SLICE_BYTES):
         part = scratch[: min(SLICE_BYTES, len(into) - start)]
         channel.receive_into(part)

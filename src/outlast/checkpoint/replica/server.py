@@ -21,28 +21,26 @@ from outlast.checkpoint.replica.client import describe
 from outlast.checkpoint.replica.parity import Parities, write_all
 from outlast.checkpoint.replica.protocol import (
     SLICE_BYTES,
-    Channel,
     Chunk,
     Data,
-    Failed,
-    FrameError,
     Get,
     Keep,
     Kept,
     Message,
-    NotAuthenticated,
     Ping,
+    Proceed,
     Put,
-    Ready,
+    ReplicaChannel,
     Working,
 )
 from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.runtime.wire import ProtocolError
 
 __all__ = ["ReplicaServer", "Service"]
 
 
 WORKING_S = 1.0
-"""Seconds after which a peer that waits for a disk hears that it is being worked at."""
+"""Seconds after which a peer that waits for a disk gets a :class:`Working`."""
 MAX_WORK_S = 120.0
 T = TypeVar("T")
 
@@ -55,7 +53,7 @@ class _Sink(Protocol):
     def drop(self) -> None: ...
 
 
-class _Whole:
+class _WholePart:
     """A part that is stored as it comes."""
 
     def __init__(self, incoming: Incoming) -> None:
@@ -77,7 +75,7 @@ class Service:
     Thread: one.
     """
 
-    def __init__(self, channel: Channel, holdings: Holdings, parities: Parities) -> None:
+    def __init__(self, channel: ReplicaChannel, holdings: Holdings, parities: Parities) -> None:
         self._channel, self._holdings, self._parities = channel, holdings, parities
         self._scratch = memoryview(bytearray(SLICE_BYTES))
         self._open: tuple[CopyKey, int, int] | None = None
@@ -87,7 +85,7 @@ class Service:
 
         Raises:
             ConnectionError, TimeoutError: The peer broke off, or nothing moved for too long.
-            FrameError: It sent what is none of ours.
+            ProtocolError: It sent what is no request.
         """
         try:
             while (request := self._channel.receive()) is not None:
@@ -98,13 +96,13 @@ class Service:
     def _answer(self, request: Message) -> None:
         match request:
             case Ping():
-                self._channel.send(Ready())
+                self._channel.send(Proceed())
             case Put():
                 self._put(request)
             case Get():
                 self._get(request)
             case _:
-                raise FrameError(f"it sent a {type(request).__name__} as a request")
+                raise ProtocolError(f"it sent a {type(request).__name__} as a request")
 
     # -- taking in ---------------------------------------------------------------------------------------------
 
@@ -117,7 +115,7 @@ class Service:
                 late.drop()
             raise
         except (HoldingsError, OSError) as error:
-            self._channel.send(Failed(str(error)))
+            self._channel.refuse(error)
             return
         sink = made[0]
         received = 0
@@ -128,10 +126,10 @@ class Service:
             sink.write(piece, start + offset)
 
         try:
-            self._channel.send(Ready())
+            self._channel.send(Proceed())
             for start in range(0, request.num_bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, request.num_bytes - start)
-                self._channel.send(Chunk(self._channel.receive_pieces(size, self._scratch, write)))
+                self._channel.send(Chunk(self._channel.receive_chunk(size, self._room, write)))
             if not isinstance(self._channel.receive(), Keep):
                 raise ConnectionResetError("it left before the end")
             self._patiently(sink.keep)
@@ -145,14 +143,17 @@ class Service:
         finally:
             sink.drop()
 
+    def _room(self, part: slice) -> memoryview:
+        return self._scratch[: part.stop - part.start]
+
     def _sink(self, request: Put) -> _Sink:
         if request.contributor >= 0:
             return self._parities.begin(request.key, request.contributor, request.num_contributors)
-        return _Whole(self._holdings.receive(request.key, request.num_bytes))
+        return _WholePart(self._holdings.receive(request.key, request.num_bytes))
 
     def _give_up(self, error: str, num_bytes: int) -> None:
-        """Tell the peer, and take what it sends until it has heard of it."""
-        self._channel.send(Failed(error))
+        """Report it to the peer, and take what the peer sends until it has read that."""
+        self._channel.refuse(error)
         while num_bytes > 0:
             piece = self._scratch[: min(SLICE_BYTES, num_bytes)]
             self._channel.receive_into(piece)
@@ -190,15 +191,15 @@ class Service:
             try:
                 found = self._holdings.open(request.key)
             except (HoldingsError, OSError) as error:
-                self._channel.send(Failed(str(error)))
+                self._channel.refuse(error)
                 return
             if found is None:
-                self._channel.send(Failed(f"it does not hold {describe(request.key)}"))
+                self._channel.refuse(f"it does not hold {describe(request.key)}")
                 return
             self._open = request.key, *found
         elif not self._holdings.is_unchanged(request.key, self._open[1]):
             self._close_part()
-            self._channel.send(Failed(f"its memory of {describe(request.key)} serves a newer save"))
+            self._channel.refuse(f"its memory of {describe(request.key)} serves a newer save")
             return
         _, fd, total = self._open
         num_bytes = max(0, min(request.num_bytes, total - request.offset))
@@ -249,8 +250,8 @@ class ReplicaServer:
         self._holdings, self._key, self._on_refused = holdings, key, on_refused
         self._parities = Parities(holdings)
         self._lock = threading.Lock()
-        self._strangers: dict[Channel, threading.Thread] = {}
-        self._peers: dict[Channel, threading.Thread] = {}
+        self._strangers: dict[ReplicaChannel, threading.Thread] = {}
+        self._peers: dict[ReplicaChannel, threading.Thread] = {}
         self._reported: set[str] = set()
         self._stopping = threading.Event()
         self._socket = socket.create_server(
@@ -291,7 +292,7 @@ class ReplicaServer:
                 log.warning("the replica port cannot accept a connection (%s)", error.strerror)
                 continue
             try:
-                channel = Channel(connection, HANDSHAKE_S)
+                channel = ReplicaChannel(connection, HANDSHAKE_S)
             except OSError:
                 connection.close()  # it was reset meanwhile
                 continue
@@ -310,14 +311,14 @@ class ReplicaServer:
                 self._strangers[channel] = thread
             thread.start()
 
-    def _serve(self, channel: Channel, source: str) -> None:
+    def _serve(self, channel: ReplicaChannel, source: str) -> None:
         """Thread: the connection's."""
         try:
             if not self._admit(channel, source):
                 return
             channel.set_timeout(IDLE_S)
             Service(channel, self._holdings, self._parities).run()
-        except FrameError as error:
+        except ProtocolError as error:
             self._refuse(source, str(error))
         except OSError as error:
             log.debug("the connection from %s ended: %s", source, error)
@@ -327,15 +328,15 @@ class ReplicaServer:
                 self._peers.pop(channel, None)
             channel.close()
 
-    def _admit(self, channel: Channel, source: str) -> bool:
+    def _admit(self, channel: ReplicaChannel, source: str) -> bool:
         """Let a stranger prove that it is a peer."""
         try:
-            if not channel.challenge_client(self._key(), HANDSHAKE_S):
+            if not channel.prove_key(self._key(), is_server=True, within_s=HANDSHAKE_S):
                 return False
         except TimeoutError:
             self._refuse(source, "it did not authenticate in time")
             return False
-        except (NotAuthenticated, FrameError, OSError) as error:
+        except OSError as error:
             self._refuse(source, str(error))
             return False
         with self._lock:

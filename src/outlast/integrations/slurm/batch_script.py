@@ -58,8 +58,8 @@ class BatchScript:
     """Time limit in Slurm's words (``90``, ``4:00:00``, ``2-00``); ``None`` = the partition's."""
 
     preempt_time: int = 60
-    """Seconds before the time limit, and before a preemption that leaves them, at which the workers are told to save
-    and leave; Slurm may be up to a minute early. 0 = they are not told."""
+    """Seconds before the time limit, and before a preemption that leaves them, at which the workers must save
+    and leave; Slurm may be up to a minute early. 0 = they are not."""
 
     num_job_retries_on_failure: int = 2
     """Failed jobs in a row, without progress in between, that are given back to the queue."""
@@ -190,7 +190,7 @@ class BatchScript:
   {command}
 code=$?
 
-# Told to leave (75, or 128 and a signal): back to the queue. A failure: at most {retries} times without progress.
+# Shutdown requested (75, or 128 and a signal): back to the queue. A failure: at most {retries} times without progress.
 # Finished (0), and what needs a person (2, 17, 93): never.
 {ours} slurm requeue --run-dir={self.run_dir} --exit-code="$code" --num-job-retries-on-failure={retries}
 exit "$code"

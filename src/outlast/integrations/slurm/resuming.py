@@ -23,13 +23,13 @@ def resolve_resume_path(
 ) -> Path | str | None:
     """Return the newest generation of which every byte is what was saved; ``None`` when there is none.
 
-    Torn, damaged and foreign ones are passed over, and so is what was saved for diagnosis. Nothing is trusted because
+    Torn, damaged and foreign ones are skipped, and so is what was saved for diagnosis. Nothing is trusted because
     a tracker names it.
 
     Args:
         checkpoint_dir: A global directory (path or URL), a ``local_directory``, or one node's folder in it.
-        run_dir: The run directory; what its ``ladder.json`` distrusts, because it led to invalid results, is passed
-            over too.
+        run_dir: The run directory; what its ``ladder.json`` distrusts, because it led to invalid results, is skipped
+            too.
         num_threads: Readers.
 
     Returns:
