@@ -44,7 +44,7 @@ def from_json(data: bytes | str, kind: Any) -> Any:
     """Return the value that a text stands for.
 
     Raises:
-        msgspec.DecodeError: It is no JSON, or (as ``msgspec.ValidationError``) nothing of this type.
+        msgspec.DecodeError: It is not JSON, or (as ``msgspec.ValidationError``) not of this type.
     """
     return json_decoder(kind).decode(data)
 
@@ -57,7 +57,7 @@ def from_msgpack(data: bytes | bytearray | memoryview, kind: Any) -> Any:
     """Return the value that a packet stands for.
 
     Raises:
-        msgspec.DecodeError: It is no MessagePack, or (as ``msgspec.ValidationError``) nothing of this type.
+        msgspec.DecodeError: It is not MessagePack, or (as ``msgspec.ValidationError``) not of this type.
     """
     return msgpack_decoder(kind).decode(data)
 
@@ -72,10 +72,10 @@ def convert(value: Any, kind: Any, *, strict: bool = True) -> Any:
     Args:
         value: What is converted.
         kind: The type.
-        strict: Whether a text that reads as a number is no number.
+        strict: Whether a text that reads as a number is refused as a number.
 
     Raises:
-        msgspec.ValidationError: It is nothing of this type.
+        msgspec.ValidationError: It is not of this type.
     """
     with _preparing:
         return msgspec.convert(value, kind, strict=strict)

@@ -56,7 +56,7 @@ RUN_ID = "OUTLAST_RUN_ID"
 RUN_DIR = "OUTLAST_RUN_DIR"
 """The run directory, an absolute path."""
 RESUME_OTHER = "OUTLAST_RESUME_FROM_OTHER_RUN"
-"""``1``: what another run saved may be gone on from, whatever the script's config says; set by an agent only."""
+"""``1``: the run may continue from what another run saved, whatever the script's config has; set by an agent only."""
 NAMES = "OUTLAST_RUN_NAMES"
 """JSON list of the names that somebody gave to the run (its id, its directory), empty where nobody did; set by an agent
 only."""
@@ -96,7 +96,7 @@ def environ() -> dict[str, str]:
 
 
 def postmortem_path() -> str | None:
-    """Return where this worker records how it ends; ``None`` without an agent of ours."""
+    """Return where this worker records how it ends; ``None`` without ``outlast run``."""
     return os.environ.get(POSTMORTEM) or None
 
 
@@ -137,7 +137,7 @@ class WorkerEnv:
     """What this node's ranks compute on, where the hardware has no name of its own; ``None`` = the node's name."""
     run_dir: str | None = None
     board: str | None = None
-    """Path of the agent's heartbeat board; ``None`` without an agent of ours."""
+    """Path of the agent's heartbeat board; ``None`` without ``outlast run``."""
     launcher: str = "python"
     """``outlast``, ``torchrun``, ``srun`` or ``python``."""
     fault_tolerance: str | None = None
@@ -145,7 +145,7 @@ class WorkerEnv:
     config_file: str | None = None
     """The config file of ``outlast run``, empty where there is none; ``None`` = it did not start this worker."""
     writer: str | None = None
-    """Address of the agent's checkpoint writer; ``None`` without an agent of ours."""
+    """Address of the agent's checkpoint writer; ``None`` without ``outlast run``."""
     master_addr: str | None = None
     """Host of the ranks' store; ``None`` when there is one rank."""
     untrusted: str | None = None
@@ -153,13 +153,13 @@ class WorkerEnv:
     replay: str | None = None
     """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
     names: tuple[str, ...] = ()
-    """The names that somebody gave to the run, such as ``id a`` and ``directory /a``; they tell it from others."""
+    """The names that somebody gave to the run, such as ``id a`` and ``directory /a``; other runs have others."""
     allocation: str | None = None
     """The scheduler's number of the job; ``None`` without a scheduler."""
     requeues: int = 0
     """How often the scheduler has started that job again."""
     resumes_other: bool = False
-    """What another run saved may be gone on from: ``outlast run`` was told so."""
+    """The run may continue from what another run saved: an option of ``outlast run``."""
     call: int = 0
     """Number of the call, where a function is called again in the same processes."""
 
@@ -177,7 +177,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         environment: What to read instead of the environment of this process.
 
     Raises:
-        ConfigError: A variable that must be a number is none.
+        ConfigError: A variable that must be a number is not one.
     """
     env = os.environ if environment is None else environment
 
@@ -256,13 +256,13 @@ def _names(env: Mapping[str, str], launcher: str) -> tuple[str, ...]:
     """Return the names that somebody gave to the run.
 
     Raises:
-        ConfigError: What the agent says is not in its form.
+        ConfigError: What the agent set is not in its form.
     """
     if launcher == "outlast":
         try:
             return tuple(str(name) for name in json.loads(env.get(NAMES) or "[]"))
         except ValueError:
-            raise ConfigError(f"environment variable {NAMES}={env[NAMES]!r} is no JSON list; unset it") from None
+            raise ConfigError(f"environment variable {NAMES}={env[NAMES]!r} is not a JSON list; unset it") from None
     return name_of_run(env.get("TORCHELASTIC_RUN_ID")) if launcher == "torchrun" else ()
 
 
@@ -270,10 +270,10 @@ _STEP_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 def _tasks_per_node(env: Mapping[str, str], world_size: int) -> tuple[int, ...]:
-    """Return the number of tasks on each node of this step; nothing when it is not said.
+    """Return the number of tasks on each node of this step; nothing when it is not known.
 
     Raises:
-        ConfigError: It is said in another form than Slurm's.
+        ConfigError: It is not in Slurm's form.
     """
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if text := env.get(name):

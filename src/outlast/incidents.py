@@ -54,7 +54,7 @@ class IncidentKind(StrEnum):
     SAVE_FAILED = "save_failed"
     """A generation could not be made durable; the earlier ones stay."""
     COPY_REJECTED = "copy_rejected"
-    """A stored copy failed its verification and was passed over."""
+    """A stored copy failed its verification and was skipped."""
     REPLICATION_FAILED = "replication_failed"
     """A partner took no copy, or not the right one; generations count without it until it does again."""
     WRITER_LOST = "writer_lost"
@@ -64,7 +64,7 @@ class IncidentKind(StrEnum):
     INVALID_RESULT = "invalid_result"
     """A result of a step was rejected; the evidence holds the diagnosis."""
     STRAGGLER = "straggler"
-    """A rank is slower than the others, or than it was, for several windows in a row; the evidence says in what."""
+    """A rank is slower than the others, or than it was, for several windows in a row; the evidence names in what."""
 
 
 CYCLE_ENDING = frozenset(
@@ -204,7 +204,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EventKind(StrEnum):
-    """Names of the journal's events; the comment says who writes it and what ``data`` holds."""
+    """Names of the journal's events; the comment names who writes it and what ``data`` holds."""
 
     JOB_STARTED = "job_started"
     """Agent: ``command``, ``num_nodes``, ``max_nodes``, ``min_nodes``, ``nproc_per_node``, ``endpoints`` (where the
@@ -254,7 +254,7 @@ class EventKind(StrEnum):
     """Whoever causes it: ``fault``, ``target``. Of a fault plan also ``fault_id``, ``device``, and for a changed number
     ``tensor``, ``element``, ``bit``, ``before``, ``after``."""
     NOTICE = "notice"
-    """Worker or agent: told to leave; ``signal``, if it was one; worker: ``source``, ``reason``, ``deadline_s``
+    """Worker or agent: shutdown requested; ``signal``, if it was one; worker: ``source``, ``reason``, ``deadline_s``
     (seconds until the process is ended)."""
     SESSION_ENDED = "session_ended"
     """Worker: ``exit_code``."""

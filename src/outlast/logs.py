@@ -43,7 +43,7 @@ class LogSettings:
 
 
 def read_settings(variables: Mapping[str, str] | None = None) -> LogSettings:
-    """Return what the environment says.
+    """Return what the environment sets.
 
     Args:
         variables: What to read instead of the environment of this process.
@@ -117,7 +117,7 @@ def configure(
     handler.setFormatter(kind(where, threads or {}, node=node, rank=rank))
     logger.addHandler(handler)
     logger.propagate = is_shared
-    # Without a level of its own the logger has that of the application, which is WARNING until it says otherwise.
+    # Without a level of its own the logger has that of the application, which is WARNING unless it sets another.
     if settings.is_level_given or (logger.level == logging.NOTSET and not (is_shared and level == logging.WARNING)):
         logger.setLevel(level)
     logging.getLogger(OUTCOME).setLevel(logging.INFO)
@@ -126,7 +126,7 @@ def configure(
 
 
 def configure_worker(rank: int, node: str, *, least: int = logging.INFO) -> None:
-    """Configure the log of a training process: what all ranks would say alike is said by rank 0.
+    """Configure the log of a training process: what is the same on all ranks is logged by rank 0.
 
     The others write warnings and errors only, unless the level is ``debug``.
 

@@ -21,13 +21,13 @@ def expand_counts(text: str) -> tuple[int, ...]:
         text: As in ``SLURM_TASKS_PER_NODE``: ``4``, ``4(x2)``, ``4(x2),3``.
 
     Raises:
-        ConfigError: It is no such text.
+        ConfigError: It is another text.
     """
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
         if match is None or int(match[2] or 1) > _MAX_NODES:
-            raise ConfigError(f"{text!r} is no list of counts such as 4(x2),3")
+            raise ConfigError(f"{text!r} is not a list of counts such as 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
@@ -39,7 +39,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
         text: As in ``SLURM_JOB_NODELIST``: ``n1``, ``n[1-3,7]``, ``gpu[07-09],login1``, ``rack[1-2]n[01-16]``.
 
     Raises:
-        ConfigError: It is no such text.
+        ConfigError: It is another text.
     """
     names: list[str] = []
     for part in _split(text):
@@ -55,12 +55,12 @@ def _split(text: str) -> Iterator[str]:
     for position, character in enumerate(text):
         depth += {"[": 1, "]": -1}.get(character, 0)
         if depth not in (0, 1):
-            raise ConfigError(f"{text!r} is no node list: its brackets do not match")
+            raise ConfigError(f"{text!r} is not a node list: its brackets do not match")
         if character == "," and not depth:
             yield text[start:position].strip()
             start = position + 1
     if depth:
-        raise ConfigError(f"{text!r} is no node list: its brackets do not match")
+        raise ConfigError(f"{text!r} is not a node list: its brackets do not match")
     if text[start:].strip():
         yield text[start:].strip()
 
@@ -68,7 +68,7 @@ def _split(text: str) -> Iterator[str]:
 def _expand(part: str, whole: str) -> list[str]:
     head, bracket, rest = part.partition("[")
     if not head and not bracket:
-        raise ConfigError(f"{whole!r} is no node list: a name is empty")
+        raise ConfigError(f"{whole!r} is not a node list: a name is empty")
     if not bracket:
         return [part]
     inner, _, tail = rest.partition("]")
@@ -76,10 +76,10 @@ def _expand(part: str, whole: str) -> list[str]:
     for piece in inner.split(","):
         match = _RANGE.fullmatch(piece.strip())
         if match is None:
-            raise ConfigError(f"{whole!r} is no node list: {piece!r} is neither a number nor a range")
+            raise ConfigError(f"{whole!r} is not a node list: {piece!r} is neither a number nor a range")
         first, last = int(match[1]), int(match[2] or match[1])
         if not 0 <= last - first < _MAX_NODES:
-            raise ConfigError(f"{whole!r} is no node list: {piece!r} is no range")
+            raise ConfigError(f"{whole!r} is not a node list: {piece!r} is not a range")
         middles += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
     tails = _expand(tail, whole) if tail else [""]
     return [f"{head}{middle}{end}" for middle in middles for end in tails]

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from outlast.bench import load
 from outlast.bench.checkpoint_state import CheckpointState, holds
-from outlast.bench.measuring import Rounds, measure_in_process
+from outlast.bench.measuring import MeasuredRounds, measure_in_process
 from outlast.bench.save import measure_saves
 from outlast.cli.bench import bench
 from outlast.errors import OutlastError
@@ -99,7 +99,7 @@ def test_a_process_that_measures_too_long_is_ended(tmp_path: Path) -> None:
 
 def test_ratios_are_taken_round_by_round() -> None:
     """A ratio is the median over the rounds of ours to the peer's of the same round; what is missing has none."""
-    rounds = Rounds([{"a": 1.0, "b": 2.0}, {"a": 9.0, "b": 10.0}, {"a": 4.0, "b": 4.0, "c": 1.0}])
+    rounds = MeasuredRounds([{"a": 1.0, "b": 2.0}, {"a": 9.0, "b": 10.0}, {"a": 4.0, "b": 4.0, "c": 1.0}])
     assert rounds.ratio("a", "b") == 0.9
     assert rounds.median("a") == 4.0
     assert rounds.median("c") is None

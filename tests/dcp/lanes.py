@@ -16,7 +16,7 @@ from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.peers import OwnStore
-from outlast.checkpoint.places import Places
+from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Save, SaveHandle
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
@@ -120,10 +120,11 @@ def open_lane(
         targets={},
         generations=frozenset(),
         global_error=None,
+        replication=Replication(),
         seen_local=None,
         seen_global=NEW,
     )
-    return GlobalLane(
+    lane = GlobalLane(
         places,
         rank=rank,
         store=store,
@@ -132,8 +133,9 @@ def open_lane(
         claim=Claim(directory, run, NEW) if rank == 0 else None,
         retention=rules,
         outcomes=Noted(note),  # type: ignore[arg-type]
-        file_bytes=file_bytes,
     )
+    lane.file_bytes = file_bytes
+    return lane
 
 
 def staged_save(image: Image, iteration: int, attempt: SaveAttempt, *, suspect: bool = False) -> Save:

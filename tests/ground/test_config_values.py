@@ -34,7 +34,7 @@ BAD = [
     (FaultToleranceConfig, {"min_nodes": 0}, "min_nodes=0 must be at least 1"),
     (FaultToleranceConfig, {"shutdown_grace": -1.0}, "shutdown_grace=-1.0"),
     (FaultToleranceConfig, {"node_heartbeat_timeout": 0.0}, "node_heartbeat_timeout=0.0"),
-    (FaultToleranceConfig, {"rank_termination_signal": "SIGWHAT"}, "is not a signal; write SIGKILL"),
+    (FaultToleranceConfig, {"rank_termination_signal": "SIGWHAT"}, "is not a signal; write for example SIGKILL"),
     (FaultToleranceConfig, {"simulated_fault_type": "rank_lost"}, "rank_hung, rank_killed or random"),
     (FaultToleranceConfig, {"simulated_fault_rank": -1}, "simulated_fault_rank=-1"),
     (FaultToleranceConfig, {"simulated_fault_base_delay": -1.0}, "simulated_fault_base_delay=-1.0"),

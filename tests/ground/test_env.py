@@ -178,7 +178,7 @@ def test_an_id_that_changes_with_each_start_is_no_name(run_id: str, names: tuple
     agents = {RUN_ID: run_id, BOARD: "/board", NAMES: '["id a", "directory /a"]'}
     assert read_worker(agents).names == ("id a", "directory /a")
     assert read_worker({**agents, NAMES: ""}).names == ()
-    with pytest.raises(ConfigError, match="OUTLAST_RUN_NAMES='a' is no JSON list"):
+    with pytest.raises(ConfigError, match="OUTLAST_RUN_NAMES='a' is not a JSON list"):
         read_worker({**agents, NAMES: "a"})
 
 

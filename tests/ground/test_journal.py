@@ -59,7 +59,7 @@ def test_times_are_readable(tmp_path: Path) -> None:
 
 
 def test_torn_line_costs_only_itself(tmp_path: Path) -> None:
-    """A line torn by a kill is passed over, also when the next process appends to the same file."""
+    """A line torn by a kill is skipped, also when the next process appends to the same file."""
     journal = open_journal(tmp_path)
     journal.write(EventKind.PROGRESS, iteration=1)
     journal.close()

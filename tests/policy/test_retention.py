@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.retention import choose_kept
+from outlast.policy.retention import KEEP_ALL, RetentionRules, choose_kept, choose_removed
 
 ITERATIONS = st.lists(st.integers(0, 500), max_size=40)
+FEW = st.sets(st.integers(0, 60))
 GAPS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 
 
@@ -83,3 +84,31 @@ def test_senseless_numbers_are_refused(k: int, interval: int, window: int) -> No
     """Nothing is deleted by a policy that makes no sense."""
     with pytest.raises(ValueError, match="must"):
         choose_kept([1], most_recent_k=k, retain_interval=interval, suspect_window=window)
+
+
+@given(FEW, FEW, st.integers(0, 60), st.integers(1, 5), st.integers(0, 9))
+def test_what_is_removed_is_older_and_not_kept(
+    present: set[int], valid: set[int], newest: int, k: int, window: int
+) -> None:
+    """Nothing that is as new as the newest commit is removed, nor what the rules keep of the valid generations; what
+    is older and not valid goes, whole or not."""
+    rules = RetentionRules(most_recent_k=k, suspect_window=window)
+    removed = set(choose_removed(sorted(present), valid, newest=newest, rules=rules, not_finite=()))
+    assert all(generation < newest for generation in removed)
+    kept = choose_kept((present & valid) | {newest}, most_recent_k=k, suspect_window=window)
+    if newest in valid:
+        assert not removed & kept
+    assert {generation for generation in present - valid if generation < newest} <= removed
+
+
+def test_a_newest_one_that_is_not_known_to_be_valid_displaces_no_finite_one() -> None:
+    """A newer generation may be torn: the newest that is known to be finite stays beside it."""
+    rules = RetentionRules(most_recent_k=1)
+    assert choose_removed([5, 4, 3], {4, 3}, newest=5, rules=rules, not_finite=()) == [3]
+
+
+@given(FEW, FEW)
+def test_who_keeps_all_loses_nothing(present: set[int], valid: set[int]) -> None:
+    """Not even what is not known to be valid."""
+    rules = RetentionRules(most_recent_k=KEEP_ALL)
+    assert choose_removed(present, valid, newest=61, rules=rules, not_finite=()) == []

@@ -26,7 +26,7 @@ from outlast.ray.protocol import (
     Joined,
     ShellSettings,
 )
-from outlast.ray.shell import shell_class
+from outlast.ray.shell import create_shell
 from outlast.ray.train_actor import TrainActor
 
 LIMIT_S = 60.0
@@ -190,36 +190,35 @@ class Crew:
         )
         self._actor, self._environment = actor, environment
         made = [self.make(nodes[n % len(nodes)] if nodes else None) for n in range(mesh.size + num_spares)]
-        self.seats, self.spares = made[: mesh.size], made[mesh.size :]
-        self.hello(self.spares)
+        self.slots, self.spares = made[: mesh.size], made[mesh.size :]
+        self.identities(self.spares)
 
     def make(self, node: str | None = None) -> Any:
         """Start one more shell, on a node."""
-        options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
-        if self._environment:
-            options["runtime_env"] = {"env_vars": self._environment}
+        options: dict[str, Any] = {"num_cpus": 1}
+        runtime_env = {"env_vars": self._environment} if self._environment else None
         if node is not None:
             options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                 node, soft=False
             )
-        return shell_class().options(**options).remote(self._actor, (), {}, self._settings)
+        return create_shell(self._actor, (), {}, self._settings, runtime_env, options)
 
-    def hello(self, shells: Sequence[Any] | None = None) -> list[ActorIdentity]:
-        """Return who the actors are, those with seats by default."""
-        shells = self.seats if shells is None else shells
-        return list(ray.get([shell.hello.remote() for shell in shells], timeout=LIMIT_S))
+    def identities(self, shells: Sequence[Any] | None = None) -> list[ActorIdentity]:
+        """Return who the actors are, those with slots by default."""
+        shells = self.slots if shells is None else shells
+        return list(ray.get([shell.identity.remote() for shell in shells], timeout=LIMIT_S))
 
     def pids(self) -> list[int]:
-        return [one.pid for one in self.hello()]
+        return [one.pid for one in self.identities()]
 
-    def pulses(self) -> list[ActorStatus]:
-        return list(ray.get([shell.pulse.remote() for shell in self.seats], timeout=LIMIT_S))
+    def statuses(self) -> list[ActorStatus]:
+        return list(ray.get([shell.status.remote() for shell in self.slots], timeout=LIMIT_S))
 
     def begin_join(
         self, has: Sequence[int | None] | None = None, writers: Sequence[str | None] | None = None
     ) -> list[Any]:
         self.incarnation += 1
-        addr, port = ray.get(self.seats[0].host_store.remote(), timeout=LIMIT_S)
+        addr, port = ray.get(self.slots[0].host_store.remote(), timeout=LIMIT_S)
         return [
             shell.join.remote(
                 ActorAssignment(
@@ -236,7 +235,7 @@ class Crew:
                     writer=writers[rank] if writers else None,
                 )
             )
-            for rank, shell in enumerate(self.seats)
+            for rank, shell in enumerate(self.slots)
         ]
 
     def join(
@@ -249,7 +248,7 @@ class Crew:
     def begin_call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         call = Call(id=1, incarnation=self.incarnation, method=method)
         parcel = ray.put((args, kwargs))
-        return [shell.call.remote(call, parcel) for shell in self.seats]
+        return [shell.call.remote(call, parcel) for shell in self.slots]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks; return their values."""
@@ -263,16 +262,16 @@ class Crew:
 
     def wait_in_sections(self) -> None:
         """Wait until every rank is in a section."""
-        wait_until(lambda: all(one.sections for one in self.pulses()), "every rank's section")
+        wait_until(lambda: all(one.sections for one in self.statuses()), "every rank's section")
 
     def abort(self, ranks: Sequence[int], timeout_s: float = 20.0) -> list[Aborted]:
-        aborting = [self.seats[rank].abort.remote(self.incarnation, timeout_s) for rank in ranks]
+        aborting = [self.slots[rank].abort.remote(self.incarnation, timeout_s) for rank in ranks]
         return list(ray.get(aborting, timeout=LIMIT_S))
 
     def replace(self, rank: int) -> None:
-        """End the actor of a rank, whatever it does, and give its seat to a spare."""
-        ray.kill(self.seats[rank])
-        self.seats[rank] = self.spares.pop(0) if self.spares else self.make()
+        """End the actor of a rank, whatever it does, and give its slot to a spare."""
+        ray.kill(self.slots[rank])
+        self.slots[rank] = self.spares.pop(0) if self.spares else self.make()
 
     def restore(self) -> None:
         """Have everybody out of the incarnation, who does not come replaced, and a spare."""
@@ -283,7 +282,7 @@ class Crew:
             self.spares.append(self.make())
 
     def close(self) -> None:
-        for shell in [*self.seats, *self.spares]:
+        for shell in [*self.slots, *self.spares]:
             ray.kill(shell)
 
 

@@ -135,7 +135,7 @@ def test_a_stopped_actor_is_found(group: ActorGroup, folder: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_several_at_once_need_not_be_neighbours(group: ActorGroup, folder: Path) -> None:
-    """Ranks 0 and 3 die together: 1 and 2 go on in their processes and seats, with another first rank."""
+    """Ranks 0 and 3 die together: 1 and 2 go on in their processes and slots, with another first rank."""
     report = recover_from(group, folder, {0: "killtogether", 3: "killtogether"}, "begin")
     assert report.loaded == (0, 3)
 
@@ -176,7 +176,7 @@ def recover_from_two(group: ActorGroup, folder: Path, rank: int) -> RecoveryRepo
 
 
 @pytest.mark.slow
-def test_a_spare_may_die_when_it_takes_its_seat(group: ActorGroup, folder: Path) -> None:
+def test_a_spare_may_die_when_it_takes_its_slot(group: ActorGroup, folder: Path) -> None:
     """A spare that dies in its set-up is replaced by another one in the same recovery."""
     plan_fault(folder, "setup", -1, 1, "kill")
     report = recover_from_two(group, folder, 1)
@@ -187,7 +187,7 @@ def test_a_spare_may_die_when_it_takes_its_seat(group: ActorGroup, folder: Path)
 
 @pytest.mark.slow
 def test_what_is_lost_comes_back_as_spares(group: ActorGroup) -> None:
-    """After all these losses there are two spares again, and no more actors than seats and spares."""
+    """After all these losses there are two spares again, and no more actors than slots and spares."""
     wait_for_spares(group, 2)
     assert len(set(group.pids.values()) | set(group.spares)) == 6
 

@@ -99,8 +99,8 @@ def test_who_waits_for_a_commit_that_cannot_come_is_freed(crews: list[Crew], con
     crew.call("train", 1)
     before = crew.pids()
     calls = crew.begin_call("save_without", 1, 1)
-    wait_until(lambda: [name for name, _ in crew.pulses()[0].sections] == ["step"], "the wait for a commit")
-    wait_until(lambda: crew.pulses()[1].sections, "the other rank's sleep")
+    wait_until(lambda: [name for name, _ in crew.statuses()[0].sections] == ["step"], "the wait for a commit")
+    wait_until(lambda: crew.statuses()[1].sections, "the other rank's sleep")
     crew.replace(1)
     (aborted,) = crew.abort([0])
     assert (aborted.call_ended, aborted.iteration) == (True, 1), aborted
@@ -159,7 +159,7 @@ def test_nothing_grows_while_state_is_kept(crews: list[Crew], config: Checkpoint
 
 
 @pytest.mark.campaign
-def test_without_a_generation_all_begin_anew_unless_all_have_the_same_state(
+def test_without_a_generation_all_start_over_unless_all_have_the_same_state(
     crews: list[Crew], undisturbed: list[Any]
 ) -> None:
     """State that was never saved is kept where nobody lacks it; where somebody does, nobody goes on from it."""
@@ -250,8 +250,8 @@ def test_memory_of_nodes_outlives_actors_and_replicas_outlive_nodes(
         crew = Crew(MESH, checkpoint=config, nodes=nodes)
         crews.append(crew)
         spares = [crew.make(node) for node in (nodes[1], nodes[0])]
-        assert [one.node_id for one in crew.hello()] == nodes
-        assert len({one.node for one in crew.hello()}) == 2
+        assert [one.node_id for one in crew.identities()] == nodes
+        assert len({one.node for one in crew.identities()}) == 2
         addresses = keepers.ensure(nodes, LIMIT_S)
         assert sorted(addresses) == sorted(nodes)
         writers = [addresses[node] for node in nodes]
@@ -268,7 +268,7 @@ def test_memory_of_nodes_outlives_actors_and_replicas_outlive_nodes(
 
         ray_cluster.remove_node(added.pop())
         keepers.forget(nodes[1])
-        crew.seats[1] = crew.spares.pop(0)
+        crew.slots[1] = crew.spares.pop(0)
         (aborted,) = crew.abort([0])
         joined = crew.join(has=[aborted.iteration, None], writers=[addresses[nodes[0]]] * 2)
         assert joined[0].origin == "kept"

@@ -6,14 +6,12 @@ import signal
 
 import pytest
 
-from outlast.config import FaultToleranceConfig
-from outlast.incidents import EventKind
-from outlast.journal import read
-from outlast.ray.train_watch import RunFacts, TrainWatch, WorkerPlace
-from outlast.testing import RankProcesses
-
 ray = pytest.importorskip("ray")
-
+from outlast.config import FaultToleranceConfig  # noqa: E402
+from outlast.incidents import EventKind  # noqa: E402
+from outlast.journal import read  # noqa: E402
+from outlast.ray.train_watch import RunFacts, TrainWatch, WorkerPlace  # noqa: E402
+from outlast.testing import RankProcesses  # noqa: E402
 
 PATIENCE_S = 100.0
 
@@ -88,8 +86,8 @@ def test_culprit_is_found_on_another_machine_than_the_first_report(watches, work
     let_hang(workers, posts, range(2))
     assert workers.wait(PATIENCE_S, ranks=[1]) == [-signal.SIGKILL]
     assert workers.running(0)
-    standing = ray.get(watches[0].standing.remote(), timeout=PATIENCE_S)
-    assert (standing.incident.rank, standing.incident.node, standing.incident.pid) == (1, "machine-1", workers.pid(1))
+    facts = ray.get(watches[0].facts.remote(), timeout=PATIENCE_S)
+    assert (facts.incident.rank, facts.incident.node, facts.incident.pid) == (1, "machine-1", workers.pid(1))
     found = [event for event in read(tmp_path / "run") if event.kind == EventKind.INCIDENT]
     assert [(event.node, event.rank) for event in found] == [("machine-0", 1)]  # judged once, by the judge
 
@@ -108,7 +106,7 @@ def test_watch_judges_alone_when_the_judge_is_gone(watches, workers):
 def test_resting_watch_ends_nobody(watches, workers):
     """Workers whose attempt is over are not ended any more: who started them does that."""
     posts = begin(watches, workers, meet=watches)
-    ray.get([watch.rest.remote() for watch in watches], timeout=PATIENCE_S)
+    ray.get([watch.stop.remote() for watch in watches], timeout=PATIENCE_S)
     assert ray.get(watches[1].examine.remote(0), timeout=PATIENCE_S) == []
     assert ray.get(watches[1].end_worker.remote(0, 1), timeout=PATIENCE_S) is False
     ray.get(watches[1].close.remote(), timeout=PATIENCE_S)

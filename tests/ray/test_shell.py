@@ -69,13 +69,13 @@ def test_what_hangs_is_seen_from_beside_it(crew: Crew) -> None:
 
     crew.join()
     crew.begin_call("hang", "all_reduce", 1)
-    wait_until(lambda: all(one.exceeded for one in crew.pulses()), "the timeout")
-    pulse = crew.pulses()[1]
+    wait_until(lambda: all(one.exceeded for one in crew.statuses()), "the timeout")
+    pulse = crew.statuses()[1]
     assert pulse.due_in_s is not None
     assert pulse.due_in_s < 0
     assert [name for name, _ in pulse.sections] == ["step"]
     assert "section 'step' exceeded 0.5 s" in pulse.exceeded[0]
-    positions = ray.get([shell.examine.remote() for shell in crew.seats], timeout=60)
+    positions = ray.get([shell.examine.remote() for shell in crew.slots], timeout=60)
     assert [one.global_rank for one in positions] == [0, 1, 2, 3]
     assert [one.waits_in_collective for one in positions] == [True, False, True, True]
     assert "time.sleep" not in str(positions[0].stack_line)
@@ -89,11 +89,11 @@ def test_a_join_can_be_left_and_what_is_stale_is_refused(crew: Crew) -> None:
     import ray
 
     crew.join()
-    missing = crew.seats[3]
+    missing = crew.slots[3]
     crew.abort([0, 1, 2, 3])
-    crew.seats[3] = crew.spares.pop(0)
-    ray.get(missing.hello.remote(), timeout=60)
-    ray.kill(crew.seats[3])
+    crew.slots[3] = crew.spares.pop(0)
+    ray.get(missing.identity.remote(), timeout=60)
+    ray.kill(crew.slots[3])
     joins = crew.begin_join()[:3]
     aborted = crew.abort([0, 1, 2])
     assert all(one.call_ended for one in aborted), aborted
@@ -103,7 +103,7 @@ def test_a_join_can_be_left_and_what_is_stale_is_refused(crew: Crew) -> None:
     stale = crew.outcomes(crew.begin_call("look")[:3])
     assert {one.kind for one in stale if isinstance(one, CallFailed)} == {FailureKind.REFUSED}
     crew.incarnation -= 1
-    crew.seats[3] = missing
+    crew.slots[3] = missing
     refused = crew.outcomes(crew.begin_join()[:3])
     assert {one.kind for one in refused if isinstance(one, CallFailed)} == {FailureKind.REFUSED}
     crew.abort([3])
@@ -154,7 +154,7 @@ def test_a_plain_class_begins_anew_after_a_recovery(ray_cluster: object) -> None
         assert [one.iteration for one in crew.join()] == [0, 0]
         assert crew.call("add") == [(2.0, 1), (2.0, 1)]
         assert crew.call("add") == [(2.0, 2), (2.0, 2)]
-        assert [one.iteration for one in crew.pulses()] == [2, 2]
+        assert [one.iteration for one in crew.statuses()] == [2, 2]
         before = crew.pids()
         crew.replace(1)
         crew.abort([0])

@@ -18,7 +18,7 @@ def interruption() -> AsyncInterruption:
 @pytest.fixture
 def keeping(interruption: AsyncInterruption) -> StateTracker:
     keeping = StateTracker(None, interruption)
-    keeping.begin_anew(has_state=True)
+    keeping.start_over(has_state=True)
     return keeping
 
 
@@ -113,6 +113,6 @@ def test_a_state_of_which_nothing_is_known_is_torn_by_any_call_that_fails(keepin
 
 def test_an_actor_without_state_has_no_iteration(keeping: StateTracker) -> None:
     """There is nothing to lose, and nothing to be saved."""
-    keeping.begin_anew(has_state=False)
+    keeping.start_over(has_state=False)
     assert at(keeping) is None
     assert keeping.save({}, 0, now=True) is None

@@ -270,7 +270,7 @@ def test_folder_that_cannot_hold_a_board_is_named(tmp_path):
     ("content", "message"),
     [
         (b"", "has 0 bytes"),
-        (b"x" * 8192, "is no board"),
+        (b"x" * 8192, "is not a board"),
         (layout.MAGIC.to_bytes(8, "little") + (99).to_bytes(8, "little") + bytes(8), "has format 99"),
         (struct.pack("=3q", layout.MAGIC, layout.VERSION, 7), "7 ranks"),
     ],

@@ -61,7 +61,7 @@ def test_another_program_is_named_so(answer: bytes) -> None:
     """Whatever another program answers, it is no control store."""
     with (
         foreign(answer, after_request=not answer.startswith(b"SSH")) as endpoint,
-        pytest.raises(RendezvousError, match=f"what listens at {endpoint} is no control store of outlast"),
+        pytest.raises(RendezvousError, match=f"what listens at {endpoint} is not a control store of outlast"),
     ):
         read_key(endpoint, "status", timeout_s=LONG_S)
 

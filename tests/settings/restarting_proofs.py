@@ -27,8 +27,8 @@ from outlast.straggler.report import publish
 
 
 def task(config: InProcessRestartConfig) -> MonitorTask:
-    """Return what the monitor process is told."""
-    return MonitorTask.of(config, WorkerEnv(), host="h", meeting="m", labels={})
+    """Return what the monitor process gets."""
+    return MonitorTask.of(config, WorkerEnv(), host="h", bootstrap_key="b", labels={})
 
 
 def calls_the_function_as_it_is(_: Scene) -> None:
@@ -48,12 +48,12 @@ def calls_the_function_as_it_is(_: Scene) -> None:
 
 def assigned(config: InProcessRestartConfig) -> Any:
     """Return who of four ranks is active."""
-    one = rank.Rank(config, Wrapper(config)._plugins)
+    one = rank.WrappedRank(config, Wrapper(config)._plugins)
     members = tuple(
         SimpleNamespace(initial_rank=number, node=f"n{number // 2}", active_rank=None, is_alive=True, labels={})
         for number in range(4)
     )
-    order: Any = SimpleNamespace(members=members, iteration=0, ordinal=0)
+    order: Any = SimpleNamespace(members=members, restart_count=0, ordinal=0)
     return one._assign(order).ranks
 
 
@@ -76,7 +76,7 @@ def empties_the_cache(scene: Scene) -> None:
     scene.patch.setattr(rank, "leave", lambda *_: None)
     for value, times in ((True, 1), (False, 0)):
         config = InProcessRestartConfig(empty_cuda_cache=value)
-        one = rank.Rank(config, Wrapper(config)._plugins)
+        one = rank.WrappedRank(config, Wrapper(config)._plugins)
         one._handle, one._page, one._background = Mock(), Mock(), Mock()
         emptied.reset_mock()
         one._leave(None)
@@ -100,13 +100,12 @@ def looks_as_often_as_told(scene: Scene) -> None:
         intervals.append(interval_s)
         raise ConnectionError
 
-    for name in ("Announcements", "Background", "Meeting", "MonitorLink", "own_address"):
+    for name in ("StatusReporter", "Background", "Bootstrap", "MonitorLink", "MonitorTask", "Page", "own_address"):
         scene.patch.setattr(rank, name, Mock())
-    scene.patch.setattr(rank.Rank, "_describe_task", Mock())
     scene.patch.setattr(rank, "MonitorThread", start)
     for config in (InProcessRestartConfig(), InProcessRestartConfig(progress_watchdog_interval=0.25)):
         with pytest.raises(ConnectionError):
-            rank.Rank(config, Wrapper(config)._plugins).run(lambda: None, (), {})
+            rank.WrappedRank(config, Wrapper(config)._plugins).run(lambda: None, (), {})
     assert intervals == [1.0, 0.25]
 
 
@@ -277,28 +276,32 @@ STRAGGLER: dict[str, Proof] = {
 # -- groups of actors ----------------------------------------------------------------------------------------------
 
 pytest.importorskip("ray", reason="groups of actors need Ray")
-from outlast.ray import actor_group, recovery, watch  # noqa: E402
-from outlast.ray import actor_group as conductor  # noqa: E402
+from outlast.ray import actor_group, pool, recovery, watch  # noqa: E402
 from outlast.ray.mesh import Mesh  # noqa: E402
-from outlast.ray.recovery import Incarnation, Recovery, _Round  # noqa: E402
-from outlast.ray.watch import (  # noqa: E402
-    Gathered,
-    Reply,
-    Watch,
-    _Look,
-)
+from outlast.ray.pool import Pool, Reply, _SparePing  # noqa: E402
+from outlast.ray.recovery import Incarnation, Recovery, _Progress  # noqa: E402
+from outlast.ray.watch import Gathered, Watch, _AwaitedActor  # noqa: E402
 
 MESH = Mesh.of({"dp": 2})
 
 
 def actor(number: int) -> Any:
     return SimpleNamespace(
-        number=number, node="n", pid=number, handle=Mock(), hello=SimpleNamespace(device="", node_id="n")
+        number=number,
+        bundle=0,
+        node="n",
+        pid=number,
+        handle=Mock(),
+        identity=SimpleNamespace(device="", node_id="n", node="n"),
     )
 
 
-def crew() -> Incarnation:
-    return Incarnation(incarnation=0, mesh=MESH, members={0: actor(0), 1: actor(1)}, iteration=None)
+def incarnation() -> Incarnation:
+    return Incarnation(number=0, mesh=MESH, members={0: actor(0), 1: actor(1)})
+
+
+def progress() -> _Progress:
+    return _Progress(method="", begun_at=None, first=incarnation())
 
 
 def recover(scene: Scene, config: RecoveryConfig, *, spares: tuple[Any, ...] = ()) -> Any:
@@ -309,18 +312,18 @@ def recover(scene: Scene, config: RecoveryConfig, *, spares: tuple[Any, ...] = (
         waits.append(timeout_s)
         return {key: Reply(value=("h", 1)) for key in refs}
 
-    scene.patch.setattr(recovery, "await_answers", answers)
-    pool = Mock(num_starting=0, spares=spares, **{"wait_for_spares.return_value": False, "answering.return_value": []})
+    scene.patch.setattr(recovery, "await_replies", answers)
+    returns = {"wait_for_spares.return_value": False, "answering.return_value": []}
+    actors = Mock(num_starting=0, spares=spares, keepers=None, **returns)
     looks = Mock(**{"gather.return_value": Gathered(values={})})
-    return Recovery(config, pool, looks, lambda: None, keepers=None), pool, looks, waits
+    return Recovery(config, actors, looks), actors, looks, waits
 
 
 def joins(scene: Scene, config: RecoveryConfig) -> Any:
     """Return the limits within which an incarnation is joined."""
     one, _, looks, waits = recover(scene, config)
-    work = _Round(method="", begun_at=None, first_mesh=MESH, first_members={})
-    members = crew()
-    one._join(members, {}, work)
+    members = incarnation()
+    one._join(members, {}, progress())
     told = members.members[1].handle.join.remote.call_args.args[0]
     return waits, looks.gather.call_args.kwargs, told.timeout_s
 
@@ -339,20 +342,20 @@ def fills_or_shrinks(scene: Scene) -> None:
     survivors = {0: recovery.ActorFacts(actor=0, node="n", iteration=1)}
     one, *_ = recover(scene, RecoveryConfig(spare_wait=0.0))
     with pytest.raises(SparesExhausted):
-        one._fill(crew(), survivors)
+        one._fill(incarnation(), survivors)
     one, *_ = recover(scene, RecoveryConfig(spare_wait=0.0, allow_shrink=True))
-    assert one._fill(crew(), survivors)[0].size == 1
+    assert one._fill(incarnation(), survivors)[0].size == 1
 
 
 def waits_for_spares(scene: Scene) -> None:
     """An actor that starts is waited for as long as spare_wait says."""
     waited = []
     for seconds in (0.0, 0.2):
-        one, pool, *_ = recover(scene, RecoveryConfig(spare_wait=seconds))
-        pool.num_starting = 1
+        one, actors, *_ = recover(scene, RecoveryConfig(spare_wait=seconds))
+        actors.num_starting = 1
         begun_s = clock.now_s()
         with pytest.raises(SparesExhausted, match=f"within {seconds:g} s"):
-            one._fill(crew(), {0: recovery.ActorFacts(actor=0, node="n", iteration=1)})
+            one._fill(incarnation(), {0: recovery.ActorFacts(actor=0, node="n", iteration=1)})
         waited.append(clock.now_s() - begun_s)
     assert waited[1] >= 0.2
 
@@ -361,14 +364,14 @@ def tries_a_number_of_rounds(scene: Scene) -> None:
     """A recovery that fails again and again ends after max_rounds attempts."""
     for number in (1, 3):
         one, *_ = recover(scene, RecoveryConfig(max_rounds=number))
-        work = _Round(method="", begun_at=None, first_mesh=MESH, first_members={})
+        work = progress()
         scene.patch.setattr(one, "_abort", lambda *_: {})
-        scene.patch.setattr(one, "_fill", lambda *_: (MESH, None))
-        scene.patch.setattr(one, "_seat", lambda *_: ({0: actor(0)}, {}))
-        scene.patch.setattr(one, "_join", lambda *_: (Gathered(unclear={0}), {}))
+        scene.patch.setattr(one, "_fill", lambda *_: (MESH, recovery.Formation(slots=())))
+        scene.patch.setattr(one, "_assign_slots", lambda *_: {0: actor(0)})
+        scene.patch.setattr(one, "_join", lambda *_: Gathered(unclear={0}))
         with pytest.raises(ActorFailed, match=f"max_rounds={number}"):
-            one._recover(crew(), Gathered(), work)
-        assert work.number == number
+            one._recover(incarnation(), Gathered(), work)
+        assert work.num_rounds == number
 
 
 def gives_a_call_time_to_end(scene: Scene) -> None:
@@ -381,13 +384,13 @@ def gives_a_call_time_to_end(scene: Scene) -> None:
     ):
         one, _, _, waits = recover(scene, config)
         aborted = recovery.Aborted(call_ended=True, iteration=1, took_s=0.0)
-        answers = recovery.await_answers
+        answers = recovery.await_replies
 
         def abort(refs: dict[Any, Any], timeout_s: float, answers: Any = answers, aborted: Any = aborted) -> Any:
             return {key: Reply(value=aborted) for key in answers(refs, timeout_s)}
 
-        scene.patch.setattr(recovery, "await_answers", abort)
-        one._abort(crew(), {})
+        scene.patch.setattr(recovery, "await_replies", abort)
+        one._abort(incarnation(), Gathered())
         asked.append(round(waits[0], 1))
     assert asked == [3.7, 9.7, 5.0]
 
@@ -403,57 +406,70 @@ def asks_as_often_as_told(scene: Scene) -> None:
     scene.patch.setattr(watch.ray, "wait", wait)
     for config in (RecoveryConfig(), RecoveryConfig(ping_interval=0.1)):
         now_s = clock.now_s()
-        looks = {0: _Look(alive_s=now_s, due_s=now_s + 99)}
-        Watch(config, lambda: None)._await_something({0: "ref"}, looks, math.inf)
+        waiting = {0: _AwaitedActor(actor=actor(0), call="ref", alive_s=now_s, due_s=now_s + 99)}
+        Watch(config, Mock())._await_something(waiting, math.inf)
     assert waits == [0.5, 0.1]
 
 
 def silence(config: RecoveryConfig) -> float:
     """Return after how many seconds an actor that does not answer is lost."""
-    return Watch(config, lambda: None)._silent_s(_Look(alive_s=0.0, due_s=0.0, asked_s=0.0))
+    return Watch(config, Mock())._silent_s(_AwaitedActor(actor=actor(0), call="ref", alive_s=0.0, due_s=0.0))
+
+
+def pool_of(config: RecoveryConfig) -> Any:
+    return Pool(Mock(), 1, {}, "PACK", config, keepers=None, journal=Mock())
 
 
 def starts_within(scene: Scene) -> None:
     """Actors get start_timeout to start; spares that do not answer for ping_timeout, asked every ping_interval, are
     lost."""
-    made: list[dict[str, Any]] = []
+    scene.patch.setattr(pool, "ray", Mock(**{"wait.return_value": ([], [])}))
+    for seconds in (0.01, 0.3):
+        begun_s = clock.now_s()
+        one = pool_of(RecoveryConfig(start_timeout=seconds))
+        one._starting[0] = Mock()
+        with pytest.raises(DeadlineExceeded, match=f"within {seconds} s"):
+            one.require(1)
+        assert seconds <= clock.now_s() - begun_s < seconds + 2.0
+    config, now_s = RecoveryConfig(ping_interval=0.1, ping_timeout=2.0), clock.now_s()
+    for limits, is_asked_again, is_lost in ((RecoveryConfig(), False, False), (config, True, True)):
+        one, spare = pool_of(limits), actor(0)
+        one.spares, one._pings = (spare,), {0: _SparePing(ref=None, sent_s=now_s - 0.3)}
+        one._ping_spares()
+        assert spare.handle.status.remote.called == is_asked_again
+        one._pings = {0: _SparePing(ref="ref", sent_s=now_s - 3.0)}
+        one._ping_spares()
+        assert (one.spares == ()) == is_lost
 
-    def make_conductor(_: Any, __: Any, make_pool: Any, **___: Any) -> Any:
-        make_pool(lambda: None)
-        raise ConnectionError
 
-    for name in ("Placement", "shell_class", "ray", "Chronicle"):
+def group_with(scene: Scene, config: RecoveryConfig) -> Any:
+    """Return a group whose thread does nothing."""
+    for name in ("ray", "Pool", "create_shell"):
         scene.patch.setattr(actor_group, name, Mock())
-    scene.patch.setattr(actor_group, "Pool", lambda *_, **limits: made.append(limits))
-    scene.patch.setattr(actor_group, "Conductor", make_conductor)
-    for config in (RecoveryConfig(), RecoveryConfig(start_timeout=3.0, ping_interval=0.1, ping_timeout=2.0)):
-        with pytest.raises(ConnectionError):
-            actor_group.ActorGroup(object, {"dp": 1}, recovery=config)
-    assert [one["start_timeout_s"] for one in made] == [300.0, 3.0]
-    assert [one["ping_interval_s"] for one in made] == [0.5, 0.1]
-    assert [one["ping_timeout_s"] for one in made] == [5.0, 2.0]
+    scene.patch.setattr(actor_group.ActorGroup, "_run", lambda self: self._formed.set_result(None))
+    return actor_group.ActorGroup(object, {"dp": 1}, recovery=config)
 
 
 def closes_within(scene: Scene) -> None:
     """Actors have close_timeout to be gone, which is what closing the group may take beside."""
-    limits = []
+    limits, waits = [], []
+    scene.patch.setattr(pool, "await_replies", lambda _, timeout_s: waits.append(timeout_s))
     for seconds in (10.0, 2.0):
-        one = conductor.Conductor(MESH, RecoveryConfig(close_timeout=seconds), Mock(), keepers=None, chronicle=Mock())
+        one = group_with(scene, RecoveryConfig(close_timeout=seconds))
         thread: Any = Mock(**{"is_alive.return_value": True})
         one._thread = thread
         with pytest.raises(DeadlineExceeded):
             one.close()
-        one._pool = Mock()
-        one._end()
-        assert one._pool.close.call_args.args == (seconds,)
         limits.append(thread.join.call_args.args[0])
+        pool_of(RecoveryConfig(close_timeout=seconds)).close()
     assert limits[0] - limits[1] == 8.0
+    assert waits == [10.0, 2.0]
 
 
-def gives_up_without_progress(_: Scene) -> None:
+def gives_up_without_progress(scene: Scene) -> None:
     """Recoveries in a row without progress are bounded."""
     for number in (2, 5):
-        one = conductor.Conductor(MESH, RecoveryConfig(max_recoveries=number), Mock(), keepers=None, chronicle=Mock())
+        one = group_with(scene, RecoveryConfig(max_recoveries=number))
         assert [one._budget.spend() is None for _ in range(number + 1)] == [True] * number + [False]
 
 

@@ -20,7 +20,7 @@ from scenes import Proof, Scene, differs
 
 import outlast
 from outlast.checkpoint import manager
-from outlast.checkpoint.places import Places, plan_replication
+from outlast.checkpoint.places import plan_replication
 from outlast.checkpoint.replica.client import Target
 from outlast.config import (
     CheckpointConfig,
@@ -112,12 +112,8 @@ def refuses_copies_that_nothing_can_hold(scene: Scene) -> None:
 def copies(config: CheckpointConfig) -> Any:
     """Return where a rank's shard goes, on four nodes of two ranks."""
     nodes = tuple(f"n{rank // 2}" for rank in range(8))
-    places = Places(
-        directory=None, local=None, memory=True, token="t", run="r", node="n0", nodes=nodes, leaders=(0, 2, 4, 6),
-        targets={node: Target(node=node, host="h", port=1) for node in nodes}, generations=frozenset(),
-        global_error=None, seen_local=None, seen_global=None,
-    )  # fmt: skip
-    return plan_replication(config, places, 0)
+    targets = {node: Target(node=node, host="h", port=1) for node in nodes}
+    return plan_replication(config, nodes, targets, 0)
 
 
 def reads_the_key(scene: Scene) -> None:

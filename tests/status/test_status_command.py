@@ -159,7 +159,7 @@ def test_what_cannot_be_told_is_one_line_and_two(tmp_path: Path, outlast: Comman
         f"127.0.0.1:{free_port()}": "nobody answers at",
         "no-such-host.invalid:29400": "the host no-such-host.invalid is not known here",
         f"localhost:{store.port}": "but no coordinator of outlast; give the --rdzv-endpoint",
-        "localhost:99999": "is no port",
+        "localhost:99999": "is not a port",
     }.items():
         code, out, err = outlast("status", target)
         assert (code, out, err.count("\n")) == (2, "", 1), target
@@ -171,7 +171,7 @@ def test_foreign_program_at_the_endpoint_is_named(outlast: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, _greeting(listener, b"HTTP/1.1 400 Bad Request\r\n\r\n"):
         code, _, err = outlast("status", f"127.0.0.1:{listener.getsockname()[1]}")
     assert code == 2
-    assert "is no control store of outlast" in err
+    assert "is not a control store of outlast" in err
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outlast.bench.measuring import Rounds
+from outlast.bench.measuring import MeasuredRounds
 from outlast.bench.result import Bar
 
 __all__ = [
@@ -99,7 +99,7 @@ def rounds_of(measures: Iterable[Callable[[], Found]], num_rounds: int) -> Itera
         yield found
 
 
-def compared(rounds: Rounds, name: str, ours: str, peer: str, bar: float, called: str) -> Bar:
+def compared(rounds: MeasuredRounds, name: str, ours: str, peer: str, bar: float, called: str) -> Bar:
     """Return the bar of a ratio.
 
     Args:
@@ -114,7 +114,7 @@ def compared(rounds: Rounds, name: str, ours: str, peer: str, bar: float, called
     return Bar(name=name, value=value, unit="x", bar=bar, peer=f"{called} (s)", peer_value=peer_value)
 
 
-def times(rounds: Rounds, called: Mapping[str, str]) -> list[str]:
+def times(rounds: MeasuredRounds, called: Mapping[str, str]) -> list[str]:
     """Return a line on each median that was measured.
 
     Args:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from outlast import InProcessRestartConfig, clock, env
-from outlast.bench.measuring import Mark, MarkWriter, Rounds, Say, measure_in_two_ranks, median, read_marks
+from outlast.bench.measuring import Mark, MarkWriter, MeasuredRounds, Say, measure_in_two_ranks, median, read_marks
 from outlast.bench.numerics import SmallTraining, cost_in_percent
 from outlast.bench.result import Bar, BenchResult
 from outlast.errors import DeadlineExceeded, OutlastError
@@ -470,7 +470,7 @@ def _fault_bars(ours: Sequence[FaultTiming], peers: Sequence[FaultTiming]) -> li
     ]
 
 
-def _notes(ours: Sequence[FaultTiming], peers: Sequence[FaultTiming], quiet: Rounds) -> list[str]:
+def _notes(ours: Sequence[FaultTiming], peers: Sequence[FaultTiming], quiet: MeasuredRounds) -> list[str]:
     notes = [
         f"{_ACTIVE} ranks on gloo and {_SPARES} spare; the group's own timeout is {_GROUP_TIMEOUT_S} s, "
         f"soft timeout {_SOFT_TIMEOUT_S:g} s, hard timeout {_HARD_TIMEOUT_S:g} s"

@@ -129,7 +129,7 @@ def save_and_wait(folder: str, num_tensors: str) -> None:
     from safetensors.torch import save_file
 
     warnings.simplefilter("ignore")  # the peers' own
-    saved, files = CheckpointState(int(num_tensors)), _Files(Path(folder))
+    saved, files = CheckpointState(int(num_tensors)), _SavedFiles(Path(folder))
     manager = CheckpointManager(files.config())
     manager.save(saved.state, 1).wait()
     torch.save(saved.state_dict(), files.torch)
@@ -149,14 +149,14 @@ def measure_loads(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
     values. Every file is in the page cache.
     """
     warnings.simplefilter("ignore")  # the peers' own
-    files = _Files(Path(folder))
+    files = _SavedFiles(Path(folder))
     loads = _Loads(CheckpointState(int(num_tensors)), files)
     files.warm()
     yield from rounds_of(loads.measures(), int(num_rounds))
     loads.close()
 
 
-class _Files:
+class _SavedFiles:
     """Where the state is saved, by each library in a place of its own."""
 
     def __init__(self, folder: Path) -> None:
@@ -189,7 +189,7 @@ class _Loads:
         files: Where from.
     """
 
-    def __init__(self, saved: CheckpointState, files: _Files) -> None:
+    def __init__(self, saved: CheckpointState, files: _SavedFiles) -> None:
         self._saved, self._files = saved, files
         self._meta = MetaCheckpointing.find(saved, files.meta) if files.meta.exists() else None
 

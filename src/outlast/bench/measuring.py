@@ -32,7 +32,7 @@ __all__ = [
     "ONE_THREAD",
     "Mark",
     "MarkWriter",
-    "Rounds",
+    "MeasuredRounds",
     "Say",
     "describe_place",
     "measure_in_process",
@@ -54,7 +54,7 @@ GROUP_TIMEOUT_S = 60.0
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
-class Rounds:
+class MeasuredRounds:
     """What was measured, round by round.
 
     Args:
@@ -107,7 +107,7 @@ def measure_in_process(
     say: Say,
     timeout_s: float,
     variables: Mapping[str, str] | None = None,
-) -> Rounds:
+) -> MeasuredRounds:
     """Measure ``repeats`` rounds, and one before them that is dropped, in a process of their own.
 
     Args:
@@ -150,12 +150,12 @@ def measure_in_process(
         raise OutlastError(
             f"{_name_of(work)} ended with exit code {code} after {len(found)} rounds; its output is above"
         )
-    return Rounds(found[1:])
+    return MeasuredRounds(found[1:])
 
 
 def measure_in_two_ranks(
     work: Callable[..., Iterator[Mapping[str, float]]], *arguments: object, repeats: int, say: Say, timeout_s: float
-) -> Rounds:
+) -> MeasuredRounds:
     """Measure as :func:`measure_in_process` does, in two ranks with one thread each; rank 0 reports the rounds.
 
     Raises:
@@ -172,7 +172,7 @@ def measure_in_two_ranks(
             found.append(_read_round(line, number, repeats, say))
         if any(codes := ranks.wait(max(0.0, deadline_s - clock.now_s()))):
             raise OutlastError(f"{words[0]} ended with exit codes {codes}\n{ranks.tails()}")
-    return Rounds(found[1:])
+    return MeasuredRounds(found[1:])
 
 
 def worker_command(work: Callable[..., Any], *arguments: object) -> list[str]:

@@ -20,7 +20,7 @@ from outlast import clock
 from outlast.bench.measuring import (
     GROUP_TIMEOUT_S,
     ONE_THREAD,
-    Rounds,
+    MeasuredRounds,
     Say,
     measure_in_process,
     measure_in_two_ranks,
@@ -83,7 +83,7 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
     )
 
 
-def _notes(digests: Rounds, steps: Rounds) -> tuple[str, ...]:
+def _notes(digests: MeasuredRounds, steps: MeasuredRounds) -> tuple[str, ...]:
     plain_ms, judged_ms = steps.median("plain_ms"), steps.median("judged_ms")
     return (
         "digests: bfloat16, 32 tensors of 16 MiB; torch.hash_tensor is an XOR, blind to order and to equal flips; "

@@ -31,7 +31,7 @@ from outlast.bench.checkpoint_state import (
     rounds_of,
     times,
 )
-from outlast.bench.measuring import Rounds, Say, describe_place, measure_in_process, median, timed
+from outlast.bench.measuring import MeasuredRounds, Say, describe_place, measure_in_process, median, timed
 from outlast.bench.result import Bar, BenchResult
 from outlast.bench.save_peers import Dcp, Floors, MetaCheckpointing, save_safetensors, save_torch
 from outlast.checkpoint import CheckpointManager
@@ -144,7 +144,7 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
     )
 
 
-def _ratio_of_medians(rounds: Rounds, ours: str, peer: str) -> float | None:
+def _ratio_of_medians(rounds: MeasuredRounds, ours: str, peer: str) -> float | None:
     """Return the ratio of two medians; ``None``: the peer lost nothing to compare with."""
     our_value, peer_value = rounds.median(ours), rounds.median(peer)
     if our_value is None or peer_value is None or peer_value <= 0:
@@ -152,18 +152,18 @@ def _ratio_of_medians(rounds: Rounds, ours: str, peer: str) -> float | None:
     return max(0.0, our_value) / peer_value
 
 
-def _milliseconds(rounds: Rounds, name: str, factor: float = 1.0) -> float | None:
+def _milliseconds(rounds: MeasuredRounds, name: str, factor: float = 1.0) -> float | None:
     seconds = rounds.median(name)
     return None if seconds is None else seconds * factor * 1e3
 
 
-def _many(rounds: Rounds) -> float | None:
+def _many(rounds: MeasuredRounds) -> float | None:
     """Return the milliseconds that a save of many small tensors takes beyond 1.25 times the copy of their bytes."""
     stall_ms, copy_ms = _milliseconds(rounds, "many"), _milliseconds(rounds, "many_copy", 1.25)
     return None if stall_ms is None or copy_ms is None else stall_ms - copy_ms
 
 
-def _of_steps(steps: Rounds) -> list[str]:
+def _of_steps(steps: MeasuredRounds) -> list[str]:
     lines = []
     for suffix, training in (("", "training on all cores"), ("_one_core", "training on one core")):
         for name, called in (("ours", "outlast"), ("dcp", "dcp.async_save")):

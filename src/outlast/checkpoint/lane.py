@@ -17,16 +17,19 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
 from outlast import clock
 from outlast.checkpoint.claim import Claim, DirectoryRefused
-from outlast.checkpoint.directory import SaveAttempt
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.outcomes import Outcomes
+from outlast.checkpoint.places import Places
 from outlast.checkpoint.protocol import CopyFailure
 from outlast.checkpoint.save import Committed, PeerSilent, Save
+from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
@@ -85,57 +88,44 @@ class Reached(NamedTuple):
     """Which lane takes the save further; ``None``: the save is finished."""
 
 
-class LanePlace(Protocol):
-    """A directory of generations, as what follows a commit needs it."""
-
-    @property
-    def url(self) -> str: ...
-
-    def generations(self) -> list[int]: ...
-
-    def point_to(self, iteration: int) -> None: ...
-
-    def remove(self, iteration: int) -> None: ...
-
-    def remove_stale(self, attempt: SaveAttempt) -> list[str]: ...
-
-
 class Lane(ABC):
     """Take saves to some of their tiers, in their order.
 
     Args:
-        name: Of the thread.
-        store: A connection to the ranks' store for this thread alone.
-        namespace: Of the keys; unique for the ranks' processes and this lane.
+        places: Where, and who is there.
         rank: This rank.
-        world_size: Number of ranks.
+        store: A connection to the ranks' store for this thread alone.
+        writer: The writer process.
         timeout_s: Longest time from the beginning of a save to its outcome.
         claim: To the directory, on a rank that commits there; ``None`` = this rank commits in none.
         retention: What is kept of the directory's generations.
         outcomes: Is called in the lane's thread with what became of each save.
+        next_lane: Takes saves further to the tiers that are not this lane's; ``None`` = there are none.
 
     Collective: all ranks, with the same saves in the same order.
     """
 
-    _tier: Tier
+    _name: ClassVar[str]
+    _tier: ClassVar[Tier]
     """Whose generations the retention counts."""
     _sweeps_each_time = True
     """Remove stale files after every commit, not only after a failed save."""
 
     def __init__(
         self,
-        name: str,
-        store: Any,
-        namespace: str,
+        places: Places,
         *,
         rank: int,
-        world_size: int,
+        store: Any,
+        writer: WriterClient,
         timeout_s: float,
         claim: Claim | None,
         retention: RetentionRules,
         outcomes: Outcomes,
+        next_lane: Lane | None = None,
     ) -> None:
-        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
+        self._places, self._rank, self._world_size = places, rank, len(places.nodes)
+        self._writer, self._timeout_s, self._next = writer, timeout_s, next_lane
         self._claim, self._retention, self._outcomes = claim, retention, outcomes
         self._committed = Committed()
         self._must_sweep = True
@@ -143,8 +133,8 @@ class Lane(ABC):
         """When the save under way has to be decided."""
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._exchange = SaveExchange(store, namespace, self._stop, rank=rank)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._exchange = SaveExchange(store, f"{places.token}/{self._name}", self._stop, rank=rank)
+        self._thread = threading.Thread(target=self._run, name=f"outlast-{self._name}", daemon=True)
         self._thread.start()  # it waits for the first save, which comes after the constructor
 
     def start_from(self, committed: Committed) -> None:
@@ -249,7 +239,7 @@ class Lane(ABC):
 
     # -- after a commit ----------------------------------------------------------------------------------------
 
-    def _follow_up(self, save: Save, place: LanePlace) -> None:
+    def _follow_up(self, save: Save, place: Directory | GlobalDirectory) -> None:
         """Move the tracker, remove old generations and stale files; none of it can undo the commit."""
         try:
             if not save.suspect:
@@ -264,7 +254,7 @@ class Lane(ABC):
         except (CheckpointError, OSError) as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
 
-    def _remove_old(self, save: Save, place: LanePlace) -> None:
+    def _remove_old(self, save: Save, place: Directory | GlobalDirectory) -> None:
         present = place.generations()
         valid = self._committed.generations(self._tier)
         newest = self._newest(save, present)

@@ -7,19 +7,19 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from outlast import clock
 from outlast.checkpoint.arena import Arena, ArenaPool, CopyGuard, Stager, changed_only_by_step
-from outlast.checkpoint.claim import DirectoryRefused
+from outlast.checkpoint.claim import Claim, DirectoryRefused
 from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.lane import GRACE_S
+from outlast.checkpoint.lane import GRACE_S, Lane
 from outlast.checkpoint.launcher_report import LauncherReport
 from outlast.checkpoint.near_lane import NearLane
 from outlast.checkpoint.outcomes import Outcomes, Reporter
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Claims, agree_places, plan_replication, warn_of_copies
+from outlast.checkpoint.places import Claims, agree_places, warn_of_copies
 from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
 from outlast.checkpoint.save import Committed, Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.shard import Identity
@@ -38,6 +38,7 @@ from outlast.runtime.random_numbers import capture_random
 __all__ = ["CheckpointManager"]
 
 log = logging.getLogger(__name__)
+L = TypeVar("L", bound=Lane)
 KEEPER_PATIENCE_S = 20.0
 """Seconds in which a node of Ray gets another writer, where the actor that kept the first one died."""
 COST_WEIGHT = 0.3
@@ -117,36 +118,29 @@ class CheckpointManager:
 
     def _open_lanes(self) -> None:
         """Start the lanes, the last one first: each hands saves on to the next."""
-        config, places, rank, outcomes = self.config, self._places, self._place.global_rank, self._outcomes
-        if places.directory is not None:
-            self._global = GlobalLane(
+        config, places, claims = self.config, self._places, self._claims
+
+        def open_lane(
+            kind: type[L], claim: Claim | None, most_recent_k: int, interval: int = 0, next_lane: Lane | None = None
+        ) -> L:
+            return kind(
                 places,
-                rank=rank,
+                rank=self._place.global_rank,
                 store=self._peers.store(timeout_s=config.save_timeout),
                 writer=self._writer,
                 timeout_s=config.save_timeout,
-                claim=self._claims.far,
+                claim=claim,
                 retention=RetentionRules(
-                    most_recent_k=config.most_recent_k,
-                    retain_interval=config.save_retain_interval,
-                    suspect_window=config.suspect_window,
+                    most_recent_k=most_recent_k, retain_interval=interval, suspect_window=config.suspect_window
                 ),
-                outcomes=outcomes,
+                outcomes=self._outcomes,
+                next_lane=next_lane,
             )
-        local_rules = RetentionRules(most_recent_k=config.local_most_recent_k, suspect_window=config.suspect_window)
+
+        if places.directory is not None:
+            self._global = open_lane(GlobalLane, claims.far, config.most_recent_k, config.save_retain_interval)
         try:
-            self._near = NearLane(
-                places,
-                rank=rank,
-                store=self._peers.store(timeout_s=config.save_timeout),
-                writer=self._writer,
-                timeout_s=config.save_timeout,
-                claim=self._claims.near,
-                retention=local_rules,
-                replication=plan_replication(config, places, rank),
-                outcomes=outcomes,
-                global_lane=self._global,
-            )
+            self._near = open_lane(NearLane, claims.near, config.local_most_recent_k, next_lane=self._global)
         except BaseException:  # no thread stays, whatever failed
             if self._global is not None:
                 self._global.stop(0.2)

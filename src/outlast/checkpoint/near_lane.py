@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import TypeAlias
 
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.claim import Claim, DirectoryRefused
+from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.durable import MAY_BE_INFINITE, is_finite
 from outlast.checkpoint.lane import Lane, RankAnswer, Reached, SaveOutcome
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, CopyKey, Manifest, ShardEntry, TensorEntry, encode_manifest
-from outlast.checkpoint.outcomes import Outcomes
-from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Save
 from outlast.checkpoint.shard import shard_name
-from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
-from outlast.policy.retention import RetentionRules
 from outlast.runtime.files import fsync_folder
 from outlast.runtime.injection import reach
 
@@ -52,51 +50,13 @@ class ShardReady(RankAnswer, frozen=True, kw_only=True):
 
 
 class NearLane(Lane):
-    """Commit saves to memory, local tier and replicas.
+    """Commit saves to memory, local tier and replicas."""
 
-    Args:
-        places: Where, and who is there.
-        rank: This rank.
-        store: A store connection for this lane's thread alone.
-        writer: The writer process.
-        timeout_s: Longest time from a save's start to its outcome.
-        claim: To this node's folder, on the rank that leads it; ``None`` = it leads none.
-        retention: What is kept of the local tier.
-        replication: What of this rank's shards goes to which other nodes.
-        outcomes: Is called in the lane's thread with what became of each save.
-        global_lane: Takes saves further that are meant for the global tier, too; ``None`` = there is none.
-    """
-
+    _name = "commit"
     _tier = Tier.LOCAL
-
-    def __init__(
-        self,
-        places: Places,
-        *,
-        rank: int,
-        store: Any,
-        writer: WriterClient,
-        timeout_s: float,
-        claim: Claim | None,
-        retention: RetentionRules,
-        replication: Replication,
-        outcomes: Outcomes,
-        global_lane: Lane | None,
-    ) -> None:
-        self._places, self._writer, self._replication, self._global = places, writer, replication, global_lane
-        self._infinite_tensors: tuple[str, ...] = ()
-        self._warned_of = _Infinite()
-        super().__init__(
-            "outlast-commit",
-            store,
-            places.token,
-            rank=rank,
-            world_size=len(places.nodes),
-            timeout_s=timeout_s,
-            claim=claim,
-            retention=retention,
-            outcomes=outcomes,
-        )
+    _infinite_tensors: tuple[str, ...] = ()
+    """Of this rank's last shard; empty: it was finite."""
+    _warned_of: Mapping[int, tuple[str, ...]] = MappingProxyType({})
 
     def _commit(self, save: Save) -> Reached:
         missing = self._committed.missing(save)
@@ -107,7 +67,7 @@ class NearLane(Lane):
         # Every rank notes it here, in the order of the saves, whatever becomes of the global copy: what is missing
         # must be the same for all.
         self._committed.add(save.iteration, missing)
-        return Reached(missing - {Tier.GLOBAL}, failures, self._global if Tier.GLOBAL in missing else None)
+        return Reached(missing - {Tier.GLOBAL}, failures, self._next if Tier.GLOBAL in missing else None)
 
     def _commit_near(self, save: Save) -> tuple[f.CopyFailure, ...]:
         self._end_ns = save.started_ns + int(self._timeout_s * 1e9)
@@ -148,9 +108,9 @@ class NearLane(Lane):
                 num_bytes=save.num_bytes,
                 path=os.fspath(path) if path is not None else None,
                 numbers=_numbers(save.tensors),
-                targets=self._replication.targets if replicates else (),
-                holders=self._replication.holders if replicates else (),
-                timeout_s=self._replication.timeout_s,
+                targets=self._places.replication.targets if replicates else (),
+                holders=self._places.replication.holders if replicates else (),
+                timeout_s=self._places.replication.timeout_s,
             )
             written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(), fd=save.arena.fd)
         except DirectoryRefused as error:
@@ -261,7 +221,7 @@ class NearLane(Lane):
             restored_attempt=save.restored_attempt,
             nodes=self._places.nodes,
             num_copies=tuple(num_copies) if replicates else (),
-            parity=self._replication.parity if replicates else 0,
+            parity=self._places.replication.parity if replicates else 0,
             shards=tuple(shards),
         )
         return manifest, infinite

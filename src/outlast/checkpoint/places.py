@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,20 @@ _PROBE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replication:
+    """Who takes what of one rank's shard."""
+
+    targets: tuple[Target, ...] = ()
+    """Writers that take a whole copy."""
+    holders: tuple[Holder, ...] = ()
+    """Members of the rank's parity group, each of which takes a block."""
+    parity: int = 0
+    """Nodes whose shards share one parity; 0 = copies, or nothing."""
+    timeout_s: float = 10.0
+    """Seconds without progress after which another node is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
     """Where this rank saves and loads, and what all ranks know alike."""
 
@@ -75,6 +89,8 @@ class Places:
     """Generations that some rank sees in some tier, whole or not."""
     global_error: str | None
     """Why rank 0 could not look into the global tier; ``None``: it could, or there is none."""
+    replication: Replication
+    """What leaves this rank's node with each save."""
     seen_local: DirectoryContent | None
     """What lay in this node's folder at the start; ``None``: there is none."""
     seen_global: DirectoryContent | None
@@ -185,6 +201,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         targets=targets,
         generations=frozenset(generation for one in everyone for generation in one.generations),
         global_error=everyone[0].global_error,
+        replication=plan_replication(config, nodes, targets, peers.rank),
         seen_local=seen_local,
         seen_global=seen_global,
     )
@@ -375,31 +392,25 @@ def _describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replication:
-    """Who takes what of one rank's shard."""
+def plan_replication(
+    config: CheckpointConfig, nodes: Sequence[str], targets: Mapping[str, Target], rank: int
+) -> Replication:
+    """Return what leaves a rank's node; nothing where there is no other node that could take it.
 
-    targets: tuple[Target, ...] = ()
-    """Writers that take a whole copy."""
-    holders: tuple[Holder, ...] = ()
-    """Members of the rank's parity group, each of which takes a block."""
-    parity: int = 0
-    """Nodes whose shards share one parity; 0 = copies, or nothing."""
-    timeout_s: float = 10.0
-    """Seconds without progress after which another node is given up."""
-
-
-def plan_replication(config: CheckpointConfig, places: Places, rank: int) -> Replication:
-    """Return what leaves a rank's node; nothing where there is no other node that could take it."""
+    Args:
+        config: How many copies, or parities.
+        nodes: Every rank's node.
+        targets: Node to where its writer takes copies.
+        rank: This rank.
+    """
     timeout_s = config.replication_timeout
-    if not places.targets:
+    if not targets:
         return Replication(timeout_s=timeout_s)
     if not config.replication_parity:
-        partners = choose_partners(places.nodes, factor=config.replication_factor, jump=config.replication_jump)[rank]
-        targets = tuple(places.targets[places.nodes[partner]] for partner in partners)
-        return Replication(targets=targets, timeout_s=timeout_s)
-    members = holders_of(group_of(places.nodes, config.replication_parity, rank), rank)
-    holders = tuple(Holder(member, places.targets[places.nodes[member]]) for member in members)
+        partners = choose_partners(nodes, factor=config.replication_factor, jump=config.replication_jump)[rank]
+        return Replication(targets=tuple(targets[nodes[partner]] for partner in partners), timeout_s=timeout_s)
+    members = holders_of(group_of(nodes, config.replication_parity, rank), rank)
+    holders = tuple(Holder(member, targets[nodes[member]]) for member in members)
     return Replication(holders=holders, parity=config.replication_parity, timeout_s=timeout_s)
 
 

@@ -346,7 +346,7 @@ class CheckpointRecovery:
             return None, _Vote(no(error), other_layout=isinstance(error, OtherLayout))
         except (OSError, MemoryError, RuntimeError, ValueError) as error:  # torch's lack of memory is a RuntimeError
             return None, _Vote(no(CheckpointError(f"cannot be read ({error})")))
-        except OutlastError:  # a peer left, say: nobody votes
+        except OutlastError:  # such as PeerLost: there is no vote
             raise
         except Exception as error:  # noqa: BLE001 - resharding asks the live state, as below
             return None, _Vote(fatal=f"{type(error).__name__}: {error}")

@@ -156,10 +156,10 @@ class ShardLayout:
             identity: Whose shard it is.
             tree_bytes: Length of its plain values, which come last.
         """
-        told = msgspec.json.encode({"__metadata__": {"outlast": msgspec.json.encode(identity).decode()}})[1:-1]
+        metadata = msgspec.json.encode({"__metadata__": {"outlast": msgspec.json.encode(identity).decode()}})[1:-1]
         end = self._num_bytes + tree_bytes
         span = {TREE: _HeaderEntry("U8", (tree_bytes,), (self._num_bytes, end))}
-        text = b"{" + b",".join(filter(None, (told, self._text, msgspec.json.encode(span)[1:-1]))) + b"}"
+        text = b"{" + b",".join(filter(None, (metadata, self._text, msgspec.json.encode(span)[1:-1]))) + b"}"
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         start = 8 + len(text)
         tree = TensorSpan(TREE, "U8", (tree_bytes,), start + self._num_bytes, tree_bytes)

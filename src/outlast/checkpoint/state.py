@@ -104,7 +104,7 @@ class Wrapped:
         kind = self._find_kind()
         try:
             made = kind.__tensor_unflatten__(self.parts, self.context, torch.Size(self.shape), self.stride)
-        except Exception as error:  # a class of somebody else's
+        except Exception as error:  # the class is not ours
             raise CheckpointError(
                 f"{self.kind.replace(':', '.')} does not take what it was saved as: {error}"
             ) from error
@@ -326,13 +326,15 @@ class _Flattener:
             parts = [(attributes[0], ("T", self._add(first, path, shape, offset)))]
         else:
             parts = [(attribute, self.node(part, f"{path}.{attribute}")) for attribute, part in found.items()]
-        told = self.node(context, f"{path}.<{kind.__name__}>")
+        described = self.node(context, f"{path}.<{kind.__name__}>")
         if kind not in self._tried:
             self._tried.add(kind)
-            again = decode(msgspec.msgpack.encode(told), {one.name: one.tensor for one in self.tensors}.__getitem__)
+            again = decode(
+                msgspec.msgpack.encode(described), {one.name: one.tensor for one in self.tensors}.__getitem__
+            )
             Wrapped(name, value.dtype, value.shape, value.stride(), again, found).made()
         dtype = str(value.dtype).removeprefix("torch.")
-        return "w", name, dtype, list(value.shape), list(value.stride()), told, parts, is_whole, layout
+        return "w", name, dtype, list(value.shape), list(value.stride()), described, parts, is_whole, layout
 
     def _add(
         self, tensor: torch.Tensor, path: str, global_shape: tuple[int, ...], global_offset: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the ranks could load: every copy of every generation in every tier, as far as can be told unread."""
+"""What the ranks could load: every copy of every generation in every tier, as far as is known without reading it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places, group_of
 from outlast.checkpoint.replica.parity import PARITY_PART
 from outlast.checkpoint.shard import shard_name
-from outlast.checkpoint.verification import check_shard
+from outlast.checkpoint.verification import check_origin, check_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Untrusted
@@ -91,7 +91,8 @@ class Table:
     """Generations that exist somewhere, whole or not."""
     is_durable: bool = True
     """Whether a directory shows that a generation was committed to it, or may have been: its tracker, which is written
-    after each commit, anything of the global tier, or a directory that cannot be read."""
+    after each commit, anything of the global tier, a directory that cannot be read, or a copy of a generation that goes
+    back to one that was loaded."""
 
 
 def gather_copies(places: Places, peers: Peers, writer: WriterClient) -> Table:
@@ -124,13 +125,13 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient) -> Table:
         _enter_rebuildable(table, held)
     table.seen = {held.generation for one in listings for held in one.held if held.ranks or held.tier == Tier.GLOBAL}
     table.seen |= {rejection.generation for rejection in table.rejected}
-    table.is_durable = any(one.is_durable for one in listings)
+    table.is_durable = any(one.is_durable for one in listings) or any(table.lineage.values())
     table.rejected += _lacking(table)
     return table
 
 
 def _enter(table: Table, held: HeldGeneration, rank: int, places: Places) -> None:
-    """Enter what one rank reported: its own copies, and what its node, if it speaks for it, gives to others."""
+    """Enter what one rank reported: its own copies, and, if it leads its node, what the node has of others."""
     if held.tier == Tier.GLOBAL:
         for copies in table.copies:
             copies.add(Copy(held.generation, held.attempt, Tier.GLOBAL))
@@ -184,22 +185,21 @@ def _list_memory(mine: _Listing, places: Places, writer: WriterClient) -> None:
 def _list_local(mine: _Listing, places: Places, own: int) -> None:
     if places.local is None:
         return
-    speaks = places.is_leader(own)
+    leads = places.is_leader(own)
     mine.is_durable = (places.local.path / TRACKER).exists()
     for generation in places.local.generations():
         file = f"step-{generation}/manifest.json"
         try:
             manifest, _ = places.local.manifest(generation)
             check_manifest(manifest, places)
-            if manifest.iteration != generation:
-                raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
+            check_origin(manifest, iteration=generation, run=None)
         except CheckpointError as error:
             if own in places.members(own):
                 mine.rejected.append(reject(error, generation, Tier.LOCAL, own, file))
             continue
         folder = places.local.generation(generation)
         present = []
-        for rank in range(manifest.world_size) if speaks else [own]:
+        for rank in range(manifest.world_size) if leads else [own]:
             path = folder / shard_name(rank)
             belongs = rank in places.members(own) and _saved_here(manifest, rank, places)
             try:
@@ -210,7 +210,7 @@ def _list_local(mine: _Listing, places: Places, own: int) -> None:
                     file = f"step-{generation}/{shard_name(rank)}"
                     mine.rejected.append(reject(error, generation, Tier.LOCAL, rank, file))
         parities = []
-        if speaks and manifest.parity:
+        if leads and manifest.parity:
             keys = [CopyKey(generation, manifest.attempt, rank, PARITY_PART) for rank in range(manifest.world_size)]
             parities = [key.rank for key in keys if (folder / part_name(key)).exists()]
         mine.held.append(_held(manifest, Tier.LOCAL, tuple(present), parities))
@@ -224,10 +224,7 @@ def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> 
     def look(generation: int) -> GlobalManifest | Rejection:
         try:
             manifest = directory.manifest(generation)
-            if manifest.run != places.run:
-                raise Untrusted(f"belongs to run {manifest.run}, these ranks to run {places.run}")
-            if manifest.iteration != generation:
-                raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
+            check_origin(manifest, iteration=generation, run=places.run)
             return manifest
         except (CheckpointError, OSError) as error:
             return reject(error, generation, Tier.GLOBAL, 0, f"step-{generation}/manifest.json")

@@ -40,6 +40,7 @@ __all__ = [
     "StoredFile",
     "VerifiedFile",
     "VerifiedFiles",
+    "check_origin",
     "check_shard",
     "prove_shard",
     "read_shard",
@@ -227,6 +228,23 @@ class _Verification:
                     return
                 self._unreadable.add(id(flaw.file))
             self.flaws.append(flaw)
+
+
+def check_origin(manifest: Manifest | GlobalManifest, *, iteration: int, run: str | None) -> None:
+    """Check that a manifest is that of the generation in whose folder it lies.
+
+    Args:
+        manifest: Of any tier.
+        iteration: Of the generation.
+        run: That its directory belongs to; ``None`` = that is not known.
+
+    Raises:
+        Untrusted: It is another's.
+    """
+    if run is not None and manifest.run != run:
+        raise Untrusted(f"belongs to run {manifest.run}, its directory to run {run}")
+    if manifest.iteration != iteration:
+        raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
 
 
 # -- a rank's shard ----------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def prune(
 
 
 def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[str, object]:
-    """Delete what a plan names; what cannot be deleted is said and left."""
+    """Delete what a plan names; what cannot be deleted is reported and left."""
     errors = []
     report: dict[str, list[object]] = {"generations": [], "suspects": [], "leftovers": []}
     num_bytes = 0
@@ -261,7 +261,7 @@ def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[s
 
 
 def _look_into(directories: Iterable[str]) -> tuple[list[DirectoryListing], int]:
-    """List all directories; one that cannot be read is said on standard error and makes the exit code 1."""
+    """List all directories; one that cannot be read is reported on standard error and makes the exit code 1."""
     from outlast.checkpoint.catalogue.listing import look_into
 
     looked, code = [], ExitReason.FINISHED

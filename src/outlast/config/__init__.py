@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything a session can be told.
+    """All settings of a session.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
@@ -65,7 +65,7 @@ class Config:
     """Settings for that ``Wrapper``, which takes this config: ``Wrapper("outlast.toml")``; none = the defaults."""
 
     preemption: PreemptionConfig | None = None
-    """What tells the run to leave, and how long it may take to; none = the defaults, which listen to SIGTERM."""
+    """Which notices end the run, and how long that may take; none = the defaults, which listen to SIGTERM."""
 
     health: HealthConfig | None = None
     """What a node must have to train, for `outlast doctor` and `outlast run --config`, and how often ranks ask each

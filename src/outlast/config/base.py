@@ -122,7 +122,7 @@ _SETTING = re.compile(r"(?<![\w.-])(?P<name>[a-z_]+)(?:\['(?P<key>[^']*)'\])?=(?
 
 
 def as_written(message: str, write: Callable[[str, str], str | None]) -> str:
-    """Return an error's message with each ``setting=value`` in it in the words of whoever gave the setting.
+    """Return an error's message with each ``setting=value`` in it as it was given.
 
     Args:
         message: What a config refused, with its own names of settings.
@@ -208,7 +208,7 @@ def parse_text(hint: Any, value: Any, *, where: str) -> Any:
     """Convert ``value`` (from a file or the command line) to the type ``hint``.
 
     Raises:
-        ConfigError: It does not fit; the message begins with ``where`` and says what does.
+        ConfigError: It does not fit; the message begins with ``where`` and names what does.
     """
     wanted = _strip_none(hint)
     given, lax = value, isinstance(value, str)
@@ -241,7 +241,7 @@ _TRUTHS = {
 
 
 def is_none(value: Any) -> bool:
-    """Say whether ``value`` is a text that stands for ``None``."""
+    """Return whether ``value`` is a text that stands for ``None``."""
     return isinstance(value, str) and value.strip().lower() in ("none", "null")
 
 
@@ -282,14 +282,14 @@ def require_finite(config: Any) -> None:
 
 
 def require_above_zero(config: Any, *names: str, what: str = " seconds") -> None:
-    """Raise :class:`ConfigError` when one of the named settings is not above 0; ``None`` is no number."""
+    """Raise :class:`ConfigError` when one of the named settings is not above 0; ``None`` is not checked."""
     for name in names:
         value = getattr(config, name)
         require(value is None or value > 0, f"{name}={value} must be above 0{what}")
 
 
 def require_at_least(config: Any, least: int, *names: str, what: str = "") -> None:
-    """Raise :class:`ConfigError` when one of the named settings is below ``least``; ``None`` is no number."""
+    """Raise :class:`ConfigError` when one of the named settings is below ``least``; ``None`` is not checked."""
     for name in names:
         value = getattr(config, name)
         bound = f"be at least {least}" if least else "not be negative"

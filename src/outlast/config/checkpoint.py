@@ -83,8 +83,8 @@ class CheckpointConfig:
     that is always kept."""
 
     prefer_finite: bool = True
-    """Load an older generation rather than one that holds numbers that are infinite or NaN; a newer one that is passed
-    over is named in the log. Off: always load the newest, for states that hold such numbers now and then."""
+    """Load an older generation rather than one that holds numbers that are infinite or NaN; a newer one that is
+    skipped is named in the log. Off: always load the newest, for states that hold such numbers now and then."""
 
     max_consecutive_save_failures: int = 5
     """Failed saves in a row after which training stops with the last error; 0 = never."""
@@ -99,7 +99,7 @@ class CheckpointConfig:
     """Global tier to load from when ``directory`` holds no generation yet, for example of another run; read only."""
 
     resume_from_other_run: bool = False
-    """Go on from generations that another run saved in these directories; off: the run is refused there. A run is
+    """Continue from generations that another run saved in these directories; off: the run is refused there. A run is
     another one if both were given names (``--rdzv-id``, ``--run-dir``) and have none in common, or, where one of them
     has no name, if they run different scripts."""
 

@@ -1,8 +1,8 @@
 """Read a :class:`~outlast.config.Config` from a TOML, YAML or JSON file.
 
 The file's keys are the fields of ``Config``; its sections are the fields of the configs within. A few settings may
-go by the names that users of another system know. Whatever is wrong is said in one line that begins with the file, and
-with the line where that is known.
+go by the names that users of another system know. An error is one line that begins with the file, and with the line
+where that is known.
 """
 
 from __future__ import annotations

@@ -217,8 +217,8 @@ class LayeredSettings:
         try:
             return FaultToleranceConfig(**values)
         except ConfigError as error:
-            told = as_written(str(error), self._written)
-            raise ConfigError(told if told != str(error) else f"{self._describe()}: {told}") from None
+            message = as_written(str(error), self._written)
+            raise ConfigError(message if message != str(error) else f"{self._describe()}: {message}") from None
 
     def written(self, name: str) -> str:
         """Return how a field that is in force was given: ``--ft-min-nodes=3``, or ``min_nodes=3 (run.toml)``."""

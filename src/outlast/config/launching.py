@@ -22,7 +22,7 @@ __all__ = ["LAUNCHERS_OWN", "FaultToleranceConfig", "HealthConfig", "PreemptionC
 
 
 LAUNCHERS_OWN = ("max_no_progress_cycles", "max_node_faults", "min_nodes", "node_heartbeat_timeout", "shutdown_grace")
-"""Fields that a launcher carries out: without one of ours they have no effect."""
+"""Fields for a launcher: they have no effect without ``outlast run``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class FaultToleranceConfig(Partial):
         require_at_least(self, 0, "simulated_fault_rank", "simulated_fault_base_delay")
         require(
             self.rank_termination_signal in signal.Signals.__members__,
-            f"rank_termination_signal={self.rank_termination_signal!r} is not a signal; write SIGKILL, say",
+            f"rank_termination_signal={self.rank_termination_signal!r} is not a signal; write for example SIGKILL",
         )
         require_one_of(self, "simulated_fault_type", ("rank_hung", "rank_killed", "random"))
         initial, steady = self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout
@@ -147,7 +147,7 @@ class HealthConfig(Partial):
     """What a node must have to train, and how it is looked at.
 
     Raises:
-        ConfigError: A value is out of range; the message says which.
+        ConfigError: A value is out of range; the message names it.
     """
 
     check_timeout: float = 30.0
@@ -226,7 +226,7 @@ _EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionConfig:
-    """What tells a run to leave, and how long it may take to.
+    """Which notices end a run, and how long that may take.
 
     The names are those of Megatron-LM, and so are their defaults, but for ``exit_signal_handler``: a session listens
     unless that is switched off.

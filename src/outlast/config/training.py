@@ -137,8 +137,8 @@ class RecoveryConfig:
     its node cannot be reached."""
 
     examine_timeout: float = 0.7
-    """Seconds in which actors have to say where they stand once one exceeded the timeout of a section; who does not is
-    unresponsive."""
+    """Seconds in which actors have to report where they are once one exceeded the timeout of a section; one that does
+    not is unresponsive."""
 
     start_timeout: float = 300.0
     """Seconds in which an actor has to start: its process, its imports, its constructor."""
@@ -190,7 +190,7 @@ class ReplicaDigestConfig:
     """How often the replicas of a data-parallel group are compared.
 
     Raises:
-        ConfigError: A value is out of range; the message says what is not.
+        ConfigError: A value is out of range; the message names the range.
     """
 
     interval: int = 0
@@ -207,8 +207,8 @@ class RerunStateMachineConfig:
     """What counts as an invalid result, and what follows one.
 
     The names are Megatron's, and so are the defaults, but for ``rerun_mode``: Megatron's loop is built into every
-    training and has to be switched on there; here a script says itself what is validated, by ``run.attempts()`` and
-    ``attempt.validate()``, and whoever writes that wants it done. A script that does not pays nothing.
+    training and has to be switched on there; here a script chooses itself what is validated, by ``run.attempts()``
+    and ``attempt.validate()``. A script that does not use them pays nothing.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
@@ -236,7 +236,7 @@ class RerunStateMachineConfig:
     """Newest finite values of which the largest counts."""
 
     max_same_device_reruns: int = 2
-    """Restarts on the device that gave the invalid result, where no other can be had, before it is judged without;
+    """Restarts on the device that gave the invalid result, where no other is available, before it is judged without;
     0 = none."""
 
     error_injection_rate: int = 0

@@ -28,9 +28,9 @@ _num_calls = 0
 
 
 class StatusReporter:
-    """Tell how one call of a wrapped function goes.
+    """Report how one call of a wrapped function goes.
 
-    Without an agent of ours there is nobody to tell, without a run directory no journal; the calls then do nothing.
+    Without an agent of ours and without a run directory there is nobody to report to; the calls then do nothing.
 
     Args:
         place: This process's place at its start.
@@ -54,41 +54,41 @@ class StatusReporter:
             _say_what_the_launcher_allows(place.launcher)
 
     def begin(self, go: m.Go) -> None:
-        """Tell that a call begins, which this rank takes part in or waits through as a spare."""
+        """Report that a call begins, which this rank takes part in or waits through as a spare."""
         rank = go.ranks.get(self._place.global_rank)
         if self._mark is not None:
-            tell = self._mark.wait if rank is None else self._mark.activate
-            tell(go.restart_count, _for_agent(go.faults))
+            note = self._mark.wait if rank is None else self._mark.activate
+            note(go.restart_count, _for_agent(go.faults))
         if go.restart_count > 0 and rank == 0:
             self._write_restarted(go)
         self._ranks, self._left_s = go.ranks, None
 
     def restart(self, restart_count: int, faults: Iterable[m.RankFault] = ()) -> None:
-        """Tell that the running call is left, for the one named."""
+        """Report that the running call is left, for the one named."""
         if self._left_s is None:
             self._left_s = clock.now_s()
         if self._mark is not None:
             self._mark.restart(restart_count, _for_agent(faults))
 
     def complete(self) -> None:
-        """Tell that the function returned here."""
+        """Report that the function returned here."""
         if self._mark is not None:
             self._mark.complete()
 
     def finish(self) -> None:
-        """Tell that it returned on all active ranks."""
+        """Report that it returned on all active ranks."""
         self._has_ended = True
         if self._mark is not None:
             self._mark.finish()
 
     def leave(self) -> None:
-        """Tell that this rank leaves for good, and its peers go on."""
+        """Report that this rank is permanently removed, and its peers resume."""
         self._has_ended = True
         if self._mark is not None:
             self._mark.leave()
 
     def close(self) -> None:
-        """Tell, unless the call came to one of the ends above, that it was given up; idempotent."""
+        """Report, unless the call came to one of the ends above, that it was given up; idempotent."""
         if self._mark is not None:
             if not self._has_ended:
                 self._mark.give_up()

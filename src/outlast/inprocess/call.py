@@ -19,6 +19,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +131,7 @@ class Handle:
         return not self._interruption.is_in(self._state.iteration)
 
     def ping(self) -> None:
-        """Say that the function makes progress.
+        """Record that the function makes progress.
 
         Without a ping any bytecode that the main thread runs counts as progress. Once there was one in a call, only
         pings do: a loop that spins in vain is noticed then.
@@ -142,7 +143,7 @@ class Handle:
             self._has_pinged = True
             self._on_first_ping()
 
-    def atomic(self) -> _Atomic:
+    def atomic(self) -> AbstractContextManager[None]:
         """Return a context manager in which the function is not interrupted; may be nested.
 
         A restart that was ordered meanwhile begins at its end. The hard timeout still holds.
@@ -150,7 +151,7 @@ class Handle:
         return self._atomic
 
     def begin_update(self) -> None:
-        """Say that what training changes is not whole from here until :meth:`end_update`; may be called repeatedly.
+        """Record that what training changes is not whole from here until :meth:`end_update`; may be called repeatedly.
 
         A restart that is ordered meanwhile waits for that up to a second, as without it the state would have to be
         loaded. Connections are cut all the same. :class:`Restore` does this by itself: from the first optimizer's step
@@ -159,10 +160,10 @@ class Handle:
         self._interruption.begin_update()
 
     def end_update(self) -> None:
-        """Say that it is whole again. A restart that was ordered meanwhile begins here."""
+        """Record that it is whole again. A restart that was ordered meanwhile begins here."""
         self._interruption.end_update()
 
-    def disable_hang_protection(self) -> _Unprotected:
+    def disable_hang_protection(self) -> AbstractContextManager[None]:
         """Return a context manager in which neither timeout holds; may be nested.
 
         Other ranks' faults still end the call.
@@ -172,7 +173,7 @@ class Handle:
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the object of this name that this process kept from an earlier call, else what ``make()`` returns.
 
-        What is kept lives as long as the wrapper's call. Whether its content is of use after a restart is for the
+        What is kept lives as long as the wrapper's call. Whether its content is usable after a restart is for the
         caller to know: the function may have been left in the middle of changing it.
         """
         if name not in self._kept:
@@ -271,7 +272,7 @@ class IterationStore:
         self._listener = None
 
     def close(self) -> None:
-        """Stop hosting; whoever still uses the store fails. Idempotent."""
+        """Stop hosting; a call that still uses the store fails. Idempotent."""
         self._store = None
         if self._listener is not None:
             self._listener.close()
@@ -294,7 +295,7 @@ def describe(error: BaseException) -> str:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Say whether an exception only tells that another rank is gone."""
+    """Return whether an exception only means that another rank is gone."""
     import torch.distributed as dist
 
     if isinstance(error, PeerLost | ConnectionError | dist.DistNetworkError):
@@ -401,7 +402,7 @@ def _destroy_groups() -> None:
         world.pg_coalesce_state.clear()
         c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     # Counted before anything is connected. Ranks that count differently would give their next group different names,
-    # and wait for each other for ever.
+    # and wait for each other forever.
     world.group_count = 0
 
 
@@ -413,7 +414,7 @@ def end_children(children: Iterable[BaseProcess]) -> None:
     """End the daemonic processes among these, such as a data loader's workers, without waiting for what they do.
 
     A data loader whose iterator is dropped waits up to five seconds for each worker; it must not be left to do so, nor
-    be told by the kernel that a worker that it still counts on was killed.
+    get a signal from the kernel when a worker that it still counts on was killed.
     """
     children = [child for child in children if child.daemon]
     if not children:

@@ -149,7 +149,7 @@ class _LinkedMember:
     channel: m.HubChannel
     join: m.JoinHub
     early: list[m.OnLink] = field(default_factory=list)
-    """What it said before this hub could decide."""
+    """What it sent before this hub could decide."""
     is_leaving: bool = False
     """It will close the link."""
 
@@ -164,7 +164,7 @@ class Hub:
         heartbeat_timeout_s: Seconds of silence after which a link counts as broken.
         host: This process's own entry among the candidates.
         space: Where this process can see whether another process lives.
-        predecessor: What the hub before this one said last; its members are waited for.
+        predecessor: What the hub before this one published last; its members are waited for.
         patience_s: Seconds that they are waited for.
     """
 
@@ -262,7 +262,7 @@ class Hub:
                 self._settle()
 
     def discount_pause(self) -> None:
-        """Hold nobody's silence against them: this process did not run, and could not hear them."""
+        """Discount the members' silence while this process did not run and could not receive."""
         now_ns = clock.now_ns()
         for peer in self._peers.values():
             peer.channel.received_ns = now_ns
@@ -312,17 +312,17 @@ class Hub:
                 peer.is_leaving |= isinstance(message, m.Left)
                 self._advance(MemberReported(initial_rank=rank, report=message, at_s=clock.now_s()))
             case other:
-                self._broken.setdefault(rank, f"it said {type(other).__name__}")
+                self._broken.setdefault(rank, f"it sent {type(other).__name__}")
 
     def _check_silence(self, now_s: float) -> None:
         """Give up links on which nothing has come for long."""
         oldest_s = now_s
         for rank, peer in self._peers.items():
-            heard_s = peer.channel.received_ns / 1e9
-            if now_s >= heard_s + self._heartbeat_timeout_s:
-                self._broken.setdefault(rank, f"no sign of life for {now_s - heard_s:.1f} s")
+            received_s = peer.channel.received_ns / 1e9
+            if now_s >= received_s + self._heartbeat_timeout_s:
+                self._broken.setdefault(rank, f"no sign of life for {now_s - received_s:.1f} s")
             else:
-                oldest_s = min(oldest_s, heard_s)
+                oldest_s = min(oldest_s, received_s)
         self._next_silence_check_s = oldest_s + self._heartbeat_timeout_s
 
     def _send(self, rank: int, message: m.OnLink) -> None:
@@ -332,7 +332,7 @@ class Hub:
         frame = encode_frame(message)
         for rank in ranks:
             if (peer := self._peers.get(rank)) is None:
-                continue  # it is told when it comes back
+                continue  # it gets it when it comes back
             peer.is_leaving |= isinstance(message, m.Expel | m.Finish | m.Abort)
             try:
                 peer.channel.send_frame(frame)
@@ -366,7 +366,7 @@ class Hub:
     # -- decisions ---------------------------------------------------------------------------------------------
 
     def _lose(self, ended: list[tuple[int, bool]]) -> None:
-        """Go on without members that have not come back; the second of each says whether it is known to be dead."""
+        """Resume without members that have not come back; the second of each: whether it is known to be dead."""
         self._out_of_reach.update(rank for rank, is_dead in ended if not is_dead)
         if self._state is None:
             self._lost_early += ended
@@ -382,7 +382,7 @@ class Hub:
             self._advance(MemberLost(initial_rank=rank, kind=kind, summary=summary, at_s=clock.now_s()))
 
     def _is_isolated(self) -> bool:
-        """Whether most members may live out of reach; of two halves the one with the lowest rank goes on."""
+        """Whether most members may live out of reach; of two halves the one with the lowest rank resumes."""
         if not self._known:
             return False
         num_lost, num_all = len(self._out_of_reach & self._known.keys()), len(self._known)

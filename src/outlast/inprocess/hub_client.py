@@ -112,7 +112,7 @@ class HubClient:
 
     Args:
         selector: Of the process's loop; what it reports with a callable as data is called with the events.
-        task: What the process was told.
+        task: What the process has to do.
         locator: Knows where the hub is; this object owns it.
         on_order: Gets the hub's orders to the rank.
         on_candidates: Gets who could host the hub, whenever that changes.
@@ -145,7 +145,7 @@ class HubClient:
 
     @property
     def restart_count(self) -> int:
-        """The call that the rank was told to enter last; 0 before."""
+        """The call that the rank was ordered to enter last; 0 before."""
         return max(0, self._record.standing.restart_count)
 
     @property

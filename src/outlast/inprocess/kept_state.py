@@ -1,10 +1,10 @@
 """What a rank keeps of a training state from one call of a wrapped function to the next, and whether it is whole.
 
 A part of the state, its modules and optimizers, is whole between two steps, and in a step until an optimizer begins to
-update it. Hooks of the optimizers tell. What modules change as they compute (buffers) is copied at the end of each step
-where it is small. Whether anything else wrote to a parameter is told by the versions that torch counts, and, from the
-end of a call to the next one, by a digest: ``DistributedDataParallel``, for one, overwrites the parameters of all ranks
-with those of rank 0 when it is made.
+update it, which hooks of the optimizers show. What modules change as they compute (buffers) is copied at the end of
+each step where it is small. Whether anything else wrote to a parameter follows from the versions that torch counts,
+and, from the end of a call to the next one, from a digest: ``DistributedDataParallel``, for one, overwrites the
+parameters of all ranks with those of rank 0 when it is made.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class KeptTrainingState:
             self._hooks.append(optimizer.register_step_post_hook(self._end_update))
 
     def note(self, iteration: int) -> None:
-        """Say that the state is whole now: before the first step, and when a step's body is over.
+        """Record that the state is whole now: before the first step, and when a step's body is over.
 
         Args:
             iteration: Number of optimizer steps done.
@@ -198,7 +198,7 @@ class KeptTrainingState:
         self._sampled, self._loose, self._copies = [], [], {}
 
     def is_used(self, state: Mapping[str, Any]) -> bool:
-        """Say whether an object of ``state`` was trained in an earlier call."""
+        """Return whether an object of ``state`` was trained in an earlier call."""
         known = [reference() for reference in self._objects.values()]
         return any(value is one for value in parts_of(state).mapping.values() for one in known)
 
@@ -337,7 +337,7 @@ def _why_not(state: Mapping[str, Any], parts: Parts) -> str:
             return f"optimizer {path!r} is sharded"
     for path, value in _walk(state, ""):
         if not isinstance(value, torch.nn.Module | torch.optim.Optimizer) and hasattr(value, "param_groups"):
-            return f"optimizer {path!r} is none of torch: it does not tell when it updates"
+            return f"optimizer {path!r} is not torch's: it has no hooks that show when it updates"
     return ""
 
 

@@ -38,7 +38,7 @@ _FIRST_POKE_S, _LONGEST_POKE_S = 0.005, 0.05
 _ALL_CALLS = 1 << 62
 
 Instruction = m.Listening | m.Order | OutlastError
-"""What the main thread is told: an order, or that there is nobody left to give orders."""
+"""What the main thread receives: an order, or that no process is left to give orders."""
 
 
 class MonitorThread:
@@ -73,7 +73,7 @@ class MonitorThread:
         self._is_stopped = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.inbox: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
-        """What the main thread has to hear, in order."""
+        """What the main thread has to process, in order."""
         self._thread = threading.Thread(target=self._run, name="outlast-inprocess", daemon=True)
 
     def start(self) -> None:
@@ -110,7 +110,7 @@ class MonitorThread:
             wait_s = self._look()
             for fd, _ in poll.poll(wait_s * 1e3):
                 if fd != self._wake:
-                    self._hear()
+                    self._receive()
 
     def _look(self) -> float:
         """Tell the page how things are, and go on getting the main thread out; return when to look again."""
@@ -122,7 +122,7 @@ class MonitorThread:
             return self._interval_s
         return self._get_out()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             received = self._link.receive()
         except OutlastError as error:
@@ -174,7 +174,7 @@ class MonitorLink:
     One that is killed is replaced by another one, which joins the hub (wherever that is then) in its place.
 
     Args:
-        task: What it is told.
+        task: What the duty has to do.
         page: The page that it watches; stays the caller's.
 
     Raises:
@@ -206,7 +206,7 @@ class MonitorLink:
         return self._duty.line.fileno()
 
     def send(self, message: m.Connect | m.Report) -> None:
-        """Tell the monitor process something; if it is gone, the next one is told.
+        """Send the monitor process something; if it is gone, the next one gets it.
 
         Blocks: hardly; a packet fits into the socket's buffer.
         """
@@ -221,10 +221,10 @@ class MonitorLink:
             self._send(message)
 
     def receive(self) -> tuple[m.Listening | m.Order, ...]:
-        """Return what the monitor process has said since the last call; call it when :meth:`fileno` is readable.
+        """Return what the monitor process has sent since the last call; call it when :meth:`fileno` is readable.
 
         Raises:
-            OutlastError: The monitor process is gone, and no other one is of use.
+            OutlastError: The monitor process is gone, and no other one can replace it.
 
         Blocks: hardly; while another monitor process is started, some milliseconds.
         """

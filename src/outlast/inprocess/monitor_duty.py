@@ -204,7 +204,7 @@ class _MonitorDuty:
             case m.Reconnect() as known:
                 if known.final_report is not None:
                     self._note_left()
-                self._is_ready = True  # or whoever takes the hub's place knows
+                self._is_ready = True  # or the next hub knows it
                 self._hub.reconnect(known)
             case report:
                 self._is_ready |= isinstance(report, m.RankReady)

@@ -182,7 +182,7 @@ class RetryController:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultCounter:
-    """Let a rank leave for good that fails too often; a ``health_check`` plug-in.
+    """Permanently remove a rank that fails too often; a ``health_check`` plug-in.
 
     Raises:
         ConfigError: The limit is out of range.

@@ -40,7 +40,7 @@ class RankPhase(IntEnum):
     IN_FN = 2
     """In the wrapped function."""
     LEAVING = 3
-    """Still in it, and told to leave."""
+    """Still in it, and ordered to leave."""
     OUT = 4
     """Out of it; cleaning up and checking its health."""
     COMPLETED = 5
@@ -83,11 +83,11 @@ class Page:
     # -- written by the rank -----------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Say that the monitor thread runs."""
+        """Record that the monitor thread runs."""
         self._words[_BEAT] = now_ns()
 
     def stamp_progress(self) -> None:
-        """Say that the main thread made progress."""
+        """Record that the main thread made progress."""
         self._words[_PROGRESS] = now_ns()
 
     def set_phase(self, phase: RankPhase, restart_count: int | None = None) -> None:
@@ -177,7 +177,7 @@ class MainThreadProgress:
         self._asked = False
 
     def ask(self) -> None:
-        """Ask for a sign, unless the last one is still owed. Blocks: never."""
+        """Ask for a sign, unless the last one is still due. Blocks: never."""
         if not self._asked:
             full = ctypes.pythonapi.Py_AddPendingCall(self._post, ctypes.byref(self._semaphore))
             self._asked = full == 0
@@ -244,9 +244,9 @@ class RankWatch:
         self._soft_ns, self._hard_ns = int(task.soft_timeout_s * 1e9), int(task.hard_timeout_s * 1e9)
         self._start_ns = int(task.limits.barrier_timeout_s * 1e9)
         self._fresh_ns = int((task.thread_interval_s + _BEAT_SLACK_S) * 1e9)
-        self._said_soft = -1
+        self._reported_soft = -1
         self._went: tuple[int, int] | None = None
-        self._told_to_leave_ns: int | None = None
+        self._ordered_to_leave_ns: int | None = None
         self._is_over = False
 
     def note_end(self) -> None:
@@ -254,24 +254,24 @@ class RankWatch:
         self._is_over = True
 
     def note_go(self, restart_count: int, now_ns: int) -> None:
-        """The rank was told to enter a call."""
+        """The rank was ordered to enter a call."""
         self._went = (restart_count, now_ns)
-        self._told_to_leave_ns = None
+        self._ordered_to_leave_ns = None
 
     def note_leave(self, now_ns: int) -> None:
-        """The rank was told to leave the function."""
+        """The rank was ordered to leave the function."""
         self._went = None
-        if self._told_to_leave_ns is None:
-            self._told_to_leave_ns = now_ns
+        if self._ordered_to_leave_ns is None:
+            self._ordered_to_leave_ns = now_ns
 
     def describe_idle(self, now_ns: int) -> SoftTimeout | None:
-        """Return how long a rank in the function has made no progress, if that is half a soft timeout, and untold."""
+        """Return how long a rank in the function has made no progress, if half a soft timeout, and unreported."""
         page = self._page
         since_ns = now_ns - page.progress_ns
-        is_judged = page.phase == RankPhase.IN_FN and not page.is_paused and self._said_soft < page.restart_count
-        if not is_judged or self._told_to_leave_ns is not None or since_ns < self._soft_ns // 2:
+        is_judged = page.phase == RankPhase.IN_FN and not page.is_paused and self._reported_soft < page.restart_count
+        if not is_judged or self._ordered_to_leave_ns is not None or since_ns < self._soft_ns // 2:
             return None
-        self._said_soft = page.restart_count
+        self._reported_soft = page.restart_count
         return SoftTimeout(page.restart_count, f"no progress for {since_ns / 1e9:.1f} s while others waited")
 
     def look(self, now_ns: int) -> tuple[SoftTimeout | Stuck | None, int | None]:
@@ -294,18 +294,18 @@ class RankWatch:
         if page.is_paused:
             return None, now_ns + self._soft_ns
         progress_ns = page.progress_ns
-        base_ns = progress_ns if self._told_to_leave_ns is None else min(progress_ns, self._told_to_leave_ns)
+        base_ns = progress_ns if self._ordered_to_leave_ns is None else min(progress_ns, self._ordered_to_leave_ns)
         hard_ns = base_ns + self._hard_ns
         if now_ns >= hard_ns:
             return Stuck(restart_count, RankFaultKind.HARD_TIMEOUT, self._describe(now_ns, hard=True)), None
-        if self._told_to_leave_ns is not None or self._said_soft >= restart_count:
+        if self._ordered_to_leave_ns is not None or self._reported_soft >= restart_count:
             return None, hard_ns
         soft_ns = progress_ns + self._soft_ns
         if now_ns < soft_ns:
             return None, soft_ns
         fresh_until_ns = page.beat_ns + self._fresh_ns
         if now_ns <= fresh_until_ns:
-            self._said_soft = restart_count
+            self._reported_soft = restart_count
             return SoftTimeout(restart_count, self._describe(now_ns, hard=False)), hard_ns
         # The monitor thread does not run either: it may come back (a long call that holds the interpreter's lock).
         return None, min(hard_ns, now_ns + self._fresh_ns // 4)
@@ -330,6 +330,6 @@ class RankWatch:
             return text + f" (soft_timeout={self._task.soft_timeout_s:g})"
         if now_ns > self._page.beat_ns + self._fresh_ns:
             text += "; it was stopped, or held the interpreter's lock"
-        elif self._told_to_leave_ns is not None:
+        elif self._ordered_to_leave_ns is not None:
             text = "it could not be interrupted"
         return text + f" (hard_timeout={self._task.hard_timeout_s:g})"

@@ -1,6 +1,6 @@
 """Messages between ranks, their monitor processes and the hub; msgpack, never pickle.
 
-* On a monitor process's command line: :class:`MonitorTask`.
+* When a guard begins the duty: :class:`MonitorTask`.
 * Between a rank and its monitor process: a ``SOCK_SEQPACKET`` pair, one message a packet. The rank sends
   :class:`Connect` once, then what it reports (:data:`~outlast.policy.inprocess_protocol.Report`); it receives
   :class:`Listening` first, then orders, and in between who could host the hub (:class:`HubCandidates`), so that it
@@ -90,7 +90,7 @@ __all__ = [
 
 
 class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a monitor process is told, as JSON on its command line."""
+    """What a monitor duty has to do, as JSON."""
 
     pid: int
     """The rank's process."""
@@ -116,7 +116,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     bootstrap_key: str = ""
     """Of the bootstrap by which the ranks learn where the hub is; empty: it has no proxy if the rank dies."""
     labels: dict[str, str] = {}
-    """What this rank says of its place beyond its node, for those who assign ranks."""
+    """What this rank reports of its place beyond its node, for those who assign ranks."""
     log_path: str = ""
     """File to which the monitor process writes its log; empty: the rank's standard error."""
 
@@ -130,14 +130,14 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         bootstrap_key: str,
         labels: Mapping[str, str],
     ) -> MonitorTask:
-        """Return what the monitor process of this very process is told.
+        """Return what the monitor duty for this very process has to do.
 
         Args:
             config: The settings.
             place: This process's place at its start.
             host: Address of this machine.
             bootstrap_key: Key of the bootstrap.
-            labels: What this rank says of its place.
+            labels: What this rank reports of its place.
         """
         folder = config.monitor_process_logdir
         return cls(
@@ -185,7 +185,7 @@ class MemberPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     address: str
     """``host port`` where its monitor process listens."""
     labels: dict[str, str] = {}
-    """What the rank says of its place beyond its node."""
+    """What the rank reports of its place beyond its node."""
 
 
 class HubCandidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -197,7 +197,7 @@ class HubCandidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """JoinHub the hub; who is told its own address hosts it."""
+    """Join the hub; the process that gets its own address hosts it."""
 
     hub: str
     """``host port``."""
@@ -225,7 +225,7 @@ class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     life: str
     """Names the monitor process."""
     wants: str = ""
-    """Life of the monitor process that it believes to talk to; empty: any."""
+    """Life of the monitor process that it expects there; empty: any."""
     standing: MemberStanding = MemberStanding()
 
 
@@ -262,7 +262,7 @@ def encode(message: FromRank | FromMonitor | OnLink) -> bytes:
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    """Return what a rank told its monitor process.
+    """Return what a rank sent its monitor process.
 
     Raises:
         OutlastError: It is none of ours.
@@ -274,7 +274,7 @@ def decode_from_rank(data: bytes) -> FromRank:
 
 
 def decode_from_monitor(data: bytes) -> FromMonitor:
-    """Return what a monitor process told its rank.
+    """Return what a monitor process sent its rank.
 
     Raises:
         OutlastError: It is none of ours.
@@ -298,7 +298,7 @@ def watch(selector: selectors.BaseSelector, channel: HubChannel) -> None:
 
 
 class MemberRecord:
-    """Note orders and reports; say where the member stands.
+    """Note orders and reports, from which follows where the member stands.
 
     Args:
         standing: Where it stood before.
@@ -308,7 +308,7 @@ class MemberRecord:
         self.standing = MemberStanding() if standing is None else standing
 
     def reports(self) -> tuple[Report, ...]:
-        """Return what the rank reported that may still matter; a hub may hear it twice."""
+        """Return what the rank reported that may still matter; a hub may get it twice."""
         standing = self.standing
         completed = () if standing.completed < 0 else (Completed(restart_count=standing.completed),)
         ready = () if standing.ready is None else (standing.ready,)

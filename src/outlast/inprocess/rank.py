@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 from outlast import clock, env, logs
@@ -41,7 +43,14 @@ from outlast.policy.rank_assignment import Member, assign
 from outlast.runtime import connections, device
 from outlast.runtime.interruption import SignalInterruption
 
-__all__ = ["Ending", "RankLeft", "RestartContext", "WrappedRank"]
+__all__ = ["RankLeft", "RestartContext", "WrappedRank"]
+
+log = logging.getLogger(__name__)
+
+_STORE_TIMEOUT_S = 1800.0
+_ABORT_S = 5.0
+"""Seconds that a rank waits for the order to abort, which has the counts of all ranks."""
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 class RestartContext:
@@ -56,7 +65,7 @@ class RestartContext:
     def __init__(self, place: env.WorkerEnv) -> None:
         self.place = place
         self.restart_count = 0
-        """The one that this rank was told to enter last."""
+        """The one that this rank was ordered to enter last."""
         self._go: m.Go | None = None
         self._faults: tuple[m.RankFault, ...] = ()
 
@@ -70,7 +79,7 @@ class RestartContext:
             self._faults = add_fault(self._faults, fault)
 
     def describe(self) -> State:
-        """Return it as plug-ins are told."""
+        """Return it for plug-ins."""
         go, place = self._go, self.place
         ranks = go.ranks if go is not None else {}
         return State(
@@ -86,7 +95,7 @@ class RestartContext:
 
 
 class RankLeft(SystemExit):
-    """This rank leaves a wrapped function for good, and the others go on; its process ends with exit code 0.
+    """This rank leaves a wrapped function for good, and the others resume; its process ends with exit code 0.
 
     Args:
         reason: Why, in one line.
@@ -98,95 +107,6 @@ class RankLeft(SystemExit):
 
     def __str__(self) -> str:
         return self.reason
-
-
-log = logging.getLogger(__name__)
-
-_LAST_WORD_S = 5.0
-
-
-class Ending:
-    """End a rank's part.
-
-    Args:
-        facts: What it knows.
-        plugins: Their ``terminate`` is called.
-        said: Tells the node's agent.
-        link: Tells the others.
-        inbox: Where the last order comes.
-
-    Thread: the main thread.
-    """
-
-    def __init__(
-        self,
-        facts: RestartContext,
-        plugins: Plugins,
-        said: StatusReporter,
-        link: MonitorLink,
-        inbox: queue.SimpleQueue[Instruction],
-    ) -> None:
-        self._facts, self._plugins, self._said = facts, plugins, said
-        self._link, self._inbox = link, inbox
-
-    def part(self, reason: str, *, tell: bool) -> NoReturn:
-        """Leave for good, alone.
-
-        Args:
-            reason: Why, in one line.
-            tell: Whether the others do not know it yet.
-
-        Raises:
-            RankLeft: Always.
-        """
-        if tell:
-            self._link.send(m.Left(reason=reason))
-        self._said.leave()
-        self._terminate()
-        text = f"rank {self._facts.place.global_rank} is permanently removed: {reason}"
-        log.warning("%s", text)
-        raise RankLeft(text)
-
-    def give_up(self, error: RestartAbort) -> NoReturn:
-        """Have all ranks stop.
-
-        Raises:
-            RestartAbort: Always; with the counts of all ranks where they are heard of in time.
-
-        Blocks: up to 5 s.
-        """
-        self._link.send(m.Left(reason=str(error), fatal=True))
-        end_s = clock.now_s() + _LAST_WORD_S
-        while (left_s := end_s - clock.now_s()) > 0:
-            try:
-                order = self._inbox.get(timeout=left_s)
-            except queue.Empty:
-                break
-            if isinstance(order, m.Abort):
-                raise self.abortion(order) from error
-        self._terminate()
-        raise error
-
-    def abortion(self, order: m.Abort) -> RestartAbort:
-        """Return what to raise where all were told to stop."""
-        self._terminate()
-        return RestartAbort(
-            order.reason,
-            counts={"restarts": order.restart_count, "faults": sum(order.fault_counts.values())},
-            rank=self._facts.place.global_rank,
-            node=self._facts.place.node,
-            iteration=self._facts.restart_count,
-        )
-
-    def _terminate(self) -> None:
-        try:
-            self._plugins.terminate(self._facts.describe())
-        except Exception:
-            log.exception("the terminate plug-in failed")
-
-
-_STORE_TIMEOUT_S = 1800.0
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 class _CallResult:
@@ -209,19 +129,20 @@ class WrappedRank:
     def __init__(self, config: InProcessRestartConfig, plugins: Plugins) -> None:
         self._config, self._plugins = config, plugins
         self._place = env.read_worker()
-        self._facts = RestartContext(self._place)
+        self._context = RestartContext(self._place)
         self._ready_for = -1
         self._returned: _CallResult | None = None
         self._kept: dict[str, Any] = {}
         self._handle: Handle | None = None
         self._store: IterationStore | None = None
         self._interruption = SignalInterruption(RestartRequested, WrappedRank._enter.__code__)
-        self._said: StatusReporter
+        self._function: Callable[..., Any]
+        self._handle_name: str | None
+        self._reporter: StatusReporter
         self._background: Background
         self._page: Page
         self._link: MonitorLink
         self._thread: MonitorThread
-        self._ending: Ending
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the function until it has returned on all active ranks; return what it returned here last.
@@ -229,44 +150,58 @@ class WrappedRank:
         Raises:
             ConfigError: A setting or the place of the call is wrong.
             RestartAbort: The ranks cannot be restarted in process.
-            RankLeft: This rank leaves for good.
+            RankLeft: This rank is permanently removed.
         """
         if current_handle() is not None:
             raise ConfigError("a wrapped function was called within another one; wrap only the outer one")
         name = handle_parameter(function)
-        if name is not None and name in kwargs:
-            name = None
+        self._handle_name = None if name in kwargs else name
+        self._function = partial(function, *args, **kwargs)
         logs.configure_worker(self._place.global_rank, self._place.node)
-        self._interruption.install()
-        stacks.register()
-        noting = connections.Noting(self._check_group)
+        with ExitStack() as stack:
+            self._interruption.install()
+            stack.callback(self._interruption.uninstall)
+            stacks.register()
+            bootstrap = self._open(stack)
+            self._join(bootstrap)
+            return self._follow(bootstrap)
+
+    def _open(self, stack: ExitStack) -> Bootstrap:
+        """Set up what lives as long as this rank's part."""
+        config, place = self._config, self._place
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
-        try:
-            before |= device.settle_collectives()
-            self._said = StatusReporter(self._place, self._config)
-            self._background = Background()
-            self._host = own_address(self._place)
-            bootstrap = Bootstrap(self._place, timeout_s=self._config.barrier_timeout)
-            self._page = Page.create()
-            self._link = MonitorLink(self._describe_task(bootstrap), self._page)
-            self._thread = MonitorThread(
-                self._link,
-                self._page,
-                self._interruption,
-                interval_s=min(self._config.monitor_thread_interval, self._config.progress_watchdog_interval),
-                abort=self._abort,
-            )
-            self._ending = Ending(self._facts, self._plugins, self._said, self._link, self._thread.inbox)
-            self._thread.start()
-            noting.start()
-            self._background.freeze()
-            try:
-                self._join(bootstrap)
-                return self._follow(function, args, kwargs, name, bootstrap)
-            finally:
-                bootstrap.close()
-        finally:
-            self._close(noting, before)
+        stack.callback(env.update, before)
+        before |= device.settle_collectives()
+        stack.callback(self._close_store)
+        self._reporter = StatusReporter(place, config)
+        stack.callback(self._reporter.close)
+        self._background = Background()
+        stack.callback(self._background.thaw)
+        self._host = own_address(place)
+        bootstrap = Bootstrap(place, timeout_s=config.barrier_timeout)
+        labels = labels_of(self._plugins.rank_assignment)
+        task = MonitorTask.of(config, place, host=self._host, bootstrap_key=bootstrap.key, labels=labels)
+        self._page = Page.create()
+        stack.callback(self._page.close)
+        self._link = MonitorLink(task, self._page)
+        stack.callback(self._link.close)
+        stack.callback(self._interruption.uninstall)
+        self._thread = MonitorThread(
+            self._link,
+            self._page,
+            self._interruption,
+            interval_s=min(config.monitor_thread_interval, config.progress_watchdog_interval),
+            abort=self._abort,
+        )
+        self._thread.start()
+        stack.callback(self._thread.stop)
+        noting = connections.Noting(self._check_group)
+        noting.start()
+        stack.callback(noting.stop)
+        stack.callback(set_current, None)
+        self._background.freeze()
+        stack.callback(bootstrap.close)
+        return bootstrap
 
     # -- orders ------------------------------------------------------------------------------------------------
 
@@ -277,23 +212,16 @@ class WrappedRank:
         bootstrap.run(listening.address, self._link.send)
         self._get_ready(0)
 
-    def _follow(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        handle_name: str | None,
-        bootstrap: Bootstrap,
-    ) -> Any:
+    def _follow(self, bootstrap: Bootstrap) -> Any:
         while True:
             order = self._next()
             match order:
                 case m.Go():
                     bootstrap.close()
-                    self._go_into(order, function, args, kwargs, handle_name)
+                    self._go_into(order)
                 case m.Restart():
-                    self._facts.note_faults(order.faults)
-                    self._said.restart(order.restart_count, order.faults)
+                    self._context.note_faults(order.faults)
+                    self._reporter.restart(order.restart_count, order.faults)
                     if order.restart_count > self._ready_for:
                         self._leave(None)
                         self._get_ready(order.restart_count)
@@ -303,10 +231,10 @@ class WrappedRank:
                     return self._finish()
                 case m.Abort():
                     self._leave(None)
-                    raise self._ending.abortion(order)
+                    raise self._abortion(order)
                 case m.Expel():
                     self._leave(None)
-                    self._ending.part(order.reason, tell=False)
+                    self._part(order.reason, report=False)
                 case OutlastError():
                     self._leave(None)
                     raise order
@@ -318,17 +246,16 @@ class WrappedRank:
             raise OutlastError(f"the monitor process does not answer for {timeout_s:g} s; look at its log") from None
 
     def _get_ready(self, restart_count: int) -> None:
-        """Say that this rank can enter a call, if it may."""
+        """Record that this rank can enter a call, if it may."""
         if restart_count > 0:
             try:
-                self._plugins.health_check(self._facts.describe())
+                self._plugins.health_check(self._context.describe())
             except RestartAbort as error:
-                self._ending.give_up(error)
+                self._give_up(error)
             except Exception as error:  # noqa: BLE001 - whatever a health check raises: it failed
                 log.warning("the health check failed: %s", describe(error))
-                self._ending.part(describe(error), tell=True)
-        if self._store is not None:
-            self._store.close()
+                self._part(describe(error), report=True)
+        self._close_store()
         self._store = IterationStore(self._host)
         self._ready_for = restart_count
         self._page.set_phase(RankPhase.WAITING)
@@ -359,44 +286,34 @@ class WrappedRank:
 
     # -- a call ------------------------------------------------------------------------------------------
 
-    def _go_into(
-        self,
-        go: m.Go,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        handle_name: str | None,
-    ) -> None:
-        self._facts.note_go(go)
-        self._said.begin(go)
+    def _go_into(self, go: m.Go) -> None:
+        self._context.note_go(go)
+        self._reporter.begin(go)
         self._returned = None
         if self._place.global_rank not in go.ranks:
-            self._ending.part("the rank assignment leaves it out", tell=True)
+            self._part("the rank assignment leaves it out", report=True)
         rank = go.ranks[self._place.global_rank]
         if rank is None:
             return  # a spare: it waits for the next order
         handle = self._handle = Handle(
-            self._facts.describe(),
+            self._context.describe(),
             interruption=self._interruption,
             page=self._page,
             on_first_ping=self._thread.count_pings_only,
             kept=self._kept,
             config=self._config,
         )
-        if handle_name is not None:
-            kwargs = {**kwargs, handle_name: handle}
         self._page.reset_depths()
         self._page.set_phase(RankPhase.STARTING, go.restart_count)
         self._thread.begin_call()
         set_current(handle)
-        outcome = self._enter(go, rank, function, args, kwargs)
+        given = {} if self._handle_name is None else {self._handle_name: handle}
+        outcome = self._enter(go, rank, given)
         self._interruption.leave()
         self._page.set_phase(RankPhase.OUT)
         self._settle(outcome)
 
-    def _enter(
-        self, go: m.Go, rank: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> _CallResult | BaseException:
+    def _enter(self, go: m.Go, rank: int, given: Mapping[str, Any]) -> _CallResult | BaseException:
         """Call the function; return what it ended with.
 
         This frame is the boundary of what is interrupted: it is not, whatever it calls is.
@@ -406,8 +323,8 @@ class WrappedRank:
         try:
             self._prepare(go, rank)
             self._page.set_phase(RankPhase.IN_FN)
-            self._plugins.initialize(self._facts.describe())
-            value = function(*args, **kwargs)
+            self._plugins.initialize(self._context.describe())
+            value = self._function(**given)
         except SystemExit as error:
             return _CallResult(leaving=error)
         except BaseException as error:  # noqa: BLE001 - whatever ended the function is dealt with outside
@@ -433,14 +350,14 @@ class WrappedRank:
     def _settle(self, outcome: _CallResult | BaseException) -> None:
         """Report how the call ended, and leave it if it failed."""
         if not isinstance(outcome, _CallResult):
-            self._said.restart(self._facts.restart_count + 1)
+            self._reporter.restart(self._context.restart_count + 1)
         if isinstance(outcome, _CallResult):
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
             if outcome.leaving is not None:
                 drop(outcome.leaving)
-            self._said.complete()
-            self._link.send(m.Completed(restart_count=self._facts.restart_count))
+            self._reporter.complete()
+            self._link.send(m.Completed(restart_count=self._context.restart_count))
             return
         if isinstance(outcome, KeyboardInterrupt):
             self._leave(None)
@@ -448,23 +365,23 @@ class WrappedRank:
             raise outcome
         if isinstance(outcome, RestartAbort):
             self._leave(None)
-            self._ending.give_up(outcome)
+            self._give_up(outcome)
         if not isinstance(outcome, RestartRequested):
-            self._tell_fault(outcome)
+            self._report_fault(outcome)
         self._leave(outcome)
 
-    def _tell_fault(self, error: BaseException) -> None:
+    def _report_fault(self, error: BaseException) -> None:
         fault = m.RankFault(
             initial_rank=self._place.global_rank,
-            restart_count=self._facts.restart_count,
+            restart_count=self._context.restart_count,
             kind=m.RankFaultKind.EXCEPTION,
             summary=describe(error),
             is_consequence=is_consequence(error),
         )
-        self._facts.note_faults((fault,))
+        self._context.note_faults((fault,))
         self._link.send(fault)
         if not fault.is_consequence:
-            log.warning("the function failed on this rank in call %d", self._facts.restart_count, exc_info=error)
+            log.warning("the function failed on this rank in call %d", self._context.restart_count, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
         """Let go of the call that was entered last. Idempotent."""
@@ -472,17 +389,16 @@ class WrappedRank:
         if handle is None:
             return
         self._page.set_phase(RankPhase.OUT)
-        if self._store is not None:
-            self._store.close()
+        self._close_store()
         try:
             leave(handle.take_callbacks(), error, self._background)
             set_current(None)
-            self._plugins.finalize(self._facts.describe())
+            self._plugins.finalize(self._context.describe())
         except RestartAbort as failure:
-            self._ending.give_up(failure)
+            self._give_up(failure)
         except Exception as failure:
             log.exception("this rank cannot continue")
-            self._ending.part(describe(failure), tell=True)
+            self._part(describe(failure), report=True)
         finally:
             set_current(None)
         if self._config.empty_cuda_cache:
@@ -491,8 +407,8 @@ class WrappedRank:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _finish(self) -> Any:
-        self._said.finish()
-        state = self._facts.describe()
+        self._reporter.finish()
+        state = self._context.describe()
         self._handle = None
         set_current(None)
         self._plugins.completion(state)
@@ -503,23 +419,64 @@ class WrappedRank:
             raise self._returned.leaving
         return self._returned.value
 
-    def _close(self, noting: connections.Noting, before: Mapping[str, str | None]) -> None:
-        set_current(None)
-        noting.stop()
-        if hasattr(self, "_thread"):
-            self._thread.stop()
-        self._interruption.uninstall()
-        if hasattr(self, "_link"):
-            self._link.close()
-        if hasattr(self, "_page"):
-            self._page.close()
-        if hasattr(self, "_said"):
-            self._said.close()
+    def _part(self, reason: str, *, report: bool) -> NoReturn:
+        """Leave permanently, alone.
+
+        Args:
+            reason: Why, in one line.
+            report: Whether the others do not know it yet.
+
+        Raises:
+            RankLeft: Always.
+        """
+        if report:
+            self._link.send(m.Left(reason=reason))
+        self._reporter.leave()
+        self._terminate()
+        text = f"rank {self._place.global_rank} is permanently removed: {reason}"
+        log.warning("%s", text)
+        raise RankLeft(text)
+
+    def _give_up(self, error: RestartAbort) -> NoReturn:
+        """Have all ranks stop.
+
+        Raises:
+            RestartAbort: Always; with the counts of all ranks where they come in time.
+
+        Blocks: up to 5 s.
+        """
+        self._link.send(m.Left(reason=str(error), fatal=True))
+        end_s = clock.now_s() + _ABORT_S
+        while (left_s := end_s - clock.now_s()) > 0:
+            try:
+                order = self._thread.inbox.get(timeout=left_s)
+            except queue.Empty:
+                break
+            if isinstance(order, m.Abort):
+                raise self._abortion(order) from error
+        self._terminate()
+        raise error
+
+    def _abortion(self, order: m.Abort) -> RestartAbort:
+        """Return what to raise where all were ordered to stop."""
+        self._terminate()
+        return RestartAbort(
+            order.reason,
+            counts={"restarts": order.restart_count, "faults": sum(order.fault_counts.values())},
+            rank=self._place.global_rank,
+            node=self._place.node,
+            iteration=self._context.restart_count,
+        )
+
+    def _terminate(self) -> None:
+        try:
+            self._plugins.terminate(self._context.describe())
+        except Exception:
+            log.exception("the terminate plug-in failed")
+
+    def _close_store(self) -> None:
         if self._store is not None:
             self._store.close()
-        if hasattr(self, "_background"):
-            self._background.thaw()
-        env.update(before)
 
     # -- for others ---------------------------------------------------------------------------------------------
 
@@ -532,13 +489,9 @@ class WrappedRank:
             log.exception("the check before the abort failed")
         try:
             device.abort_collectives()
-            self._plugins.abort(self._facts.describe())
+            self._plugins.abort(self._context.describe())
         except Exception:
             log.exception("the abort plug-in failed")
 
     def _check_group(self, backend: str, timeout_s: float) -> None:
         device.check_collectives(backend, timeout_s, hard_timeout_s=self._config.hard_timeout)
-
-    def _describe_task(self, bootstrap: Bootstrap) -> MonitorTask:
-        labels = labels_of(self._plugins.rank_assignment)
-        return MonitorTask.of(self._config, self._place, host=self._host, bootstrap_key=bootstrap.key, labels=labels)

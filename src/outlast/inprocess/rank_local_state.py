@@ -223,7 +223,7 @@ class RankLocalState:
         _put_back_random(payload)
 
     def _encode(self, name: str, value: Any) -> bytes:
-        """Return a value as bytes: the same ones while msgpack says the same of it, which takes a tenth as long."""
+        """Return a value as bytes: the same ones while msgpack encodes it alike, which takes a tenth as long."""
         try:
             key = _encoder.encode(value)
         except (TypeError, OverflowError, msgspec.ValidationError):
@@ -337,7 +337,7 @@ def _has_plain(state: Mapping[str, Any]) -> bool:
 
 
 def _is_simple(value: Any) -> bool:
-    """Say whether msgpack gives a value back as it is."""
+    """Return whether msgpack gives a value back as it is."""
     if type(value) is not dict:
         return False
     for name, inner in value.items():

@@ -45,7 +45,7 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 
 class _PartHeader(msgspec.Struct, frozen=True):
-    """What is told before the tensors of a part are sent."""
+    """What is sent before the tensors of a part."""
 
     tree: bytes
     tensors: list[_Tensor]
@@ -93,7 +93,7 @@ class Restore:
         self.last: Resumed | None = None
         """What the last :meth:`resume` found; ``None`` = nothing to go on from."""
         self.has_loaded: Origin | None = None
-        """The generation that the state goes back to, for whoever saves it."""
+        """The generation that the state goes back to, for those who save it."""
         self._kept = KeptTrainingState()
         self._state: Mapping[str, Any] = {}
         self._own: Mapping[str, Any] = {}
@@ -118,7 +118,7 @@ class Restore:
             node: Name of this rank's node; ``None`` = this machine's.
 
         Returns:
-            Number of optimizer steps done; ``None``: ``state`` is of no use, or new, and has to be loaded; the log says
+            Number of optimizer steps done; ``None``: ``state`` is unusable, or new, and has to be loaded; the log says
             why.
 
         Raises:
@@ -136,12 +136,12 @@ class Restore:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         ranks = tuple(range(world_size)) if replicas is None else tuple(sorted(replicas))
         group = Group.open(timeout_s=_TIMEOUT_S) if world_size > 1 else None
-        talk = _Talk(group.process_group if group is not None else None, rank)
-        plan = plan_in_place(talk.gather(self._holding(state, ranks), InPlaceHolding))
+        exchange = _StateExchange(group.process_group if group is not None else None, rank)
+        plan = plan_in_place(exchange.gather(self._holding(state, ranks), InPlaceHolding))
         problem = ""
         if plan.iteration is not None:
-            problem = self._carry_out(plan, talk)
-        self._watch(state, talk, rank, world_size, node)
+            problem = self._carry_out(plan, exchange)
+        self._watch(state, exchange, rank, world_size, node)
         if plan.iteration is not None and not problem:
             self._kept.note(plan.iteration)
         if group is not None:
@@ -165,11 +165,11 @@ class Restore:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether the state given to the last :meth:`resume` was trained before and is of no use as it is."""
+        """Whether the state given to the last :meth:`resume` was trained before and is unusable as it is."""
         return self._was_used and self.last is None
 
     def note(self, iteration: int) -> None:
-        """Say that the state is that of ``iteration`` steps: before the first step, and at the end of each body."""
+        """Record that the state is that of ``iteration`` steps: before the first step, and at the end of each body."""
         self._kept.note(iteration)
 
     def release(self) -> None:
@@ -201,20 +201,20 @@ class Restore:
             has_loaded=self.has_loaded,
         )
 
-    def _carry_out(self, plan: InPlacePlan, talk: _Talk) -> str:
+    def _carry_out(self, plan: InPlacePlan, exchange: _StateExchange) -> str:
         """Do what was planned; return what went wrong on any rank, the same on all."""
         assert plan.iteration is not None
-        problem, own = "", self._read_own(talk.rank, plan.iteration)
+        problem, own = "", self._read_own(exchange.rank, plan.iteration)
         for taker, giver in plan.own_from.items():
-            if taker != giver and talk.rank in (taker, giver):
-                own = talk.pass_on(self._read_own(taker, plan.iteration), giver, taker) or own
+            if taker != giver and exchange.rank in (taker, giver):
+                own = exchange.pass_on(self._read_own(taker, plan.iteration), giver, taker) or own
         parts = parts_of(self._state)
         for taker, giver in plan.part_from.items():
-            if talk.rank == giver:
-                talk.send_part(parts.mapping, taker)
-            elif talk.rank == taker:
+            if exchange.rank == giver:
+                exchange.send_part(parts.mapping, taker)
+            elif exchange.rank == taker:
                 try:
-                    talk.receive_part(parts.mapping, giver)
+                    exchange.receive_part(parts.mapping, giver)
                     if digest_parts(parts) != plan.digests[taker]:
                         problem = f"rank {taker} was given another state than rank {giver} has"
                 except (CheckpointError, OutlastError) as error:
@@ -223,26 +223,28 @@ class Restore:
             try:
                 RankLocalState({"own": self._own, "state": self._state}, parts.optimizers).put_back(own)
             except (CheckpointError, OutlastError, RuntimeError, KeyError, ValueError, TypeError) as error:
-                problem = f"rank {talk.rank}: {error}"
-        return next((text for text in talk.gather(problem, str) if text), "")
+                problem = f"rank {exchange.rank}: {error}"
+        return next((text for text in exchange.gather(problem, str) if text), "")
 
     def _read_own(self, of: int, iteration: int) -> bytes:
         page = self._kept.page if of == self._kept.rank else self._neighbours.get(of)
         return (page.read(iteration) if page is not None else None) or b""
 
-    def _watch(self, state: Mapping[str, Any], talk: _Talk, rank: int, world_size: int, node: str | None) -> None:
+    def _watch(
+        self, state: Mapping[str, Any], exchange: _StateExchange, rank: int, world_size: int, node: str | None
+    ) -> None:
         """Follow the state from now on, and get at what is the own of the ranks on this node."""
         self._kept.watch(state, self._own, rank=rank, world_size=world_size)
         page = self._kept.page
         assert page is not None
         name = node if node is not None else os.uname().nodename
-        there = talk.gather(_Neighbour(node=name, pid=os.getpid(), fd=page.fd), _Neighbour)
+        there = exchange.gather(_Neighbour(node=name, pid=os.getpid(), fd=page.fd), _Neighbour)
         self._forget_neighbours()
         for other, neighbour in enumerate(there):
             if other != rank and neighbour.node == name:
                 try:
                     self._neighbours[other] = SharedBuffer.open(neighbour.pid, neighbour.fd)
-                except OSError as error:  # another container, or no right to: then nobody speaks for that rank
+                except OSError as error:  # another container, or no right to: then nothing is known of that rank
                     log.debug("what is the own of rank %d cannot be read: %s", other, error)
 
     def _forget_neighbours(self) -> None:
@@ -251,8 +253,8 @@ class Restore:
         self._neighbours = {}
 
 
-class _Talk:
-    """What ranks tell each other in a restart.
+class _StateExchange:
+    """What ranks send each other in a restart.
 
     Args:
         group: A gloo group of all ranks; ``None``: this rank is alone.
@@ -266,8 +268,8 @@ class _Talk:
         """Return what every rank gave. Collective: all ranks."""
         if self._group is None:
             return [mine]
-        told = gather_bytes(self._group, msgspec.msgpack.encode(mine))
-        return [from_msgpack(data, kind) for data in told]
+        gathered = gather_bytes(self._group, msgspec.msgpack.encode(mine))
+        return [from_msgpack(data, kind) for data in gathered]
 
     def pass_on(self, data: bytes, giver: int, taker: int) -> bytes:
         """Send ``data`` if this rank is the giver; return it if this is the taker, else nothing."""
@@ -278,10 +280,10 @@ class _Talk:
             return b""
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, src=giver, group=self._group)
-        told = torch.zeros(int(length), dtype=torch.uint8)
-        if told.numel():
-            dist.recv(told, src=giver, group=self._group)
-        return told.numpy().tobytes()
+        received = torch.zeros(int(length), dtype=torch.uint8)
+        if received.numel():
+            dist.recv(received, src=giver, group=self._group)
+        return received.numpy().tobytes()
 
     def send_part(self, parts: Mapping[str, Any], taker: int) -> None:
         """Send modules and optimizers."""
@@ -299,11 +301,11 @@ class _Talk:
         Raises:
             CheckpointError: They do not fit.
         """
-        told = from_msgpack(self.pass_on(b"", giver, self.rank), _PartHeader)
+        header = from_msgpack(self.pass_on(b"", giver, self.rank), _PartHeader)
         tensors = {}
-        for kind in told.tensors:
+        for kind in header.tensors:
             one = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
             if one.numel():
                 dist.recv(one.reshape(-1).view(torch.uint8), src=giver, group=self._group)
             tensors[kind.name] = one
-        restore_into(dict(parts), decode(told.tree, tensors.__getitem__))
+        restore_into(dict(parts), decode(header.tree, tensors.__getitem__))

@@ -50,16 +50,16 @@ class Wrapper:
             if it were the function's first line: it may be interrupted, and what it raises is a fault.
         abort: Called with the state on the monitor thread while the main thread is still in the function that it has to
             leave; ends what outlast does not know of and the main thread may wait on.
-        finalize: Called with the state after each call that was left; a rank whose call fails leaves for good.
-        health_check: Called with the state before each further call; a rank whose call fails leaves for good.
+        finalize: Called with the state after each call that was left; a rank whose call fails is permanently removed.
+        health_check: Called with the state before each further call; a rank whose call fails is permanently removed.
         rank_assignment: Decides who is which rank; ``None`` = ``FillGaps`` with the configured granularity.
         completion: Called with the state once, when all active ranks have returned.
-        terminate: Called with the state once, when this rank leaves for good or restarting has come to its end.
+        terminate: Called with the state once, when this rank is permanently removed or restarting has come to its end.
 
     Raises:
         ConfigError: A setting is wrong. By the call: not on the main thread, or within another wrapped function.
         RestartAbort: By the call, on all ranks: they cannot be restarted in process.
-        RankLeft: By the call: this rank leaves for good, and the others go on. A ``SystemExit`` with code 0.
+        RankLeft: By the call: this rank is permanently removed, and the others resume. A ``SystemExit`` with code 0.
 
     Collective: the call, all ranks that the launcher started.
     """

@@ -1,7 +1,7 @@
-"""Recovery of a group of actors: who takes whose place, who keeps its state, and whether the call is repeated.
+"""Recovery of a group of actors: who takes which slot, who keeps its state, and whether the call is repeated.
 
-Facts in, decisions out. A group has one *seat* for each rank of its mesh; an actor sits in it. When actors die, exactly
-their seats are filled, wherever in the mesh they are; who survived stays in its seat.
+Facts in, decisions out. A group has one *slot* for each rank of its mesh, which an actor holds. When actors die, just
+their slots are filled, wherever in the mesh they are; survivors keep theirs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import msgspec
 
 __all__ = [
     "ActorFacts",
-    "Exhausted",
     "Formation",
     "MissingSlots",
     "RecoveryBudget",
@@ -46,14 +45,14 @@ class SlotAssignment(msgspec.Struct, frozen=True, kw_only=True):
 class Formation(msgspec.Struct, frozen=True, kw_only=True):
     """Who works in the next incarnation."""
 
-    seats: tuple[SlotAssignment, ...]
+    slots: tuple[SlotAssignment, ...]
     """In the order of the ranks."""
     dismissed: tuple[int, ...] = ()
-    """Survivors that have no seat any more; they wait as spares."""
+    """Survivors that have no slot any more; they wait as spares."""
 
 
 class MissingSlots(msgspec.Struct, frozen=True, kw_only=True):
-    """There are seats that nobody can take now."""
+    """There are slots that no actor can take now."""
 
     ranks: tuple[int, ...]
 
@@ -61,12 +60,12 @@ class MissingSlots(msgspec.Struct, frozen=True, kw_only=True):
 def fill_slots(
     before: Mapping[int, str], survivors: Mapping[int, ActorFacts], spares: Sequence[ActorFacts]
 ) -> Formation | MissingSlots:
-    """Fill exactly the empty seats, each with a spare of the lost actor's node if there is one.
+    """Fill exactly the empty slots, each with a spare of the lost actor's node if there is one.
 
     Args:
         before: Rank to the node of the actor that had it.
         survivors: Rank to who still has it.
-        spares: Who is ready to take a seat; earlier ones are taken first.
+        spares: Who is ready to take a slot; earlier ones are taken first.
 
     Returns:
         The formation, or the ranks for which there is no spare.
@@ -85,25 +84,25 @@ def fill_slots(
         return MissingSlots(ranks=missing)
     kept = {rank: SlotAssignment(rank=rank, actor=one.actor, has=one.iteration) for rank, one in survivors.items()}
     new = {rank: SlotAssignment(rank=rank, actor=one.actor) for rank, one in taken.items()}
-    return Formation(seats=tuple((kept | new)[rank] for rank in sorted(before)))
+    return Formation(slots=tuple((kept | new)[rank] for rank in sorted(before)))
 
 
 def shrink_slots(
-    num_seats: int, survivors: Mapping[int, ActorFacts], spares: Sequence[ActorFacts]
+    num_slots: int, survivors: Mapping[int, ActorFacts], spares: Sequence[ActorFacts]
 ) -> Formation | MissingSlots:
     """Form a smaller group: survivors in their order first, then spares. All load, since shards changed hands.
 
     Args:
-        num_seats: Size of the smaller mesh.
+        num_slots: Size of the smaller mesh.
         survivors: Rank to who still has it.
-        spares: Who is ready to take a seat.
+        spares: Who is ready to take a slot.
     """
     actors = [survivors[rank].actor for rank in sorted(survivors)] + [spare.actor for spare in spares]
-    if len(actors) < num_seats:
-        return MissingSlots(ranks=tuple(range(len(actors), num_seats)))
+    if len(actors) < num_slots:
+        return MissingSlots(ranks=tuple(range(len(actors), num_slots)))
     return Formation(
-        seats=tuple(SlotAssignment(rank=rank, actor=actor) for rank, actor in enumerate(actors[:num_seats])),
-        dismissed=tuple(actor for actor in actors[num_seats:] if actor not in {spare.actor for spare in spares}),
+        slots=tuple(SlotAssignment(rank=rank, actor=actor) for rank, actor in enumerate(actors[:num_slots])),
+        dismissed=tuple(actor for actor in actors[num_slots:] if actor not in {spare.actor for spare in spares}),
     )
 
 
@@ -117,15 +116,8 @@ def ends_call(begun_at: int | None, reached: Iterable[int | None]) -> bool:
     return any(iteration != begun_at for iteration in reached)
 
 
-class Exhausted(msgspec.Struct, frozen=True, kw_only=True):
-    """No recovery is granted any more."""
-
-    reason: str
-    """For people."""
-
-
 class RecoveryBudget:
-    """Count recoveries without progress, so that nothing is repeated for ever.
+    """Count recoveries without progress, so that nothing is repeated forever.
 
     Args:
         max_recoveries: Recoveries in a row without progress.
@@ -149,12 +141,12 @@ class RecoveryBudget:
         if iteration is not None:
             self._best = iteration if self._best is None else max(self._best, iteration)
 
-    def spend(self) -> Exhausted | None:
-        """Count one more recovery; return why it is not granted, ``None`` if it is."""
+    def spend(self) -> str | None:
+        """Count one more recovery; return why it is not granted, for people; ``None`` if it is."""
         if self.num_without_progress >= self._max_recoveries:
             where = "" if self._best is None else f" beyond iteration {self._best}"
-            return Exhausted(
-                reason=f"{self.num_without_progress} recoveries in a row brought no progress{where} "
+            return (
+                f"{self.num_without_progress} recoveries in a row brought no progress{where} "
                 f"(max_recoveries={self._max_recoveries}); see the reports in `recoveries` for what was lost and why"
             )
         self.num_without_progress += 1

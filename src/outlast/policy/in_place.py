@@ -1,6 +1,6 @@
 """Whether training goes on from what the ranks hold in memory after a restart in process, and who gives what to whom.
 
-Each rank says what it holds: at which iteration its part of the state is *whole*, that is, as the end of that many
+Each rank reports what it holds: at which iteration its part of the state is *whole*, that is, as the end of that many
 optimizer steps left it. It is not whole where an update had begun, or something else has changed it since. What is a
 rank's own (random numbers, the position in the data) is kept apart, for the last two iterations, and also by its
 neighbours on the node, so that it outlives the rank.

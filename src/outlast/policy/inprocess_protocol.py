@@ -56,9 +56,9 @@ class InProcessState(IntEnum):
     RETURNED = 3
     """All are done with the function; what the worker does now is like any other worker's."""
     LEFT = 4
-    """It left its peers for good, and they go on without it."""
+    """It left its peers permanently, and they resume without it."""
     GAVE_UP = 5
-    """The restart inside the processes is abandoned: whoever started them must start them again."""
+    """The restart inside the processes is abandoned: their launcher must start them again."""
     SPARE = 6
     """It waits to take the place of another."""
     COMPLETED = 7
@@ -178,7 +178,7 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaul
     kind: RankFaultKind
     summary: str = ""
     is_consequence: bool = False
-    """It only says that a connection to another rank broke: another rank's fault is the cause."""
+    """It only means that a connection to another rank broke: another rank's fault is the cause."""
     evidence: dict[str, str] = {}
 
     @property
@@ -202,7 +202,7 @@ class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The rank leaves for good."""
+    """The rank is permanently removed."""
 
     reason: str
     fatal: bool = False
@@ -215,7 +215,7 @@ class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     ordinal: int
     """Of the question."""
     ranks: dict[int, int | None] = {}
-    """Active rank by initial rank; ``None``: a spare; not in it: leaves for good."""
+    """Active rank by initial rank; ``None``: a spare; not in it: is permanently removed."""
     error: str = ""
     """Why no ranks can be assigned; all stop with it."""
 
@@ -233,11 +233,11 @@ class MemberFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     is_alive: bool = True
     """Whether it can be given a rank; one that had a rank and is gone leaves a gap."""
     labels: dict[str, str] = {}
-    """What it says of its place beyond its node."""
+    """What it reports of its place beyond its node."""
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Leave the function (a spare: stop waiting), and say :class:`RankReady` for the next call."""
+    """Leave the function (a spare: stop waiting), and report :class:`RankReady` for the next call."""
 
     restart_count: int
     """The next one; what runs with a lower number is to be left."""
@@ -259,7 +259,7 @@ class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     restart_count: int
     ranks: dict[int, int | None]
-    """Active rank by initial rank of all members; ``None``: a spare; who is not in it leaves for good."""
+    """Active rank by initial rank of all members; ``None``: a spare; who is not in it is permanently removed."""
     active_world_size: int
     store_address: str
     """``host port`` where the rank with active rank 0 listens."""
@@ -294,7 +294,7 @@ class MemberStanding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Where a member stands, for a hub that was not there when it got there."""
 
     restart_count: int = -1
-    """The last one that it was told to enter; -1: none yet."""
+    """The last one that it was ordered to enter; -1: none yet."""
     ranks: dict[int, int | None] = {}
     """Of that :class:`Go`."""
     fault_counts: dict[int, int] = {}
@@ -302,7 +302,7 @@ class MemberStanding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     restart: int = -1
     """The call of the last :class:`Restart`; -1: none yet."""
     ready: RankReady | None = None
-    """What it said last."""
+    """What it reported last."""
     completed: int = -1
     """The call that it completed last."""
     faults: tuple[RankFault, ...] = ()

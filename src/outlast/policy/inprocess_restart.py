@@ -65,7 +65,7 @@ _MAX_FAULTS = 16
 
 
 def add_fault(known: tuple[RankFault, ...], fault: RankFault) -> tuple[RankFault, ...]:
-    """Return the faults with one more, unless it is known: a rank may say the same to two hubs."""
+    """Return the faults with one more, unless it is known: a rank may report the same to two hubs."""
     name = (fault.initial_rank, fault.restart_count, fault.kind)
     if any((other.initial_rank, other.restart_count, other.kind) == name for other in known):
         return known
@@ -173,7 +173,7 @@ class MemberJoined(msgspec.Struct, frozen=True, kw_only=True):
     standing: MemberStanding
     at_s: float
     labels: Mapping[str, str] = {}
-    """What it says of its place beyond its node."""
+    """What it reports of its place beyond its node."""
 
 
 class MemberReported(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,7 +243,7 @@ def take_over(
     members = {
         rank: HubMember(node=node, active_rank=newest.ranks.get(rank))
         for rank, node in nodes.items()
-        # Who was left out of the last call leaves, whatever the old hub managed to say of it.
+        # Who was left out of the last call leaves, whatever the old hub managed to order.
         if rank in newest.ranks
     }
     all_went = all(standing.restart_count == newest.restart_count for standing in standings.values())

@@ -29,14 +29,14 @@ class Member:
     """One process that was started as a rank, dead or alive."""
 
     initial_rank: int
-    """The rank that it was started as; it is this member for ever."""
+    """The rank that it was started as; it identifies this member."""
     node: str
     rank: int | None = None
     """Its rank until now; ``None``: it was a spare, or there was no restart yet."""
     alive: bool = True
     """Whether it can be given a rank. One that died since the last restart leaves a gap at its rank."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What it said of its place beyond its node, such as its rack; by name."""
+    """What it reported of its place beyond its node, such as its rack; by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Assignment:
 Rule = Callable[[Assignment], Assignment]
 """What turns an assignment into another one."""
 Place = Callable[[Member], Sequence[str]]
-"""Tells where a member sits, from the widest part of the machine to the narrowest, such as rack and node."""
+"""Where a member sits, from the widest part of the machine to the narrowest, such as rack and node."""
 
 
 def assign(

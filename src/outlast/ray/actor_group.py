@@ -1,4 +1,7 @@
-"""A group of training actors that replaces those that die or hang and repeats the interrupted call."""
+"""A group of training actors that replaces those that die or hang and repeats the interrupted call.
+
+One thread owns the actors: it carries out one call after the other, and recovers in between.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,38 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
 
-from outlast import clock, logs
+from outlast import env, logs
 from outlast.config import CheckpointConfig, FaultToleranceConfig, RecoveryConfig
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, OutlastError, RolledBack
 from outlast.policy.actor_recovery import RecoveryBudget, ends_call
 from outlast.ray.dispatch import Dispatch, find_dispatch, takes_weights
 from outlast.ray.mesh import Mesh
 from outlast.ray.node_keeper import NodeKeepers
-from outlast.ray.pool import Placement, Pool
+from outlast.ray.pool import GroupClosed, Pool, describe_error
 from outlast.ray.protocol import Call, FailureKind, ShellSettings
-from outlast.ray.recovery import Incarnation, Recovery, RecoveryJournal, RecoveryReport, cause_of
-from outlast.ray.shell import shell_class
+from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
+from outlast.ray.shell import create_shell
 from outlast.ray.train_actor import TrainActor
-from outlast.ray.watch import Gathered, LossKind, Watch, describe_error
+from outlast.ray.watch import Gathered, LossKind, Watch
+from outlast.runtime.journal import Journal
 
-__all__ = ["ActorCall", "ActorGroup", "Conductor", "Pending"]
+__all__ = ["ActorGroup", "Pending"]
+
+log = logging.getLogger(__name__)
+_POLL_S = 0.2
+_CLOSE_MARGIN_S = 5.0
 
 
 class Pending:
     """Stand for the result of a submitted call.
 
     Awaitable: ``await pending`` gives the result, or raises what the call raised. To stop waiting, by a timeout, by
-    Ctrl-C, or by cancelling the task that awaits it, does not stop the call: the group goes on with it, and calls that
+    Ctrl-C, or by cancelling the task that awaits it, does not stop the call: the group continues it, and calls that
     are submitted later begin after it.
 
     Args:
@@ -65,7 +74,7 @@ class Pending:
             timeout_s: Seconds to wait; ``None``: as long as it takes.
 
         Raises:
-            DeadlineExceeded: There is none in time; the call goes on.
+            DeadlineExceeded: There is none in time; the call continues.
 
         Blocks: until the call has ended, recoveries included.
         """
@@ -75,7 +84,7 @@ class Pending:
             if self._future.done():
                 raise  # the call itself raised it
             raise DeadlineExceeded(
-                f"{self.method!r} has not ended within {timeout_s} s; it goes on: wait again, or close the group"
+                f"{self.method!r} has not ended within {timeout_s} s; it continues: wait again, or close the group"
             ) from error
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -83,17 +92,8 @@ class Pending:
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
 
 
-log = logging.getLogger(__name__)
-_POLL_S = 0.2
-_CLOSE_MARGIN_S = 5.0
-
-
-class _ClosingError(Exception):
-    """The group is being closed; leave whatever is going on."""
-
-
 @dataclass(slots=True, kw_only=True)
-class ActorCall:
+class _Submitted:
     """One call of a method of all actors."""
 
     method: str
@@ -103,283 +103,13 @@ class ActorCall:
     takes_weights: bool
     future: Future[Any] = field(default_factory=Future)
 
-
-class Conductor:
-    """Run the calls of one group.
-
-    Args:
-        mesh: What is to be filled.
-        config: Limits.
-        make_pool: Makes the pool; called once, in the thread, with what to call while it waits.
-        keepers: Has a checkpoint writer on each node; ``None``: there is no place where generations are saved.
-        chronicle: Writes down what happened.
-
-    Thread: the pool, the recovery and the watch belong to the thread that :meth:`start` begins. ``crew``, ``spares``
-    and ``recoveries`` are replaced as a whole and may be read by any thread; ``submit`` and ``close`` are for any
-    thread.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        config: RecoveryConfig,
-        make_pool: Callable[[Callable[[], None]], Pool],
-        *,
-        keepers: NodeKeepers | None,
-        chronicle: RecoveryJournal,
-    ) -> None:
-        self._mesh, self._config, self._make_pool, self._keepers = mesh, config, make_pool, keepers
-        self._chronicle = chronicle
-        self._orders: queue.SimpleQueue[ActorCall | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._broken: OutlastError | None = None
-        self._budget = RecoveryBudget(config.max_recoveries)
-        self._num_calls = 0
-        self._polled_s = 0.0
-        self._kept_nodes: set[str] = set()
-        self._pool: Pool
-        self._recovery: Recovery
-        self._watch = Watch(config, self._idle)
-        self._thread = threading.Thread(target=self._run, name="outlast-actor-group", daemon=True)
-        self.formed: Future[Incarnation] = Future()
-        """Is given the first crew."""
-        self.crew: Incarnation | None = None
-        """Who works now; ``None`` before the first formation."""
-        self.iteration: int | None = None
-        """Iteration at which the actors' state is; ``None``: they keep none, or there are none yet."""
-        self.spares: tuple[int, ...] = ()
-        """Process ids of those that wait."""
-        self.recoveries: tuple[RecoveryReport, ...] = ()
-
-    def start(self) -> None:
-        """Begin to start actors and to form the group."""
-        self._thread.start()
-
-    def submit(self, order: ActorCall) -> None:
-        """Have a call carried out after those that were submitted before.
-
-        Raises:
-            OutlastError: The group is closed.
-        """
-        with self._lock:
-            if self._closing.is_set():
-                raise OutlastError("the group of actors is closed; make a new one")
-            self._orders.put(order)
-
-    def close(self) -> None:
-        """End the thread, all actors, and whatever was reserved for them. Idempotent.
-
-        Raises:
-            DeadlineExceeded: The thread is stuck; Ray ends the actors with the driver.
-
-        Blocks: up to ``abort_timeout`` + ``close_timeout`` and a few seconds.
-        """
-        with self._lock:
-            self._closing.set()
-            self._orders.put(None)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            limit_s = self._config.abort_timeout + self._config.close_timeout + _CLOSE_MARGIN_S
-            self._thread.join(limit_s)
-            if self._thread.is_alive():
-                raise DeadlineExceeded(
-                    f"the group of actors did not close within {limit_s:g} s; Ray ends its actors with this process"
-                )
-
-    def _run(self) -> None:
-        try:
-            if self._form():
-                while (order := self._next_order()) is not None:
-                    self._carry_out(order)
-        except Exception:
-            log.exception("the group of actors cannot continue (was Ray shut down before it was closed?)")
-        finally:
-            self._end()
-
-    def _form(self) -> bool:
-        """Make the first crew; return whether that went well."""
-        try:
-            self._pool = self._make_pool(self._check_open)
-            self._recovery = Recovery(self._config, self._pool, self._watch, self._idle, keepers=self._keepers)
-            self._pool.require(self._mesh.size, self._config.start_timeout, self._idle)
-            self._take_over(self._recovery.form(self._mesh))
-        except _ClosingError:
-            self.formed.set_exception(OutlastError("the group of actors was closed while it was formed"))
-            return False
-        except Exception as error:  # noqa: BLE001 - belongs to whoever makes the group
-            self.formed.set_exception(error)
-            return False
-        assert self.crew is not None
-        self.formed.set_result(self.crew)
-        return True
-
-    def _next_order(self) -> ActorCall | None:
-        while not self._closing.is_set():
-            try:
-                return self._orders.get(timeout=_POLL_S)
-            except queue.Empty:
-                self._poll()
-        return None
-
-    def _carry_out(self, order: ActorCall) -> None:
-        if not order.future.set_running_or_notify_cancel():
-            return
-        try:
-            if self._broken is not None:
-                raise self._broken
-            order.future.set_result(self._play(order))
-        except (RolledBack, ActorFailed) as error:
-            order.future.set_exception(error)
-            self._give_up_orders(error)  # made by somebody who did not know it yet
-        except _ClosingError:
-            order.future.set_exception(OutlastError(f"the group of actors was closed during {order.method!r}"))
-        except Exception as error:  # noqa: BLE001 - belongs to whoever made the call
-            order.future.set_exception(error)
-
-    def _play(self, order: ActorCall) -> Any:
-        """Make a call, and make it again after a recovery that brought back the state that it began from."""
-        num_own_failures = 0
-        while True:
-            crew, begun_at = self.crew, self.iteration
-            assert crew is not None
-            gathered = self._call(crew, order)
-            if gathered.is_whole:
-                self._note_end(crew, gathered)
-                results = {rank: one.value for rank, one in gathered.values.items()}
-                wanted = {rank: value for rank, value in results.items() if _wants(order, crew, rank)}
-                return order.dispatch.collect(crew.mesh, wanted)
-            report = self._recover(crew, gathered, order.method, begun_at)
-            if gathered.failed and all(one.kind == LossKind.RAISED for one in report.lost):
-                num_own_failures += 1  # nobody else is to blame
-            if num_own_failures > 1:
-                raise _failed_again(order.method, gathered, report) from cause_of(gathered)
-            if ends_call(begun_at, [report.iteration]):
-                raise RolledBack(
-                    f"{order.method!r} began at iteration {begun_at} and was interrupted; the newest generation that "
-                    f"everybody could go on from is {report.iteration}: go on with the data from there",
-                    iteration=report.iteration,
-                )
-
-    def _call(self, crew: Incarnation, order: ActorCall) -> Gathered:
-        parcels = order.dispatch.split(crew.mesh, order.args, order.kwargs, takes_weights=order.takes_weights)
-        stored = {id(parcel): ray.put(parcel) for parcel in {id(parcel): parcel for parcel in parcels}.values()}
-        self._num_calls += 1
-        refs = {}
-        for rank, actor in crew.members.items():
-            call = Call(
-                id=self._num_calls,
-                incarnation=crew.incarnation,
-                method=order.method,
-                wants_result=_wants(order, crew, rank),
-            )
-            parcel = parcels[order.dispatch.parcel_of(crew.mesh.place(rank))]
-            refs[rank] = actor.handle.call.remote(call, stored[id(parcel)])
-        return self._watch.gather(crew.members, refs)
-
-    def _note_end(self, crew: Incarnation, gathered: Gathered) -> None:
-        iterations = {one.iteration for one in gathered.values.values()}
-        if len(iterations) > 1:
-            log.warning(
-                "actors are at different iterations after a call: %s; `update` must be entered by all", iterations
-            )
-        known = [one for one in iterations if one is not None]
-        self.iteration = min(known) if known else None
-        self._budget.note_end(self.iteration)
-
-    def _recover(self, crew: Incarnation, gathered: Gathered, method: str, begun_at: int | None) -> RecoveryReport:
-        try:
-            if (exhausted := self._budget.spend()) is not None:
-                raise ActorFailed(
-                    f"{_describe(gathered)}; not recovered: {exhausted.reason}", iteration=begun_at
-                ) from cause_of(gathered)
-            crew, report = self._recovery.recover(crew, gathered, method=method, begun_at=begun_at)
-        except OutlastError as error:
-            self._broken = error
-            raise
-        self._take_over(crew)
-        self.recoveries = (*self.recoveries, report)
-        self._chronicle.note(report)
-        return report
-
-    def _take_over(self, crew: Incarnation) -> None:
-        self.crew, self.iteration = crew, crew.iteration
-        self.spares = tuple(spare.pid for spare in self._pool.spares)
-
-    def _idle(self) -> None:
-        """Do what is due while something else is waited for."""
-        self._check_open()
-        if clock.now_s() - self._polled_s >= _POLL_S:
-            self._poll()
-
-    def _check_open(self) -> None:
-        if self._closing.is_set():
-            raise _ClosingError
-
-    def _poll(self) -> None:
-        self._polled_s = clock.now_s()
-        self._pool.poll()
-        self.spares = tuple(spare.pid for spare in self._pool.spares)
-        self._keep_nodes()
-        for node in self._keepers.look() if self._keepers is not None else ():
-            self._chronicle.note_keeper(node)
-
-    def _keep_nodes(self) -> None:
-        """Have a writer start where a spare waits, so that nobody waits for it once the spare takes a seat."""
-        if self._keepers is None:
-            return
-        if new := {spare.node for spare in self._pool.spares} - self._kept_nodes:
-            self._keepers.ensure(new, 0.0)
-            self._kept_nodes |= new  # for good: who is taken from the spares is in no crew before all have joined
-
-    def _end(self) -> None:
-        with self._lock:
-            self._closing.set()
-        try:
-            if self._keepers is not None:
-                self._keepers.close()
-            if hasattr(self, "_pool"):
-                self._pool.close(self._config.close_timeout)
-        except Exception:
-            log.exception("the actors of a group could not all be ended; Ray ends them with this process")
-        self.spares = ()
-        self._give_up_orders(OutlastError("the group of actors was closed before the call began"))
-        self._chronicle.close()
-
-    def _give_up_orders(self, error: OutlastError) -> None:
-        """Have the calls that have not begun end with an error."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                order = self._orders.get_nowait()
-                if order is not None and order.future.set_running_or_notify_cancel():
-                    order.future.set_exception(error)
-
-
-def _wants(order: ActorCall, crew: Incarnation, rank: int) -> bool:
-    return order.dispatch.wants_result(crew.mesh.place(rank))
-
-
-def _describe(gathered: Gathered) -> str:
-    lost = [f"rank {rank} {one.kind}: {one.evidence}" for rank, one in gathered.lost.items()]
-    ranks: dict[str, list[int]] = {}
-    for rank, one in gathered.failed.items():
-        ranks.setdefault(one.summary, []).append(rank)
-    failed = [f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))} failed: {why}" for why, who in ranks.items()]
-    return "; ".join(lost + failed) or "answers were lost"
-
-
-def _failed_again(method: str, gathered: Gathered, report: RecoveryReport) -> ActorFailed:
-    cause = cause_of(gathered)
-    why = describe_error(cause) if cause is not None else _describe(gathered)
-    return ActorFailed(
-        f"{method!r} failed again after it was repeated ({why}); the group stands at iteration {report.iteration} and "
-        "can be used: correct the method or its data",
-        rank=next((rank for rank, one in gathered.failed.items() if one.kind == FailureKind.RAISED), None),
-        iteration=report.iteration,
-    )
+    def wants(self, current: Incarnation, rank: int) -> bool:
+        """Return whether the result of a rank is wanted."""
+        return self.dispatch.wants_result(current.mesh.place(rank))
 
 
 class ActorGroup:
-    """Actors that train together as the ranks of a mesh, with spares that take the seats of those that are lost.
+    """Actors that train together as the ranks of a mesh, with spares that take the slots of those that are lost.
 
     An actor that dies, is stopped, or hangs is noticed, whatever its peers wait in; it alone is replaced. The others
     keep their processes, and their state where it is that of the newest generation. Then the interrupted call is
@@ -398,7 +128,7 @@ class ActorGroup:
         placement: How actors are spread over nodes: ``PACK``, ``SPREAD``, ``STRICT_PACK``, ``STRICT_SPREAD``, or a
             placement group of one's own with a bundle for each.
         backend: Of the process groups; ``None``: NCCL beside gloo with GPUs, else gloo.
-        checkpoint: Where and how often state is saved; ``None``: nowhere, so a lost actor means to begin anew.
+        checkpoint: Where and how often state is saved; ``None``: nowhere, so after a lost actor all start over.
         fault_tolerance: Timeouts of sections and heartbeats; ``None``: hangs are only found where actors do not answer
             at all. Limits of recoveries are ``recovery``'s: a field that nothing reads here is refused.
         recovery: Limits of recoveries; ``None``: the defaults.
@@ -435,21 +165,19 @@ class ActorGroup:
     ) -> None:
         if not inspect.isclass(actor_class):
             raise ConfigError(
-                f"actor_class={actor_class!r} is not a class; give the plain class, without @ray.remote, which is the "
-                "group's own affair"
+                f"actor_class={actor_class!r} is not a class; give the plain class, without @ray.remote, which the "
+                "group adds itself"
             )
         if checkpoint is not None and not issubclass(actor_class, TrainActor):
             raise ConfigError(
-                f"checkpoint is given, but {actor_class.__name__} does not say what its state is; derive it from "
+                f"checkpoint is given, but {actor_class.__name__} does not define its state; derive it from "
                 "outlast.ray.TrainActor, or leave checkpoint out"
             )
         _check_is_read(fault_tolerance)
         if num_spares < 0:
             raise ConfigError(f"num_spares={num_spares} must not be negative")
         logs.configure("driver", least=logging.WARNING, is_shared=True)
-        self._actor_class = actor_class
-        wanted = Mesh.of(mesh)
-        config = recovery or RecoveryConfig()
+        self._actor_class, self._mesh, self._config = actor_class, Mesh.of(mesh), recovery or RecoveryConfig()
         name = f"{actor_class.__name__}-{uuid.uuid4().hex[:8]}"
         settings = ShellSettings(
             group=name,
@@ -459,39 +187,34 @@ class ActorGroup:
             fault_tolerance=fault_tolerance,
             run_dir=run_dir,
         )
-        num_actors = wanted.size + num_spares
-        shell = shell_class()
-        options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
-        if runtime_env:
-            options["runtime_env"] = dict(runtime_env)
-
-        def make_pool(idle: Callable[[], None]) -> Pool:
-            bundles = Placement(
-                num_actors, num_cpus=num_cpus, num_gpus=num_gpus, resources=resources or {}, strategy=placement
-            )
-            bundles.wait(config.start_timeout, idle)
-            stored = ray.put(tuple(args)), ray.put(dict(kwargs or {}))
-            return Pool(
-                bundles,
-                num_actors,
-                lambda where: shell.options(**options, **where).remote(actor_class, *stored, settings),
-                start_timeout_s=config.start_timeout,
-                ping_interval_s=config.ping_interval,
-                ping_timeout_s=config.ping_timeout,
-            )
-
-        self._conductor = Conductor(
-            wanted,
-            config,
-            make_pool,
+        self._journal = Journal(run_dir, run_id=name, job=name, node=env.node_name(), proc="driver")
+        stored = ray.put(tuple(args)), ray.put(dict(kwargs or {}))
+        self._pool = Pool(
+            partial(create_shell, actor_class, *stored, settings, runtime_env),
+            self._mesh.size + num_spares,
+            {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})},
+            placement,
+            self._config,
             keepers=None if checkpoint is None else NodeKeepers(),
-            chronicle=RecoveryJournal(run_dir, name),
+            journal=self._journal,
         )
-        self._mesh = wanted
-        atexit.register(self._conductor.close)
-        self._conductor.start()
+        self._watch = Watch(self._config, self._pool)
+        self._recovery = Recovery(self._config, self._pool, self._watch)
+        self._budget = RecoveryBudget(self._config.max_recoveries)
+        self._calls: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
+        self._num_calls = 0
+        self._lock = threading.Lock()
+        self._broken: OutlastError | None = None
+        # Replaced as a whole by the thread, and read by any.
+        self._current: Incarnation | None = None
+        self._iteration: int | None = None
+        self._recoveries: tuple[RecoveryReport, ...] = ()
+        self._formed: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="outlast-actor-group", daemon=True)
+        atexit.register(self._close)
+        self._thread.start()
         try:
-            self._conductor.formed.result()
+            self._formed.result()
         except BaseException:
             self.close()
             raise
@@ -512,7 +235,7 @@ class ActorGroup:
             ConfigError: There is no such method or dispatch, or the arguments cannot be divided; nothing was called.
             RolledBack: Actors were lost, and the group stands at another iteration than the call began from.
             ActorFailed: The method raised, and did so again when it was repeated; or too much is lost without progress.
-            SparesExhausted: There is nobody to take a lost actor's seat.
+            SparesExhausted: No spare can take a lost actor's slot.
 
         Blocks: until the call has ended, recoveries included. Ctrl-C ends the wait, not the call: what is called next
             begins after it, and the group can be closed.
@@ -528,48 +251,50 @@ class ActorGroup:
         Blocks: never.
         """
         function = self._find_method(method)
-        order = ActorCall(
+        call = _Submitted(
             method=method,
             args=args,
             kwargs=kwargs,
             dispatch=find_dispatch(dispatch),
             takes_weights=takes_weights(function),
         )
-        self._conductor.submit(order)
-        return Pending(method, order.future)
+        with self._lock:
+            if self._pool.closing.is_set():
+                raise OutlastError("the group of actors is closed; make a new one")
+            self._calls.put(call)
+        return Pending(method, call.future)
 
     @property
     def iteration(self) -> int | None:
         """Number of optimizer steps that the actors' state has done; ``None``: they keep none."""
-        return self._conductor.iteration
+        return self._iteration
 
     @property
     def mesh(self) -> Mesh:
         """The mesh that works now; smaller than at first where the group had to shrink."""
-        crew = self._conductor.crew
-        return self._mesh if crew is None else crew.mesh
+        return self._mesh if self._current is None else self._current.mesh
 
     @property
     def pids(self) -> dict[int, int]:
         """Rank to process id."""
-        crew = self._conductor.crew
-        return {} if crew is None else {rank: actor.pid for rank, actor in sorted(crew.members.items())}
+        members = {} if self._current is None else self._current.members
+        return {rank: actor.pid for rank, actor in sorted(members.items())}
 
     @property
     def nodes(self) -> dict[int, str]:
         """Rank to Ray's id of the node."""
-        crew = self._conductor.crew
-        return {} if crew is None else {rank: actor.node for rank, actor in sorted(crew.members.items())}
+        members = {} if self._current is None else self._current.members
+        return {rank: actor.node for rank, actor in sorted(members.items())}
 
     @property
     def spares(self) -> tuple[int, ...]:
-        """Process ids of the actors that wait for a seat."""
-        return self._conductor.spares
+        """Process ids of the actors that wait for a slot."""
+        return tuple(spare.pid for spare in self._pool.spares)
 
     @property
     def recoveries(self) -> list[RecoveryReport]:
         """What was recovered from until now, oldest first."""
-        return list(self._conductor.recoveries)
+        return list(self._recoveries)
 
     def close(self) -> None:
         """End all actors and release what was reserved for them. Idempotent.
@@ -582,15 +307,27 @@ class ActorGroup:
         Blocks: usually some milliseconds; as long as a stopped actor resists, 5 seconds.
         """
         try:
-            self._conductor.close()
+            self._close()
         finally:
-            atexit.unregister(self._conductor.close)
+            atexit.unregister(self._close)
 
     def __enter__(self) -> ActorGroup:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._pool.closing.set()
+            self._calls.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            limit_s = self._config.abort_timeout + self._config.close_timeout + _CLOSE_MARGIN_S
+            self._thread.join(limit_s)
+            if self._thread.is_alive():
+                raise DeadlineExceeded(
+                    f"the group of actors did not close within {limit_s:g} s; Ray ends its actors with this process"
+                )
 
     def _find_method(self, name: str) -> Callable[..., Any]:
         function = getattr(self._actor_class, name, None)
@@ -599,6 +336,160 @@ class ActorGroup:
             raise ConfigError(f"{self._actor_class.__name__} has no method {name!r}; it has {', '.join(known)}")
         found: Callable[..., Any] = function
         return found
+
+    # -- the thread that owns the actors -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            if self._form():
+                while (call := self._next_call()) is not None:
+                    self._carry_out(call)
+        except Exception:
+            log.exception("the group of actors cannot continue (was Ray shut down before it was closed?)")
+        finally:
+            self._end()
+
+    def _form(self) -> bool:
+        """Make the first incarnation; return whether that succeeded."""
+        try:
+            self._pool.open()
+            self._pool.require(self._mesh.size)
+            self._use(self._recovery.form(self._mesh))
+        except GroupClosed:
+            self._formed.set_exception(OutlastError("the group of actors was closed while it was formed"))
+            return False
+        except Exception as error:  # noqa: BLE001 - belongs to whoever makes the group
+            self._formed.set_exception(error)
+            return False
+        self._formed.set_result(None)
+        return True
+
+    def _next_call(self) -> _Submitted | None:
+        while not self._pool.closing.is_set():
+            try:
+                return self._calls.get(timeout=_POLL_S)
+            except queue.Empty:
+                self._pool.poll()
+        return None
+
+    def _carry_out(self, call: _Submitted) -> None:
+        if not call.future.set_running_or_notify_cancel():
+            return
+        try:
+            if self._broken is not None:
+                raise self._broken
+            call.future.set_result(self._call(call))
+        except (RolledBack, ActorFailed) as error:
+            call.future.set_exception(error)
+            self._fail_waiting(error)  # whoever submitted them did not know it yet
+        except GroupClosed:
+            call.future.set_exception(OutlastError(f"the group of actors was closed during {call.method!r}"))
+        except Exception as error:  # noqa: BLE001 - belongs to whoever made the call
+            call.future.set_exception(error)
+
+    def _call(self, call: _Submitted) -> Any:
+        """Make a call, and make it again after a recovery to the state that it began from."""
+        num_own_failures = 0
+        while True:
+            current, begun_at = self._current, self._iteration
+            assert current is not None
+            gathered = self._call_once(current, call)
+            if gathered.is_whole:
+                self._note_end(gathered)
+                results = {rank: one.value for rank, one in gathered.values.items() if call.wants(current, rank)}
+                return call.dispatch.collect(current.mesh, results)
+            report = self._recover(current, gathered, call.method, begun_at)
+            if gathered.failed and all(one.kind == LossKind.RAISED for one in report.lost):
+                num_own_failures += 1  # no other actor failed
+            if num_own_failures > 1:
+                raise _failed_again(call.method, gathered, report) from cause_of(gathered)
+            if ends_call(begun_at, [report.iteration]):
+                raise RolledBack(
+                    f"{call.method!r} began at iteration {begun_at} and was interrupted; the newest generation that "
+                    f"all actors can load is {report.iteration}: continue with the data from there",
+                    iteration=report.iteration,
+                )
+
+    def _call_once(self, current: Incarnation, call: _Submitted) -> Gathered:
+        parcels = call.dispatch.split(current.mesh, call.args, call.kwargs, takes_weights=call.takes_weights)
+        stored = {id(parcel): ray.put(parcel) for parcel in {id(parcel): parcel for parcel in parcels}.values()}
+        self._num_calls += 1
+        refs = {}
+        for rank, actor in current.members.items():
+            message = Call(
+                id=self._num_calls,
+                incarnation=current.number,
+                method=call.method,
+                wants_result=call.wants(current, rank),
+            )
+            parcel = parcels[call.dispatch.parcel_of(current.mesh.place(rank))]
+            refs[rank] = actor.handle.call.remote(message, stored[id(parcel)])
+        return self._watch.gather(current.members, refs)
+
+    def _note_end(self, gathered: Gathered) -> None:
+        iterations = {one.iteration for one in gathered.values.values()}
+        if len(iterations) > 1:
+            log.warning(
+                "actors are at different iterations after a call: %s; `update` must be entered by all", iterations
+            )
+        self._iteration = min((one for one in iterations if one is not None), default=None)
+        self._budget.note_end(self._iteration)
+
+    def _recover(self, current: Incarnation, gathered: Gathered, method: str, begun_at: int | None) -> RecoveryReport:
+        try:
+            if (reason := self._budget.spend()) is not None:
+                raise ActorFailed(f"{_describe(gathered)}; not recovered: {reason}", iteration=begun_at) from cause_of(
+                    gathered
+                )
+            new, report = self._recovery.recover(current, gathered, method=method, begun_at=begun_at)
+        except OutlastError as error:
+            self._broken = error
+            raise
+        self._use(new)
+        self._recoveries = (*self._recoveries, report)
+        journal_recovery(report, self._journal)
+        return report
+
+    def _use(self, new: Incarnation) -> None:
+        self._current, self._iteration = new, new.iteration
+
+    def _end(self) -> None:
+        with self._lock:
+            self._pool.closing.set()
+        try:
+            self._pool.close()
+        except Exception:
+            log.exception("the actors of a group could not all be ended; Ray ends them with this process")
+        self._fail_waiting(OutlastError("the group of actors was closed before the call began"))
+        self._journal.close()
+
+    def _fail_waiting(self, error: OutlastError) -> None:
+        """Have the calls that have not begun end with an error."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None and call.future.set_running_or_notify_cancel():
+                    call.future.set_exception(error)
+
+
+def _describe(gathered: Gathered) -> str:
+    lost = [f"rank {rank} {one.kind}: {one.evidence}" for rank, one in gathered.lost.items()]
+    ranks: dict[str, list[int]] = {}
+    for rank, one in gathered.failed.items():
+        ranks.setdefault(one.summary, []).append(rank)
+    failed = [f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))} failed: {why}" for why, who in ranks.items()]
+    return "; ".join(lost + failed) or "answers were lost"
+
+
+def _failed_again(method: str, gathered: Gathered, report: RecoveryReport) -> ActorFailed:
+    cause = cause_of(gathered)
+    why = describe_error(cause) if cause is not None else _describe(gathered)
+    return ActorFailed(
+        f"{method!r} failed again after it was repeated ({why}); the group is at iteration {report.iteration} and "
+        "can be used: correct the method or its data",
+        rank=next((rank for rank, one in gathered.failed.items() if one.kind == FailureKind.RAISED), None),
+        iteration=report.iteration,
+    )
 
 
 _READ = frozenset(

@@ -1,4 +1,4 @@
-"""The books of an actor's state: how far it is, whether it is whole, what of it is kept, and its loading."""
+"""Tracking of an actor's state: its iteration, whether it is consistent, what of it is saved, and its loading."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["StartingState", "StateTracker"]
 
 
 class StartingState(msgspec.Struct, frozen=True, kw_only=True):
-    """From which state a rank goes on."""
+    """The state from which a rank continues."""
 
     generation: int | None = None
     """The generation that all agreed on; ``None`` = none."""
     origin: str = "kept"
     """``kept``; ``new`` = all ranks begin at 0; or the tier that it was read from."""
     is_as_set_up: bool = True
-    """Of ``new``: whether all ranks are as they were set up; if not, all have to be set up anew."""
+    """Of ``new``: whether all ranks are as they were set up; if not, all have to be set up again."""
 
 
 class StateTracker:
@@ -49,7 +49,7 @@ class StateTracker:
         config: Where and how often it is saved; ``None`` = never.
         interruption: Says whether the working thread has to leave.
 
-    Thread: the working thread, except where a method says otherwise.
+    Thread: the working thread, except where a method's docstring names another.
     """
 
     def __init__(self, config: CheckpointConfig | None, interruption: AsyncInterruption) -> None:
@@ -84,7 +84,7 @@ class StateTracker:
         """Whether there is a state that could be lost."""
         return self._has_state
 
-    def begin_anew(self, *, has_state: bool) -> None:
+    def start_over(self, *, has_state: bool) -> None:
         """Take note of a state that was set up just now."""
         self.count, self._is_torn, self._attempt, self._origin = 0, False, None, None
         self._has_state = has_state
@@ -128,7 +128,7 @@ class StateTracker:
     # -- an incarnation ----------------------------------------------------------------------------------------
 
     def open(self, place: WorkerEnv, journal: Journal) -> None:
-        """StartingState an incarnation.
+        """Begin an incarnation.
 
         Args:
             place: This rank's place.
@@ -159,7 +159,7 @@ class StateTracker:
     def restore(
         self, state: Mapping[str, Any], has: int | None, take: Callable[[dict[str, Any]], None]
     ) -> StartingState:
-        """Have the state that all ranks go on from.
+        """Load, or keep, the state that all ranks continue from.
 
         Args:
             state: Name to what is saved.
@@ -184,20 +184,20 @@ class StateTracker:
         if all_hold:
             if self._manager is not None:
                 self._manager.go_on(unwrap_ddp(state), self.count, self._origin)
-            return self._go_on(StartingState())
+            return self._resume(StartingState())
         given = unwrap_ddp(state)
         loaded = dict(given)
         restored = self._manager.load_latest(loaded, has=held) if self._manager is not None else None
         if restored is None:
-            return self._go_on(StartingState(origin="new", is_as_set_up=are_new))
+            return self._resume(StartingState(origin="new", is_as_set_up=are_new))
         self._origin = restored
         self.count, self._is_torn, self._attempt = restored.iteration, False, restored.attempt
         if restored.tier != "kept":
             take({name: value for name, value in loaded.items() if value is not given[name]})
             self._random.take()
-        return self._go_on(StartingState(generation=restored.generation, origin=restored.tier))
+        return self._resume(StartingState(generation=restored.generation, origin=restored.tier))
 
-    def _go_on(self, begin: StartingState) -> StartingState:
+    def _resume(self, begin: StartingState) -> StartingState:
         self._random.restore()  # a call that failed has used some
         if self._rhythm is not None:
             self._rhythm.start_from(self.count)
@@ -208,14 +208,14 @@ class StateTracker:
 
         Collective: all ranks.
         """
-        told = [msgspec.json.encode((held, self.is_new))]
+        facts = [msgspec.json.encode((held, self.is_new))]
         if self._world_size > 1:
             from torch.distributed.distributed_c10d import _get_default_group
 
-            told = gather_bytes(_get_default_group(), told[0])
-        everyone = [from_json(one, tuple[tuple[int, str] | None, bool]) for one in told]
-        all_hold = held is not None and all(one == held for one, _ in everyone)
-        return all_hold, all(is_new for _, is_new in everyone)
+            facts = gather_bytes(_get_default_group(), facts[0])
+        of_all = [from_json(one, tuple[tuple[int, str] | None, bool]) for one in facts]
+        all_hold = held is not None and all(one == held for one, _ in of_all)
+        return all_hold, all(is_new for _, is_new in of_all)
 
     def save(self, state: Mapping[str, Any], iteration: int, *, now: bool) -> SaveHandle | None:
         """Save a state if that is due.

@@ -222,7 +222,7 @@ class Dispatch(ABC):
     """Divide a call's arguments among the actors of a mesh, and gather what they return.
 
     One object serves many calls, also after the mesh has changed; it keeps nothing of them. An interrupted call that
-    is repeated is divided anew, for the mesh of then.
+    is repeated is divided again, for the mesh at that time.
     """
 
     @abstractmethod
@@ -331,7 +331,7 @@ def register_dispatch(name: str, dispatch: type[Dispatch] | Dispatch) -> None:
     """Have ``name`` mean a dispatch of one's own in ``run`` and ``submit`` of this process.
 
     Args:
-        name: What calls say. Registered again, it means the new one.
+        name: The name in calls. Registered again, it means the new one.
         dispatch: An object, or a class that is made without arguments.
 
     Raises:

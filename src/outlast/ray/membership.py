@@ -27,7 +27,7 @@ __all__ = ["Membership", "StoreHost"]
 
 log = logging.getLogger(__name__)
 _TRY_S = 1.0
-"""Of connecting to the store: between two tries whoever waits can be interrupted."""
+"""Of connecting to the store: between two tries the wait can be interrupted."""
 _NUM_STORES = 2
 
 
@@ -57,7 +57,7 @@ class Membership:
     """Make the process groups of one incarnation after the other.
 
     Args:
-        backend: Of the groups, as ``torch.distributed`` is told.
+        backend: Of the groups, as ``torch.distributed`` takes it.
         use_gpu: Whether the ranks compute on GPUs.
         name: Prefix of keys in the stores.
 

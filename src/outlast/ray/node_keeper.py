@@ -2,7 +2,7 @@
 
 The writer is a process of its own, started and watched by an actor that needs no CPU. That actor is the driver's: it
 ends with the group, and so does its writer. Should it die before, the driver starts another one, whose writer listens
-at the same address: the actors of the node save on without being told.
+at the same address: the actors of the node continue to save and need no notice.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class NodeKeepers:
             self.forget(node_id)
 
     def _ask(self, node_ids: Collection[str], end_s: float) -> tuple[dict[str, str], list[str]]:
-        """Return the addresses that are told by ``end_s``, and the nodes whose keeper is gone."""
+        """Return the addresses that are known by ``end_s``, and the nodes whose keeper is gone."""
         asked = {}
         for node_id in node_ids:
             if node_id not in self._keepers:
@@ -163,6 +163,6 @@ class NodeKeepers:
         self.forget(node_id)
         log.warning("node %s has no checkpoint writer (%s)", node_id[:8], type(error).__name__)
         node_lives = any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
-        if had_started and node_lives:  # of a node that is gone the recovery tells
+        if had_started and node_lives:  # a lost node is reported by the recovery
             self._lost.append(node_id)
         return had_started and node_lives

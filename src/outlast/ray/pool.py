@@ -1,133 +1,150 @@
-"""The actors of a group: their placement, those that start, those that wait as spares, and the end of all of them.
+"""The actors of a group and their replies: placement, starts, spares, and the end of all; every wait has a limit.
 
-Each actor has a bundle of resources, which a successor takes over.
+Each actor has a bundle of resources, which a successor takes over. When a node is lost, Ray moves its bundles to others
+that have room, and what is to be started there waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
+import msgspec
 import ray
+from ray import exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outlast import clock
+from outlast.config import RecoveryConfig
 from outlast.config.base import nearest
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, SparesExhausted
-from outlast.ray.watch import Actor, Reply, ReplyFault, await_replies, describe_error, read_reply
+from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.ray.node_keeper import NodeKeepers
+from outlast.ray.protocol import ActorIdentity
+from outlast.runtime.journal import Journal
 
-__all__ = ["STRATEGIES", "Placement", "Pool"]
+__all__ = ["Actor", "GroupClosed", "Pool", "Reply", "ReplyFault", "await_replies", "describe_error", "read_reply"]
 
-
-_RESERVE_LOOK_S = 0.5
-STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-
-
-class Placement:
-    """Reserve a bundle for each actor, spares included; release all of them.
-
-    When a node is lost, Ray moves its bundles to others that have room, and what is to be started there waits for it.
-
-    Args:
-        num_actors: Bundles.
-        num_cpus: CPUs of each.
-        num_gpus: GPUs of each.
-        resources: Custom resources of each.
-        strategy: How bundles are spread over nodes, one of ``STRATEGIES``; or a placement group of the caller's own
-            with bundles enough, which is not removed in the end.
-
-    Raises:
-        ConfigError: There is no such strategy, or the caller's group has too few bundles.
-
-    Thread: one.
-    """
-
-    def __init__(
-        self,
-        num_actors: int,
-        *,
-        num_cpus: float,
-        num_gpus: float,
-        resources: Mapping[str, float],
-        strategy: str | PlacementGroup,
-    ) -> None:
-        bundle = {"CPU": num_cpus, "GPU": num_gpus, **resources}
-        self._bundle = {name: amount for name, amount in bundle.items() if amount}
-        self._num_actors = num_actors
-        self._owned = not isinstance(strategy, PlacementGroup)
-        self._group: Any = None
-        if isinstance(strategy, PlacementGroup):
-            if len(strategy.bundle_specs) < num_actors:
-                raise ConfigError(
-                    f"placement: the group has {len(strategy.bundle_specs)} bundles, but mesh and spares are "
-                    f"{num_actors} actors; give each actor one"
-                )
-            self._group = strategy
-        else:
-            if strategy not in STRATEGIES:
-                raise ConfigError(f"placement={strategy!r} is unknown; {nearest(str(strategy), STRATEGIES)}")
-            if self._bundle:  # actors that need nothing can be placed anywhere, and Ray has no empty bundles
-                self._group = placement_group([dict(self._bundle)] * num_actors, strategy=strategy)
-
-    def wait(self, timeout_s: float, idle: Callable[[], None]) -> None:
-        """Wait until everything is reserved.
-
-        Args:
-            timeout_s: Longest wait in seconds.
-            idle: Called while it waits; may raise to end the wait, and everything is released.
-
-        Raises:
-            SparesExhausted: The cluster has not enough resources; what was reserved is released.
-
-        Blocks: up to ``timeout_s``.
-        """
-        if self._group is None:
-            return
-        deadline_s = clock.now_s() + timeout_s
-        is_reserved = False
-        try:
-            while not is_reserved and (left_s := deadline_s - clock.now_s()) > 0:
-                idle()
-                is_reserved = self._group.wait(min(_RESERVE_LOOK_S, left_s))
-        finally:
-            if not is_reserved:
-                self.close()
-        if not is_reserved:
-            raise SparesExhausted(
-                f"the cluster has no room for {self._num_actors} actors with {self._bundle} each, not within "
-                f"{timeout_s:g} s; it has {ray.cluster_resources()}: use fewer actors or spares, or smaller ones"
-            )
-
-    def options(self, bundle: int) -> dict[str, Any]:
-        """Return the options with which an actor is created in a bundle."""
-        options: dict[str, Any] = {
-            "num_cpus": self._bundle.get("CPU", 0),
-            "num_gpus": self._bundle.get("GPU", 0),
-            "resources": {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")},
-        }
-        if self._group is not None:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=bundle
-            )
-        return options
-
-    def close(self) -> None:
-        """Release everything. Idempotent."""
-        group, self._group = self._group, None
-        if group is not None and self._owned:
-            with contextlib.suppress(ValueError):  # removed by somebody else
-                remove_placement_group(group)
-
-
+_Key = TypeVar("_Key")
 log = logging.getLogger(__name__)
+_FETCH_S = 60.0
+"""For bringing a reply that is ready to this node."""
+_TEXT_LENGTH = 400
+_DEATH = "The actor is dead because "
+"""Begins the line in which Ray reports why an actor is dead."""
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _MAX_FAILED_STARTS = 3
 """In a row in one bundle; then the bundle stays empty."""
-_LOOK_S = 0.2
+_POLL_S = 0.2
+_RESERVE_POLL_S = 0.5
 _CHOICE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Actor:
+    """One living actor that has started."""
+
+    number: int
+    """Counts the actors of a group; never used again."""
+    bundle: int
+    """The bundle of resources that it occupies."""
+    handle: Any
+    """Ray's handle of its shell."""
+    identity: ActorIdentity
+
+    @property
+    def node(self) -> str:
+        """Ray's id of its node."""
+        return self.identity.node_id
+
+    @property
+    def pid(self) -> int:
+        """Process id on its node."""
+        return self.identity.pid
+
+
+class ReplyFault(StrEnum):
+    """Why there is no value."""
+
+    DIED = "died"
+    """The actor, or its node, is gone, as Ray reports."""
+    UNREACHABLE = "unreachable"
+    """The actor could not be reached, or its reply was lost; it may live."""
+    RAISED = "raised"
+    """The method raised."""
+    LATE = "late"
+    """There was no reply in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What came of a remote call."""
+
+    value: Any = None
+    fault: ReplyFault | None = None
+    error: BaseException | None = None
+    """What the method raised, or what Ray reports."""
+
+
+def read_reply(ref: Any) -> Reply:
+    """Return the reply behind a reference that is ready.
+
+    Blocks: while the value is fetched from its node.
+    """
+    try:
+        return Reply(value=ray.get(ref, timeout=_FETCH_S))
+    except exceptions.RayTaskError as error:
+        return Reply(fault=ReplyFault.RAISED, error=error.cause if isinstance(error.cause, BaseException) else error)
+    except exceptions.ActorUnavailableError as error:
+        return Reply(fault=ReplyFault.UNREACHABLE, error=error)
+    except (exceptions.RayActorError, exceptions.NodeDiedError) as error:
+        return Reply(fault=ReplyFault.DIED, error=error)
+    except exceptions.RayError as error:  # lost with its node, or not fetched in time
+        return Reply(fault=ReplyFault.UNREACHABLE, error=error)
+    except Exception as error:  # noqa: BLE001 - an exception or a value that cannot be read here
+        return Reply(fault=ReplyFault.RAISED, error=error)
+
+
+def await_replies(refs: Mapping[_Key, Any], timeout_s: float) -> dict[_Key, Reply]:
+    """Return the replies of several remote calls, those that came in time and ``LATE`` for the others.
+
+    Blocks: until all have replied, at most ``timeout_s``.
+    """
+    deadline_s = clock.now_s() + timeout_s
+    replies: dict[_Key, Reply] = {}
+    left = dict(refs)
+    while left:
+        wait_s = max(0.0, deadline_s - clock.now_s())
+        ready, _ = ray.wait(list(left.values()), num_returns=len(left), timeout=wait_s, fetch_local=False)
+        for key in [key for key, ref in left.items() if ref in ready]:
+            replies[key] = read_reply(left.pop(key))
+        if left and clock.now_s() >= deadline_s:
+            break
+    return replies | dict.fromkeys(left, Reply(fault=ReplyFault.LATE))
+
+
+def describe_error(error: BaseException | None) -> str:
+    """Return an error in one line: of Ray's report on a dead actor only the reason."""
+    if error is None:
+        return "no answer"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, exceptions.RayError):
+        for line in lines:
+            if line.startswith(_DEATH):
+                reason, _, details = line.removeprefix(_DEATH).partition(" Worker exit type: ")
+                return reason.rstrip(".") + (f" ({details.split()[0]})" if details else "")
+        return (lines or [type(error).__name__])[-1][:_TEXT_LENGTH]
+    return f"{type(error).__name__}: {' '.join(lines)}"[:_TEXT_LENGTH]
+
+
+class GroupClosed(Exception):
+    """The group is being closed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,7 +152,8 @@ class _Starting:
     number: int
     bundle: int
     handle: Any
-    hello: Any
+    identity: Any
+    """Reference to its :class:`~outlast.ray.protocol.ActorIdentity`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,33 +163,38 @@ class _SparePing:
 
 
 class Pool:
-    """Start an actor in each bundle, and another one where one was lost.
+    """Start an actor in each bundle, and another one where one was lost; have a checkpoint writer on their nodes.
 
     Args:
-        placement: The bundles; closed with the pool.
-        num_bundles: Their number.
         create: Makes an actor with the options that it is given, and returns its handle.
-        start_timeout_s: Seconds that an actor with its resources may take to answer for the first time.
-        ping_interval_s: Seconds between two looks at a spare.
-        ping_timeout_s: Seconds without an answer after which a spare is lost.
+        num_actors: How many, spares included.
+        resources: What each needs, by Ray's names: ``CPU``, ``GPU``, and custom ones.
+        strategy: How bundles are spread over nodes; or a placement group of the caller's own with bundles enough,
+            which is not removed in the end.
+        config: Limits.
+        keepers: Has a checkpoint writer on each node; ``None``: there is no place where generations are saved.
+        journal: Where lost writers are written down.
 
-    Thread: one; ``spares`` may be read by any.
+    Thread: one; ``spares`` and ``closing`` may be used by any.
     """
 
     def __init__(
         self,
-        placement: Placement,
-        num_bundles: int,
         create: Callable[[dict[str, Any]], Any],
+        num_actors: int,
+        resources: Mapping[str, float],
+        strategy: str | PlacementGroup,
+        config: RecoveryConfig,
         *,
-        start_timeout_s: float,
-        ping_interval_s: float,
-        ping_timeout_s: float,
+        keepers: NodeKeepers | None,
+        journal: Journal,
     ) -> None:
-        self._placement = placement
-        self._create = create
-        self._start_timeout_s = start_timeout_s
-        self._ping_interval_s, self._ping_timeout_s = ping_interval_s, ping_timeout_s
+        self._create, self._num_bundles, self._config = create, num_actors, config
+        self._resources = {name: amount for name, amount in resources.items() if amount}
+        self._strategy = strategy
+        self._placement: Any = strategy if isinstance(strategy, PlacementGroup) else None
+        self.keepers, self._journal = keepers, journal
+        self._kept_nodes: set[str] = set()
         self._num_actors = 0
         self._starting: dict[int, _Starting] = {}
         self._pings: dict[int, _SparePing] = {}
@@ -179,9 +202,24 @@ class Pool:
         self._num_failed_starts = 0
         self._why_failed: BaseException | None = None
         self._all: dict[int, Any] = {}
+        self._polled_s = 0.0
         self.spares: tuple[Actor, ...] = ()
-        """Actors that have started and have no seat, oldest first."""
-        for bundle in range(num_bundles):
+        """Actors that have started and have no slot, oldest first."""
+        self.closing = threading.Event()
+        """Set to end every wait of the group."""
+
+    def open(self) -> None:
+        """Reserve everything, then begin to start the actors.
+
+        Raises:
+            ConfigError: There is no such strategy, or the caller's placement group has too few bundles.
+            SparesExhausted: The cluster has not enough resources; what was reserved is released.
+            GroupClosed: It is closed meanwhile.
+
+        Blocks: up to ``start_timeout``.
+        """
+        self._reserve()
+        for bundle in range(self._num_bundles):
             self._start(bundle)
 
     @property
@@ -189,39 +227,68 @@ class Pool:
         """Actors that are on their way, some perhaps for want of resources."""
         return len(self._starting)
 
-    def wait_for_spares(self, num: int, timeout_s: float, idle: Callable[[], None] = lambda: None) -> bool:
+    def idle(self) -> None:
+        """Do what is due while something else is waited for. Blocks: a millisecond or so.
+
+        Raises:
+            GroupClosed: The group is being closed.
+        """
+        self._check_open()
+        if clock.now_s() - self._polled_s >= _POLL_S:
+            self.poll()
+
+    def poll(self) -> None:
+        """See who has started and which spare or writer is lost; replace those. Blocks: a millisecond or so."""
+        self._polled_s = clock.now_s()
+        self._welcome()
+        self._ping_spares()
+        if self.keepers is None:
+            return
+        # A writer starts where a spare waits, so that no actor waits for it once the spare takes a slot.
+        if new := {spare.node for spare in self.spares} - self._kept_nodes:
+            self.keepers.ensure(new, 0.0)
+            self._kept_nodes |= new  # for good: a spare that is taken is in no incarnation before all have joined
+        for node in self.keepers.look():
+            summary = "its keeper died; another one takes its place, what the writer held in memory is gone"
+            incident = Incident(
+                kind=IncidentKind.WRITER_LOST, job=self._journal.job, node=node, evidence={"summary": summary}
+            )
+            log.warning("%s: %s", self._journal.job, incident.describe())
+            self._journal.write(EventKind.INCIDENT, incident=msgspec.to_builtins(incident))
+
+    def wait_for_spares(self, num: int, timeout_s: float) -> bool:
         """Wait until so many spares are there; return whether they are.
 
         Returns at once where no more are on their way.
 
-        Args:
-            num: How many.
-            timeout_s: Longest wait in seconds.
-            idle: Called while it waits; may raise to end the wait.
+        Raises:
+            GroupClosed: The group is being closed.
 
         Blocks: up to ``timeout_s``.
         """
         deadline_s = clock.now_s() + timeout_s
         while True:
-            idle()
+            self._check_open()
             self.poll()
             left_s = deadline_s - clock.now_s()
             if len(self.spares) >= num or not self._starting or left_s <= 0:
                 return len(self.spares) >= num
-            hellos = [one.hello for one in self._starting.values()]
-            ray.wait(hellos, num_returns=1, timeout=min(left_s, _LOOK_S), fetch_local=False)
+            refs = [one.identity for one in self._starting.values()]
+            ray.wait(refs, num_returns=1, timeout=min(left_s, _POLL_S), fetch_local=False)
 
-    def require(self, num: int, timeout_s: float, idle: Callable[[], None] = lambda: None) -> None:
+    def require(self, num: int) -> None:
         """Wait until so many actors have started, for the first formation.
 
         Raises:
             ActorFailed: The user's constructor raised; that is the cause.
             DeadlineExceeded: Not so many were there in time.
+            GroupClosed: The group is being closed.
 
-        Blocks: up to ``timeout_s``.
+        Blocks: up to ``start_timeout``.
         """
+        timeout_s = self._config.start_timeout
         deadline_s = clock.now_s() + timeout_s
-        while not self.wait_for_spares(num, min(_LOOK_S, deadline_s - clock.now_s()), idle):
+        while not self.wait_for_spares(num, min(_POLL_S, deadline_s - clock.now_s())):
             if self._num_failed_starts > 1:  # one may have been an accident
                 raise ActorFailed(
                     f"actors do not start: {describe_error(self._why_failed)}; correct the class's constructor"
@@ -232,11 +299,6 @@ class Pool:
                     "or raise start_timeout"
                 )
 
-    def poll(self) -> None:
-        """See who has started and which spare is lost; replace those. Blocks: a millisecond or so."""
-        self._welcome()
-        self._ping_spares()
-
     def take(self, numbers: Collection[int]) -> dict[int, Actor]:
         """Take spares out of the pool, by their numbers."""
         taken = {spare.number: spare for spare in self.spares if spare.number in numbers}
@@ -246,7 +308,7 @@ class Pool:
         return taken
 
     def give(self, actors: Iterable[Actor]) -> None:
-        """Let actors that have no seat any more wait as spares."""
+        """Let actors that have no slot any more wait as spares."""
         self.spares = (*self.spares, *actors)
 
     def answering(self, num: int, timeout_s: float) -> list[Actor]:
@@ -260,77 +322,130 @@ class Pool:
         """
         self._welcome()
         deadline_s = clock.now_s() + timeout_s
-        refs = {one.number: one.handle.pulse.remote() for one in self.spares}
+        refs = {one.number: one.handle.status.remote() for one in self.spares}
         alive: set[int] = set()
         while refs and len(alive) < num and clock.now_s() < deadline_s:
             # All of them usually answer within this, so that there is a choice.
             ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_CHOICE_S, fetch_local=False)
             for spare in [one for one in self.spares if refs.get(one.number) in ready]:
-                answer = read_reply(refs.pop(spare.number))
-                if answer.fault is None:
+                reply = read_reply(refs.pop(spare.number))
+                if reply.fault is None:
                     alive.add(spare.number)
-                elif answer.fault == ReplyFault.DIED:
-                    self._lose(spare, answer)
+                elif reply.fault == ReplyFault.DIED:
+                    self._lose(spare, reply)
         return [spare for spare in self.spares if spare.number in alive]
 
     def discard(self, actor: Actor) -> None:
         """End an actor, whatever it does, and start another one in its place. Blocks: never."""
-        self._kill(actor.handle)
+        ray.kill(actor.handle, no_restart=True)
         self._all.pop(actor.number, None)
         self._start(actor.bundle)
 
-    def close(self, timeout_s: float) -> None:
-        """End all actors, those that are starting, too, and release their resources.
+    def close(self) -> None:
+        """End all actors, those that are starting, too, and all writers; release their resources.
 
         Ray ends an actor at once, one whose process is stopped after 5 seconds.
 
-        Blocks: until all are gone, at most ``timeout_s``.
+        Blocks: until all are gone, at most ``close_timeout``.
         """
+        if self.keepers is not None:
+            self.keepers.close()
         handles = list(self._all.values())
         self._all.clear()
         self._starting.clear()
         self._pings.clear()
         self.spares = ()
         for handle in handles:
-            self._kill(handle)
-        await_replies({number: handle.pulse.remote() for number, handle in enumerate(handles)}, timeout_s)
-        self._placement.close()
+            ray.kill(handle, no_restart=True)
+        refs = {number: handle.status.remote() for number, handle in enumerate(handles)}
+        await_replies(refs, self._config.close_timeout)
+        self._release()
+
+    def _check_open(self) -> None:
+        if self.closing.is_set():
+            raise GroupClosed
+
+    # -- placement ---------------------------------------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        if isinstance(self._strategy, PlacementGroup):
+            if len(self._strategy.bundle_specs) < self._num_bundles:
+                raise ConfigError(
+                    f"placement: the group has {len(self._strategy.bundle_specs)} bundles, but mesh and spares are "
+                    f"{self._num_bundles} actors; give each actor one"
+                )
+        elif self._strategy not in _STRATEGIES:
+            raise ConfigError(f"placement={self._strategy!r} is unknown; {nearest(str(self._strategy), _STRATEGIES)}")
+        if self._placement is None and self._resources:  # Ray has no empty bundles: who needs nothing fits anywhere
+            self._placement = placement_group([dict(self._resources)] * self._num_bundles, strategy=self._strategy)
+        timeout_s, is_reserved = self._config.start_timeout, self._placement is None
+        deadline_s = clock.now_s() + timeout_s
+        try:
+            while not is_reserved and (left_s := deadline_s - clock.now_s()) > 0:
+                self._check_open()
+                is_reserved = self._placement.wait(min(_RESERVE_POLL_S, left_s))
+        finally:
+            if not is_reserved:
+                self._release()
+        if not is_reserved:
+            raise SparesExhausted(
+                f"the cluster has no room for {self._num_bundles} actors with {self._resources} each, not within "
+                f"{timeout_s:g} s; it has {ray.cluster_resources()}: use fewer actors or spares, or smaller ones"
+            )
+
+    def _release(self) -> None:
+        placement, self._placement = self._placement, None
+        if placement is not None and placement is not self._strategy:
+            with contextlib.suppress(ValueError):  # removed by somebody else
+                remove_placement_group(placement)
 
     def _start(self, bundle: int) -> None:
+        custom = {name: amount for name, amount in self._resources.items() if name not in ("CPU", "GPU")}
+        options: dict[str, Any] = {
+            "num_cpus": self._resources.get("CPU", 0),
+            "num_gpus": self._resources.get("GPU", 0),
+            "resources": custom,
+        }
+        if self._placement is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=self._placement, placement_group_bundle_index=bundle
+            )
         number, self._num_actors = self._num_actors, self._num_actors + 1
-        handle = self._create(self._placement.options(bundle))
-        self._all[number] = handle
-        self._starting[number] = _Starting(number=number, bundle=bundle, handle=handle, hello=handle.hello.remote())
+        handle = self._all[number] = self._create(options)
+        identity = handle.identity.remote()
+        self._starting[number] = _Starting(number=number, bundle=bundle, handle=handle, identity=identity)
+
+    # -- starts and spares -------------------------------------------------------------------------------------
 
     def _welcome(self) -> None:
-        hellos = [one.hello for one in self._starting.values()]
-        if not hellos:
+        refs = [one.identity for one in self._starting.values()]
+        if not refs:
             return
-        ready, _ = ray.wait(hellos, num_returns=len(hellos), timeout=0, fetch_local=False)
-        for one in [one for one in self._starting.values() if one.hello in ready]:
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        for one in [one for one in self._starting.values() if one.identity in ready]:
             del self._starting[one.number]
-            answer = read_reply(one.hello)
-            if answer.fault is None:
+            reply = read_reply(one.identity)
+            if reply.fault is None:
                 self._failed_starts.pop(one.bundle, None)
-                actor = Actor(number=one.number, bundle=one.bundle, handle=one.handle, hello=answer.value)
+                actor = Actor(number=one.number, bundle=one.bundle, handle=one.handle, identity=reply.value)
                 self.spares = (*self.spares, actor)
-                log.info("actor %d started: pid %d on node %s", actor.number, actor.pid, actor.hello.node)
+                log.info("actor %d started: pid %d on node %s", actor.number, actor.pid, actor.identity.node)
                 continue
             self._all.pop(one.number, None)
-            self._kill(one.handle)
-            self._note_failed_start(one, answer)
+            ray.kill(one.handle, no_restart=True)
+            self._note_failed_start(one, reply)
 
-    def _note_failed_start(self, one: _Starting, answer: Reply) -> None:
+    def _note_failed_start(self, one: _Starting, reply: Reply) -> None:
         failures = self._failed_starts[one.bundle] = self._failed_starts.get(one.bundle, 0) + 1
         self._num_failed_starts += 1
-        self._why_failed = answer.error
-        text = describe_error(answer.error)
+        self._why_failed = reply.error
+        text = describe_error(reply.error)
         if failures < _MAX_FAILED_STARTS:
             log.warning("actor %d did not start (%s); a new one is started in its place", one.number, text)
             self._start(one.bundle)
         else:
             log.error(
-                "actor %d did not start (%s), the %dth in a row there; nothing more is started in its place",
+                "actor %d did not start (%s), failures=%d in a row there; nothing more is started in its place",
                 one.number,
                 text,
                 failures,
@@ -340,32 +455,27 @@ class Pool:
         now_s = clock.now_s()
         for spare in self.spares:
             ping = self._pings.get(spare.number)
-            if ping is None:
-                self._pings[spare.number] = _SparePing(ref=spare.handle.pulse.remote(), sent_s=now_s)
+            if ping is None or (ping.ref is None and now_s - ping.sent_s >= self._config.ping_interval):
+                self._pings[spare.number] = _SparePing(ref=spare.handle.status.remote(), sent_s=now_s)
                 continue
             if ping.ref is None:
-                if now_s - ping.sent_s >= self._ping_interval_s:
-                    self._pings[spare.number] = _SparePing(ref=spare.handle.pulse.remote(), sent_s=now_s)
                 continue
             ready, _ = ray.wait([ping.ref], timeout=0, fetch_local=False)
-            answer = read_reply(ping.ref) if ready else None
-            if answer is not None and answer.fault is None:
+            reply = read_reply(ping.ref) if ready else None
+            if reply is not None and reply.fault is None:
                 ping.ref = None
-            elif answer is not None and answer.fault == ReplyFault.DIED:
-                self._lose(spare, answer)
-            elif now_s - ping.sent_s >= self._ping_timeout_s:
-                self._lose(spare, answer or Reply(fault=ReplyFault.LATE))
+            elif reply is not None and reply.fault == ReplyFault.DIED:
+                self._lose(spare, reply)
+            elif now_s - ping.sent_s >= self._config.ping_timeout:
+                self._lose(spare, reply or Reply(fault=ReplyFault.LATE))
 
-    def _lose(self, spare: Actor, answer: Reply) -> None:
+    def _lose(self, spare: Actor, reply: Reply) -> None:
         log.warning(
             "spare %d (pid %d, node %s) is lost (%s); a new one is started in its place",
             spare.number,
             spare.pid,
-            spare.hello.node,
-            describe_error(answer.error),
+            spare.identity.node,
+            describe_error(reply.error),
         )
         self.take([spare.number])
         self.discard(spare)
-
-    def _kill(self, handle: Any) -> None:
-        ray.kill(handle, no_restart=True)

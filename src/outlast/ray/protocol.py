@@ -1,4 +1,4 @@
-"""What the driver and an actor's shell say to each other.
+"""The messages between the driver and an actor's shell.
 
 Nothing here imports torch or Ray. All of it travels pickled within Ray, which trusts its own cluster."""
 
@@ -27,12 +27,12 @@ __all__ = [
 
 
 class ShellSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor is told once, when it is made."""
+    """What an actor gets once, when it is made."""
 
     group: str
     """Names the group; unique in the Ray cluster, and never used again: copies that are saved bear it."""
     backend: str = "gloo"
-    """Backend of the process groups, as ``torch.distributed`` is told; empty = what fits the actor's device."""
+    """Backend of the process groups, as ``torch.distributed`` takes it; empty = what fits the actor's device."""
     use_gpu: bool = False
     """Whether the actors train on GPUs."""
     checkpoint: CheckpointConfig | None = None
@@ -55,8 +55,6 @@ class ActorIdentity(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     device: str
     """What it computes on, to order actors of a node by: ids of its GPUs; empty on a CPU."""
-    ready: bool
-    """Whether imports are done; ``False`` never leaves the actor, who answers when they are."""
 
 
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +90,7 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """Timeout of collectives, in seconds."""
     has: int | None = None
     """The iteration that the driver took for the one of this actor's state; it keeps it if the generation that all
-    agree on is the same, and if its own books say so, too. ``None`` = it loads in any case."""
+    agree on is the same, and if its own tracker agrees. ``None`` = it loads in any case."""
     writer: str | None = None
     """Address of the checkpoint writer of the actor's node; ``None`` = there is none, so no memory tier."""
 
@@ -129,7 +127,7 @@ class CallReturned(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int | None
     """Optimizer steps that the state has done now; ``None`` = there is no state."""
     value: Any = None
-    """What the method returned; ``None`` where nobody wanted it."""
+    """What the method returned; ``None`` where it was not wanted."""
 
 
 class FailureKind(StrEnum):
@@ -138,7 +136,7 @@ class FailureKind(StrEnum):
     RAISED = "raised"
     """The user's code raised by itself."""
     PEER = "peer"
-    """It only tells that a peer is gone: a connection ended, a collective timed out."""
+    """It only shows that a peer is gone: a connection ended, a collective timed out."""
     ABORTED = "aborted"
     """The incarnation was given up meanwhile."""
     REFUSED = "refused"
@@ -162,7 +160,7 @@ class Aborted(msgspec.Struct, frozen=True, kw_only=True):
     """An actor whose groups of an incarnation are gone."""
 
     call_ended: bool
-    """``False`` = it does not come out of its call, or a collective does not end: it is of no use any more."""
+    """``False`` = it does not leave its call, or a collective does not end: it is unusable."""
     iteration: int | None
     """Optimizer steps that its state has done; ``None`` = torn, or it has none."""
     took_s: float

@@ -26,7 +26,7 @@ from outlast.inprocess.call import describe, drop, is_consequence
 from outlast.monitor.collectives import read_books, waits_in
 from outlast.monitor.stacks import Frame, Stack
 from outlast.policy.causes import Position
-from outlast.policy.deadlines import Timeouts, deadlines, expired
+from outlast.policy.deadlines import deadlines, expired
 from outlast.ray.membership import StoreHost
 from outlast.ray.protocol import (
     Aborted,
@@ -42,54 +42,9 @@ from outlast.ray.protocol import (
 )
 from outlast.ray.train_actor import ActorHost
 from outlast.runtime import connections, device
-from outlast.runtime.board import RankState
 from outlast.runtime.interruption import Abandoned, AsyncInterruption, CallOutcome
 
-__all__ = ["Shell", "position_of", "shell_class", "stack_of"]
-
-
-def stack_of(thread: int) -> Stack:
-    """Return the Python stack of a thread of this process; empty when it runs no Python. Blocks: never."""
-    frame = sys._current_frames().get(thread)
-    frames = []
-    while frame is not None:
-        frames.append(Frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
-        frame = frame.f_back
-    return Stack(tuple(frames))
-
-
-def position_of(state: RankState, timeouts: Timeouts, thread: int, *, node: str, now_ns: int) -> Position:
-    """Return where a rank of this process is.
-
-    Args:
-        state: What its page of the board says.
-        timeouts: What is enforced.
-        thread: Identity of its working thread.
-        node: Name of its node.
-        now_ns: Monotonic nanoseconds.
-
-    Blocks: up to a tenth of a second.
-    """
-    stack, books = stack_of(thread), read_books(thread)
-    waits, collective = waits_in(stack, books)
-    return Position(
-        node=node,
-        global_rank=state.global_rank,
-        pid=state.pid,
-        iteration=state.iteration,
-        sections=tuple(section.name for section in state.sections),
-        num_entries=state.num_entries_in_iteration,
-        collectives=sum(books.groups.values()) if books.groups else -1,
-        groups=books.groups,
-        waiting_in=collective,
-        process_state=Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[0],
-        stack_line=stack.line,
-        waits_in_collective=waits,
-        expired=bool(expired(state, timeouts, now_ns)),
-        attached=state.attached,
-        finished=state.finished,
-    )
-
+__all__ = ["Shell", "create_shell"]
 
 log = logging.getLogger(__name__)
 _NUM_CONTROL_THREADS = 4
@@ -124,7 +79,7 @@ class Shell:
         self._node = _node_name(self._node_id)
         self._addr = str(ray.util.get_node_ip_address())
         self._interruption = AsyncInterruption()
-        self._seat = ActorHost(partial(actor_class, *args, **kwargs), settings, self._node, self._interruption)
+        self._host = ActorHost(partial(actor_class, *args, **kwargs), settings, self._node, self._interruption)
         self._stores = StoreHost()
         self._incarnation = self._joined = -1
         self._call: int | None = None
@@ -135,8 +90,8 @@ class Shell:
     # -- control: answered at any time -------------------------------------------------------------------------
 
     @ray.method(concurrency_group="control")
-    def hello(self) -> ActorIdentity:
-        """Say who this is."""
+    def identity(self) -> ActorIdentity:
+        """Return who this is."""
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         return ActorIdentity(
             node_id=self._node_id,
@@ -144,25 +99,24 @@ class Shell:
             addr=self._addr,
             pid=os.getpid(),
             device=",".join(gpus),
-            ready=True,
         )
 
     @ray.method(concurrency_group="control")
-    def pulse(self) -> ActorStatus:
-        """Say what this actor is doing. Blocks: never."""
+    def status(self) -> ActorStatus:
+        """Return what this actor is doing. Blocks: never."""
         sections: tuple[tuple[str, float], ...] = ()
         exceeded: tuple[str, ...] = ()
         due_in_s = None
         is_idle = self._call is None and self._joined == self._incarnation  # then nothing has a timeout
-        if not is_idle and (state := self._seat.look()) is not None:
+        if not is_idle and (state := self._host.look()) is not None:
             now_ns = clock.now_ns()
             sections = tuple((one.name, max(0.0, (now_ns - one.start_ns) / 1e9)) for one in state.sections)
-            exceeded = tuple(one.describe(self._node) for one in expired(state, self._seat.timeouts, now_ns))
-            if ends := deadlines(state, self._seat.timeouts):
+            exceeded = tuple(one.describe(self._node) for one in expired(state, self._host.timeouts, now_ns))
+            if ends := deadlines(state, self._host.timeouts):
                 due_in_s = (ends[0] - now_ns) / 1e9
         return ActorStatus(
             incarnation=self._incarnation,
-            iteration=self._seat.keeping.iteration,
+            iteration=self._host.tracker.iteration,
             call=self._call,
             sections=sections,
             exceeded=exceeded,
@@ -171,11 +125,29 @@ class Shell:
 
     @ray.method(concurrency_group="control")
     def examine(self) -> Position | None:
-        """Say where the user's code is; ``None`` = this actor is in no group. Blocks: never."""
-        if (state := self._seat.look()) is None:
+        """Return where the user's code is; ``None`` = this actor is in no group. Blocks: up to a tenth of a second."""
+        if (state := self._host.look()) is None:
             return None
         thread, now_ns = self._interruption.thread, clock.now_ns()
-        return position_of(state, self._seat.timeouts, thread, node=self._node_id, now_ns=now_ns)
+        stack, books = _stack_of(thread), read_books(thread)
+        waits, collective = waits_in(stack, books)
+        return Position(
+            node=self._node_id,
+            global_rank=state.global_rank,
+            pid=state.pid,
+            iteration=state.iteration,
+            sections=tuple(section.name for section in state.sections),
+            num_entries=state.num_entries_in_iteration,
+            collectives=sum(books.groups.values()) if books.groups else -1,
+            groups=books.groups,
+            waiting_in=collective,
+            process_state=Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[0],
+            stack_line=stack.line,
+            waits_in_collective=waits,
+            expired=bool(expired(state, self._host.timeouts, now_ns)),
+            attached=state.attached,
+            finished=state.finished,
+        )
 
     @ray.method(concurrency_group="control")
     def host_store(self) -> tuple[str, int]:
@@ -184,7 +156,7 @@ class Shell:
 
     @ray.method(concurrency_group="control")
     def abort(self, incarnation: int, timeout_s: float) -> Aborted:
-        """Get out of every incarnation up to this one; what waits for peers fails. Idempotent.
+        """Leave every incarnation up to this one; what waits for peers fails. Idempotent.
 
         Args:
             incarnation: The newest that is given up.
@@ -195,15 +167,15 @@ class Shell:
         begin_ns = clock.now_ns()
         self._interruption.order(incarnation)
         with self._leaving:
-            waited_for = self._get_out(begin_ns, timeout_s)
+            waited_for = self._leave_code(begin_ns, timeout_s)
             if not waited_for and self._incarnation <= incarnation:
                 try:
-                    self._seat.leave()
+                    self._host.leave()
                 except OutlastError as error:
                     waited_for = str(error)
         return Aborted(
             call_ended=not waited_for,
-            iteration=self._seat.keeping.iteration,
+            iteration=self._host.tracker.iteration,
             took_s=(clock.now_ns() - begin_ns) / 1e9,
             waited_for=waited_for,
         )
@@ -218,11 +190,11 @@ class Shell:
             return self._refused(f"incarnation {assignment.incarnation} was given up")
         try:
             with self._leaving:
-                self._seat.leave()  # nothing, unless the driver did not abort the one before
+                self._host.leave()  # nothing, unless the driver did not abort the one before
         except OutlastError as error:
             return self._failed(CallOutcome(error=error))
         self._incarnation = assignment.incarnation
-        outcome = self._interruption.run(assignment.incarnation, partial(self._seat.join, assignment))
+        outcome = self._interruption.run(assignment.incarnation, partial(self._host.join, assignment))
         if outcome.error is not None:
             return self._failed(outcome)
         self._joined = assignment.incarnation
@@ -239,12 +211,12 @@ class Shell:
         if call.incarnation != self._joined or self._interruption.is_left(call.incarnation):
             return self._refused(f"call of incarnation {call.incarnation}, this actor is in {self._joined}")
         try:
-            outcome = self._interruption.run(call.incarnation, partial(self._play, call, *parcel))
+            outcome = self._interruption.run(call.incarnation, partial(self._run_method, call, *parcel))
         finally:
             self._call = None
         if outcome.error is not None:
             return self._failed(outcome)
-        return CallReturned(iteration=self._seat.keeping.iteration, value=outcome.value if call.wants_result else None)
+        return CallReturned(iteration=self._host.tracker.iteration, value=outcome.value if call.wants_result else None)
 
     def leave(self) -> str:
         """Wait until what was saved is committed, then end the incarnation; return what went wrong, or nothing.
@@ -253,21 +225,21 @@ class Shell:
         """
         problem = ""
         if not self._interruption.is_left(self._incarnation):
-            outcome = self._interruption.run(self._incarnation, self._seat.keeping.wait)
+            outcome = self._interruption.run(self._incarnation, self._host.tracker.wait)
             if outcome.error is not None:
                 problem = describe(outcome.error)
         with self._leaving:
-            self._seat.leave()
+            self._host.leave()
         return problem
 
     # -- details -----------------------------------------------------------------------------------------------
 
-    def _play(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self._seat.begin_call()
+    def _run_method(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._host.begin_call()
         self._call = call.id
-        return self._seat.call(call.method, args, kwargs)
+        return self._host.call(call.method, args, kwargs)
 
-    def _get_out(self, begin_ns: int, timeout_s: float) -> str:
+    def _leave_code(self, begin_ns: int, timeout_s: float) -> str:
         """Have the working thread come out of what is given up; return what does not, or nothing."""
         interruption = self._interruption
         if interruption.is_wanted:
@@ -276,20 +248,16 @@ class Shell:
         while interruption.is_wanted:
             passed_s = (clock.now_ns() - begin_ns) / 1e9
             if passed_s > timeout_s:
-                return f"the working thread is at {self._where()}"
-            self._seat.membership.cut(both_ways=passed_s > _BOTH_WAYS_S)
+                where = _stack_of(interruption.thread).line or "no line of Python"
+                return f"the working thread is at {where}"
+            self._host.membership.cut(both_ways=passed_s > _BOTH_WAYS_S)
             if interruption.wait_outside(_LOOK_S):
                 break
             if passed_s > _SAVES_S:
-                self._seat.keeping.give_up()
+                self._host.tracker.give_up()
             connections.end_lost_waits()
             interruption.poke()
         return ""
-
-    def _where(self) -> str:
-        pass  # house: was a lazy import within this module
-
-        return stack_of(self._interruption.thread).line or "no line of Python"
 
     def _failed(self, outcome: CallOutcome) -> CallFailed:
         error = outcome.error
@@ -305,21 +273,51 @@ class Shell:
             kind=kind,
             summary=describe(error),
             traceback="".join(traceback.format_exception(error)),
-            iteration=self._seat.keeping.iteration,
+            iteration=self._host.tracker.iteration,
             error=pickled,
         )
-        self._seat.end_sections()
+        self._host.end_sections()
         outcome.error = None
         drop(error)  # its frames hold groups and tensors
         return failed
 
     def _refused(self, why: str) -> CallFailed:
-        return CallFailed(kind=FailureKind.REFUSED, summary=why, iteration=self._seat.keeping.iteration)
+        return CallFailed(kind=FailureKind.REFUSED, summary=why, iteration=self._host.tracker.iteration)
 
 
-def shell_class() -> Any:
-    """Return :class:`Shell` as Ray makes actors of it."""
-    return ray.remote(concurrency_groups={"control": _NUM_CONTROL_THREADS})(Shell)
+def create_shell(
+    actor_class: type,
+    args: Any,
+    kwargs: Any,
+    settings: ShellSettings,
+    runtime_env: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """Have Ray start an actor, a :class:`Shell` around a user's class; return its handle. Blocks: never.
+
+    Args:
+        actor_class: The user's class.
+        args: Its positional arguments, or a reference to them.
+        kwargs: Its keyword arguments, or a reference to them.
+        settings: What the group was made with.
+        runtime_env: As Ray takes it; ``None`` = the driver's.
+        options: More of Ray's options, such as resources.
+    """
+    shell = ray.remote(concurrency_groups={"control": _NUM_CONTROL_THREADS})(Shell)
+    all_options = {"max_restarts": 0, "max_task_retries": 0, **options}
+    if runtime_env:
+        all_options["runtime_env"] = dict(runtime_env)
+    return shell.options(**all_options).remote(actor_class, args, kwargs, settings)
+
+
+def _stack_of(thread: int) -> Stack:
+    """Return the Python stack of a thread of this process; empty when it runs no Python. Blocks: never."""
+    frame = sys._current_frames().get(thread)
+    frames = []
+    while frame is not None:
+        frames.append(Frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
+        frame = frame.f_back
+    return Stack(tuple(frames))
 
 
 def _kind_of(error: BaseException) -> FailureKind:

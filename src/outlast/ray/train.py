@@ -18,7 +18,7 @@ workers of each machine ends the worker that hangs, so that Ray Train does what 
         )],
     ))
 
-``max_failures=-1`` does not mean for ever: attempts that end without a new durable generation are counted, and
+``max_failures=-1`` does not mean forever: attempts that end without a new durable generation are counted, and
 ``FaultToleranceConfig.max_no_progress_cycles`` of them in a row stop the run.
 """
 
@@ -40,33 +40,212 @@ from outlast.config.base import require
 from outlast.errors import BudgetExhausted, OutlastError
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, decide
-from outlast.ray.train_watch import AttemptFacts, RunFacts, TrainWatch, WatchAddresses, WorkerPlace
+from outlast.ray.train_watch import AttemptFacts, RunFacts, TrainWatch, WatchAddresses, WorkerPlace, answers_of
 from outlast.session import Session, init
 
-__all__ = ["TrainCallback", "TrainWatches", "session"]
-
+__all__ = ["TrainCallback", "session"]
 
 log = logging.getLogger(__name__)
-
+_UNLIMITED = 1 << 30
 _START_S = 60.0
-"""Seconds for a watch to start; a Ray worker process imports this package in about one."""
+"""Seconds for a watch to start, or for a worker to receive its place; each imports this package in about one."""
 _ANSWER_S = 10.0
+_config: Config | None = None
+"""The settings that this worker was given."""
 
 
-class TrainWatches:
+def session() -> Session:
+    """Start this worker's session, with the settings of the run's :class:`TrainCallback`.
+
+    It is what :func:`outlast.init` returns: ``steps()`` loads, heartbeats and saves, ``section()`` names what has a
+    timeout of its own. Use it as a context manager.
+
+    Raises:
+        OutlastError: The run has no :class:`TrainCallback`, or this is no train function.
+
+    Collective: all workers.
+    Blocks: until all workers have come.
+    """
+    if _config is None:
+        raise OutlastError(
+            "session() belongs into the train function of a run with RunConfig(callbacks=[TrainCallback(...)])"
+        )
+    return init(_config)
+
+
+class TrainCallback(WorkerGroupCallback, ControllerCallback):
+    """Have the workers of a Ray Train run watched, restarted with a budget, and loaded from verified generations.
+
+    Args:
+        config: Settings for the workers' sessions; the other arguments take precedence.
+        fault_tolerance: Timeouts of sections and heartbeats, and ``max_no_progress_cycles``.
+        checkpoint: Where and how often to save; ``None`` = as in ``config``, else nothing is saved.
+        run_dir: Folder for the journal and the stacks of workers that hung, seen by every machine or made on each;
+            ``None`` = as in ``config``, else there is no journal, and stacks go to a folder for temporary files.
+
+    Raises:
+        ConfigError: A setting is wrong, or cannot be used here.
+
+    Thread: Ray Train's controller calls the methods.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        fault_tolerance: FaultToleranceConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        run_dir: str | None = None,
+    ) -> None:
+        given = {"fault_tolerance": fault_tolerance, "checkpoint": checkpoint, "run_dir": run_dir}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        self.config = dataclasses.replace(config or Config(), **changes)
+        """The settings that the workers get."""
+        self._fault_tolerance = self.config.fault_tolerance or FaultToleranceConfig()
+        require(
+            not self._fault_tolerance.calc_ft_timeouts,
+            "calc_ft_timeouts is not for Ray Train, where timeouts are not learned; name them in rank_section_timeouts",
+        )
+        for name in ("safety_factor", "max_node_faults", "min_nodes", "node_heartbeat_timeout"):
+            require(
+                name not in self._fault_tolerance.given,
+                f"fault_tolerance.{name} is not for Ray Train, which places the workers itself; leave it out",
+            )
+        for name in self.config.health.given if self.config.health is not None else ():
+            require(
+                name.startswith("process_group_"),
+                f"health.{name} is not for Ray Train, where no agent looks at nodes; leave it out",
+            )
+        require(
+            not self.config.in_process,
+            "in_process_restart is not for Ray Train, which replaces all workers; switch it off",
+        )
+        restart = self.config.in_process_restart
+        require(
+            restart is None or not restart.given or restart.given.get("enabled") is False,
+            "in_process_restart is not for Ray Train, which replaces all workers; leave the section out",
+        )
+        self._attempt = -1
+        self._was_watched = self._is_preempting = False
+        self._ladder = LadderState()
+        self._watches: _TrainWatches | None = None
+
+    # -- the run -----------------------------------------------------------------------------------------------
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Take in which run it is."""
+        self._watches = _TrainWatches(
+            RunFacts(
+                run_id=train_run_context.get_run_config().name or train_run_context.run_id,
+                job=train_run_context.run_id[:12],
+                run_dir=self.config.run_dir,
+                fault_tolerance=self._fault_tolerance.to_json(),
+                keeps_writer=self.config.checkpoint is not None,
+            )
+        )
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Take in whether workers are taken away on notice, which is no failure to be charged."""
+        self._is_preempting = type(current_state).__name__ == "PreemptingState"
+
+    def before_controller_execute_failure_decision(self, failure_decision: Any, *_: Any, **__: Any) -> None:
+        """Stop a run that is restarted again and again and gets no further.
+
+        Raises:
+            BudgetExhausted: ``max_no_progress_cycles`` attempts in a row ended without a new durable generation.
+        """
+        if self._watches is None or not self._was_watched:
+            return
+        self._was_watched = False
+        facts = self._watches.facts()
+        if facts.incident is not None:
+            log.error("attempt %d: %s", self._attempt, facts.incident.describe())
+        if failure_decision.name != "RETRY" or self._is_preempting:
+            return
+        end = CycleEnd(
+            cycle=self._attempt,
+            incident=facts.incident or Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._attempt),
+            durable_iteration=facts.durable_iteration,
+            progress_known=facts.progress_known,
+        )
+        limits = Limits(
+            max_restarts=_UNLIMITED,  # FailureConfig.max_failures bounds these
+            max_no_progress_cycles=self._fault_tolerance.max_no_progress_cycles,
+            max_node_faults=0,
+        )
+        self._ladder, verdict = decide(self._ladder, end, limits)
+        if verdict.rung == Rung.STOP:
+            raise BudgetExhausted(verdict.reason)
+
+    async def before_controller_shutdown(self) -> None:
+        """End the watches."""
+        self._close()
+
+    def before_controller_abort(self) -> None:
+        """End the watches."""
+        self._close()
+
+    def _stop_watching(self) -> None:
+        self._was_watched = False
+        if self._watches is not None:
+            self._watches.stop()
+
+    def _close(self) -> None:
+        if self._watches is not None:
+            self._watches.close()
+
+    # -- one attempt -------------------------------------------------------------------------------------------
+
+    def before_init_train_context(self, workers: Sequence[Any]) -> Mapping[str, list[Any]]:
+        """Have watches start beside the workers, while these find each other."""
+        if self._watches is not None:
+            self._watches.start(workers)
+        return {}
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Have the workers watched, and send them their place."""
+        if self._watches is None:
+            return
+        self._attempt += 1
+        workers = worker_group.get_workers()
+        variables = self._watches.begin(self._attempt, workers)
+        self._was_watched = True
+        asked = [
+            worker.execute_async(_take_place, self.config, variables[worker.distributed_context.world_rank])
+            for worker in workers
+        ]
+        ray.get(asked, timeout=_START_S)  # a worker that died or is stuck meanwhile is Ray Train's to replace
+
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        """Look away, as the workers are ended now."""
+        self._stop_watching()
+
+    def before_worker_group_abort(self, worker_group_context: Any) -> None:
+        """Look away, as the workers are ended now."""
+        self._stop_watching()
+
+
+def _take_place(config: Config, variables: Mapping[str, str | None]) -> None:
+    """Take in settings and place, in the worker, before its train function runs."""
+    global _config
+    _config = config
+    env.update(variables)
+
+
+class _TrainWatches:
     """Keep a watch on every machine that has workers.
 
     Ray's nodes on one machine (in tests, say) share one watch, as they share Ray Train's local ranks.
 
     Args:
-        briefing: What the watches are told of the run.
+        run: What the watches need to know of the run.
 
     Thread: that of Ray Train's controller.
     """
 
-    def __init__(self, briefing: RunFacts) -> None:
+    def __init__(self, run: RunFacts) -> None:
         logs.configure("train controller", least=logging.WARNING, is_shared=True)
-        self._briefing = briefing
+        self._run = run
         self._watches: dict[str, Any] = {}
         """By address of the machine."""
         self._names: dict[str, str] = {}
@@ -99,16 +278,16 @@ class TrainWatches:
         posts = self._post(attempt, machines)
         self._in_use = tuple(posts)
         watches = [self._watches[address] for address in posts]
-        self._ask([watch.meet.remote(watches) for watch in watches], _ANSWER_S)
+        answers_of([watch.meet.remote(watches) for watch in watches], _ANSWER_S, "meet the others")
         return {
             worker.distributed_context.world_rank: self._variables(attempt, address, worker, posts.get(address))
             for address, there in machines.items()
             for worker in there
         }
 
-    def standing(self) -> AttemptFacts:
+    def facts(self) -> AttemptFacts:
         """Return what the watches know of the attempt together; those that are gone know nothing."""
-        found = self._ask([self._watches[address].standing.remote() for address in self._in_use], _ANSWER_S)
+        found = self._ask_all("facts", "report the attempt")
         known = [one.durable_iteration for one in found if one.durable_iteration is not None]
         return AttemptFacts(
             durable_iteration=max(known, default=None),
@@ -116,17 +295,22 @@ class TrainWatches:
             incident=next((one.incident for one in found if one.incident is not None), None),
         )
 
-    def rest(self) -> None:
-        """Have the watches look away, as the workers are about to be ended."""
-        self._ask([self._watches[address].rest.remote() for address in self._in_use], _ANSWER_S)
+    def stop(self) -> None:
+        """Have the watches stop watching, as the workers are about to be ended."""
+        self._ask_all("stop", "stop watching")
         self._in_use = ()
 
     def close(self) -> None:
         """End the watches. Idempotent. Blocks: up to ten seconds."""
-        watches, self._watches, self._in_use = tuple(self._watches.values()), {}, ()
-        self._ask([watch.close.remote() for watch in watches], _ANSWER_S)
-        for watch in watches:
+        self._in_use = tuple(self._watches)
+        self._ask_all("close", "close")
+        for watch in self._watches.values():
             ray.kill(watch)
+        self._watches, self._in_use = {}, ()
+
+    def _ask_all(self, method: str, what: str) -> list[Any]:
+        asked = [getattr(self._watches[address], method).remote() for address in self._in_use]
+        return answers_of(asked, _ANSWER_S, what)
 
     # -- details -----------------------------------------------------------------------------------------------
 
@@ -136,7 +320,7 @@ class TrainWatches:
             self._names[address] = f"{worker.metadata.hostname}-{address}" if taken else worker.metadata.hostname
         here = NodeAffinitySchedulingStrategy(worker.metadata.node_id, soft=False)
         watch = ray.remote(num_cpus=0, max_concurrency=8)(TrainWatch)
-        return watch.options(scheduling_strategy=here).remote(self._names[address], self._briefing)
+        return watch.options(scheduling_strategy=here).remote(self._names[address], self._run)
 
     def _post(self, attempt: int, machines: Mapping[str, Sequence[Any]]) -> dict[str, WatchAddresses]:
         """Return what each machine's watch has for its workers; a watch that is gone is replaced once."""
@@ -165,15 +349,15 @@ class TrainWatches:
         return posts
 
     def _variables(self, attempt: int, address: str, worker: Any, post: WatchAddresses | None) -> dict[str, str | None]:
-        rank, told = worker.distributed_context, self._briefing
+        rank, run = worker.distributed_context, self._run
         return {
-            env.RUN_ID: told.run_id,
-            env.RUN_DIR: told.run_dir,
-            env.NAMES: json.dumps([f"directory {told.run_dir}"] if told.run_dir else []),
-            env.JOB: told.job,
+            env.RUN_ID: run.run_id,
+            env.RUN_DIR: run.run_dir,
+            env.NAMES: json.dumps([f"directory {run.run_dir}"] if run.run_dir else []),
+            env.JOB: run.job,
             env.CYCLE: str(attempt),
             env.NODE: self._names[address],
-            env.CONFIG: told.fault_tolerance,
+            env.CONFIG: run.fault_tolerance,
             env.BOARD: None if post is None else post.board,
             env.WRITER: None if post is None else post.writer or None,
             "RANK": str(rank.world_rank),
@@ -183,205 +367,9 @@ class TrainWatches:
             "GROUP_RANK": str(rank.node_rank),
         }
 
-    def _ask(self, asked: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Return the answers that come in time; a watch that is gone is no reason to stop training."""
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
-        answers = []
-        for reference in ready:
-            try:
-                answers.append(ray.get(reference))
-            except ray.exceptions.RayError as error:
-                log.warning("the watch of a machine does not answer: %s", error)
-        return answers
-
 
 def _by_machine(workers: Sequence[Any]) -> dict[str, list[Any]]:
     machines: dict[str, list[Any]] = {}
     for worker in workers:
         machines.setdefault(worker.metadata.node_ip, []).append(worker)
     return machines
-
-
-_UNLIMITED = 1 << 30
-
-"""Seconds for a worker to import this package and take in its place."""
-_config: Config | None = None
-"""The settings that this worker was given."""
-
-
-def session() -> Session:
-    """Start this worker's session, with the settings of the run's :class:`TrainCallback`.
-
-    It is what :func:`outlast.init` returns: ``steps()`` loads, heartbeats and saves, ``section()`` names what has a
-    timeout of its own. Use it as a context manager.
-
-    Raises:
-        OutlastError: The run has no :class:`TrainCallback`, or this is no train function.
-
-    Collective: all workers.
-    Blocks: until all workers have come.
-    """
-    if _config is None:
-        raise OutlastError(
-            "session() belongs into the train function of a run with RunConfig(callbacks=[TrainCallback(...)])"
-        )
-    return init(_config)
-
-
-class TrainCallback(WorkerGroupCallback, ControllerCallback):
-    """Have the workers of a Ray Train run watched, restarted with a budget, and loaded from verified generations.
-
-    Args:
-        config: Settings for the workers' sessions; what the other arguments say comes before it.
-        fault_tolerance: Timeouts of sections and heartbeats, and ``max_no_progress_cycles``.
-        checkpoint: Where and how often to save; ``None`` = as ``config`` says, else nothing is saved.
-        run_dir: Folder for the journal and the stacks of workers that hung, seen by every machine or made on each;
-            ``None`` = as ``config`` says, else there is no journal, and stacks go to a folder for temporary files.
-
-    Raises:
-        ConfigError: A setting is wrong, or cannot be used here.
-
-    Thread: Ray Train's controller calls the methods.
-    """
-
-    def __init__(
-        self,
-        config: Config | None = None,
-        *,
-        fault_tolerance: FaultToleranceConfig | None = None,
-        checkpoint: CheckpointConfig | None = None,
-        run_dir: str | None = None,
-    ) -> None:
-        given = {"fault_tolerance": fault_tolerance, "checkpoint": checkpoint, "run_dir": run_dir}
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        self.config = dataclasses.replace(config or Config(), **changes)
-        """The settings that the workers get."""
-        self._fault_tolerance = self.config.fault_tolerance or FaultToleranceConfig()
-        require(
-            not self._fault_tolerance.calc_ft_timeouts,
-            "calc_ft_timeouts is not for Ray Train, where nobody learns timeouts; name them in rank_section_timeouts",
-        )
-        for name in ("safety_factor", "max_node_faults", "min_nodes", "node_heartbeat_timeout"):
-            require(
-                name not in self._fault_tolerance.given,
-                f"fault_tolerance.{name} is not for Ray Train, which places the workers itself; leave it out",
-            )
-        for name in self.config.health.given if self.config.health is not None else ():
-            require(
-                name.startswith("process_group_"),
-                f"health.{name} is not for Ray Train, where no agent looks at nodes; leave it out",
-            )
-        require(
-            not self.config.in_process,
-            "in_process_restart is not for Ray Train, which replaces all workers; switch it off",
-        )
-        restart = self.config.in_process_restart
-        require(
-            restart is None or not restart.given or restart.given.get("enabled") is False,
-            "in_process_restart is not for Ray Train, which replaces all workers; leave the section out",
-        )
-        self._attempt = -1
-        self._was_watched = self._is_preempting = False
-        self._ladder = LadderState()
-        self._machines: TrainWatches | None = None
-
-    # -- the run -----------------------------------------------------------------------------------------------
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Take in which run it is."""
-        self._machines = TrainWatches(
-            RunFacts(
-                run_id=train_run_context.get_run_config().name or train_run_context.run_id,
-                job=train_run_context.run_id[:12],
-                run_dir=self.config.run_dir,
-                fault_tolerance=self._fault_tolerance.to_json(),
-                keeps_writer=self.config.checkpoint is not None,
-            )
-        )
-
-    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """Take in whether workers are taken away on notice, which is no failure to be charged."""
-        self._is_preempting = type(current_state).__name__ == "PreemptingState"
-
-    def before_controller_execute_failure_decision(self, failure_decision: Any, *_: Any, **__: Any) -> None:
-        """Stop a run that is restarted again and again and gets no further.
-
-        Raises:
-            BudgetExhausted: ``max_no_progress_cycles`` attempts in a row ended without a new durable generation.
-        """
-        if self._machines is None or not self._was_watched:
-            return
-        self._was_watched = False
-        standing = self._machines.standing()
-        if standing.incident is not None:
-            log.error("attempt %d: %s", self._attempt, standing.incident.describe())
-        if failure_decision.name != "RETRY" or self._is_preempting:
-            return
-        end = CycleEnd(
-            cycle=self._attempt,
-            incident=standing.incident or Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._attempt),
-            durable_iteration=standing.durable_iteration,
-            progress_known=standing.progress_known,
-        )
-        limits = Limits(
-            max_restarts=_UNLIMITED,  # FailureConfig.max_failures bounds these
-            max_no_progress_cycles=self._fault_tolerance.max_no_progress_cycles,
-            max_node_faults=0,
-        )
-        self._ladder, verdict = decide(self._ladder, end, limits)
-        if verdict.rung == Rung.STOP:
-            raise BudgetExhausted(verdict.reason)
-
-    async def before_controller_shutdown(self) -> None:
-        """End the watches."""
-        self._close()
-
-    def before_controller_abort(self) -> None:
-        """End the watches."""
-        self._close()
-
-    def _rest(self) -> None:
-        self._was_watched = False
-        if self._machines is not None:
-            self._machines.rest()
-
-    def _close(self) -> None:
-        if self._machines is not None:
-            self._machines.close()
-
-    # -- one attempt -------------------------------------------------------------------------------------------
-
-    def before_init_train_context(self, workers: Sequence[Any]) -> Mapping[str, list[Any]]:
-        """Have watches start beside the workers, while these find each other."""
-        if self._machines is not None:
-            self._machines.start(workers)
-        return {}
-
-    def after_worker_group_start(self, worker_group: Any) -> None:
-        """Have the workers watched, and tell them where they are."""
-        if self._machines is None:
-            return
-        self._attempt += 1
-        workers = worker_group.get_workers()
-        variables = self._machines.begin(self._attempt, workers)
-        self._was_watched = True
-        asked = [
-            worker.execute_async(_take_place, self.config, variables[worker.distributed_context.world_rank])
-            for worker in workers
-        ]
-        ray.get(asked, timeout=_START_S)  # a worker that died or is stuck meanwhile is Ray Train's to replace
-
-    def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        """Look away, as the workers are ended now."""
-        self._rest()
-
-    def before_worker_group_abort(self, worker_group_context: Any) -> None:
-        """Look away, as the workers are ended now."""
-        self._rest()
-
-
-def _take_place(config: Config, variables: Mapping[str, str | None]) -> None:
-    """Take in settings and place, in the worker, before its train function runs."""
-    global _config
-    _config = config
-    env.update(variables)

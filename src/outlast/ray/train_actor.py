@@ -41,13 +41,13 @@ class TrainActor:
     """Train as one rank of an :class:`~outlast.ray.ActorGroup`.
 
     ``__init__`` runs in spares, too: imports and data belong there, there are no groups and no rank yet. Everything
-    else, and ``__init__`` where all begin anew, runs in one thread of the actor, which is not the main one.
+    else, and ``__init__`` where all start over, runs in one thread of the actor, which is not the main one.
 
     An exception leaves a call with the state as it was, unless it went through :meth:`update`. What is part of
     :meth:`state` must therefore change within ``update`` alone.
     """
 
-    _seat: ActorHost | None = None
+    _host: ActorHost | None = None
 
     # -- to be overridden --------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class TrainActor:
         """Make model, optimizer and the like; called once, when the actor has its place.
 
         Those that replace dead actors are set up alone: nothing in here may wait for other ranks. Where all have to
-        begin anew, a new object is made and set up in each process.
+        start over, a new object is made and set up in each process.
         """
 
     def regroup(self) -> None:
@@ -93,22 +93,22 @@ class TrainActor:
     @property
     def place(self) -> MeshRank:
         """This actor's place in the mesh."""
-        return self._seated.place
+        return self._hosted.place
 
     @property
     def mesh(self) -> DeviceMesh:
         """All ranks by axis: ``pp``, ``dp``, ``cp``, ``tp``; another one in each incarnation."""
-        return self._seated.membership.mesh
+        return self._hosted.membership.mesh
 
     @property
     def device(self) -> torch.device:
         """What this actor computes on."""
-        return self._seated.device
+        return self._hosted.device
 
     @property
     def iteration(self) -> int:
         """Number of optimizer steps that the state has done."""
-        return self._seated.keeping.count
+        return self._hosted.tracker.count
 
     def group(self, axis: str) -> torch.distributed.ProcessGroup:
         """Return the group of this actor's peers along an axis; another one in each incarnation.
@@ -116,29 +116,29 @@ class TrainActor:
         Args:
             axis: ``pp``, ``dp``, ``cp`` or ``tp``.
         """
-        return self._seated.membership.group(axis)
+        return self._hosted.membership.group(axis)
 
     def section(self, name: str) -> SectionTimer:
         """Return the marker of a section, for ``with self.section("step"):``; its timeout is watched.
 
-        Sections that are longer than ``FaultToleranceConfig.rank_section_timeouts`` says are hangs. A marker serves
+        Sections that exceed ``FaultToleranceConfig.rank_section_timeouts`` are hangs. A marker serves
         its incarnation only: ask for it in each call.
         """
-        return self._seated.monitor.section(name)
+        return self._hosted.monitor.section(name)
 
     def heartbeat(self) -> None:
-        """Say that this actor is alive, for ``FaultToleranceConfig.rank_heartbeat_timeout``."""
-        self._seated.monitor.heartbeat()
+        """Report that this actor is alive, for ``FaultToleranceConfig.rank_heartbeat_timeout``."""
+        self._hosted.monitor.heartbeat()
 
     def update(self, iteration: int) -> AbstractContextManager[None]:
         """Return the context in which the state goes from ``iteration - 1`` to ``iteration``.
 
-        A state that is left in the middle of it, by an exception, is of no use and is loaded again.
+        A state that is left in the middle of it, by an exception, is unusable and is loaded again.
 
         Raises:
             OutlastError: The state has not done ``iteration - 1`` steps.
         """
-        return self._seated.keeping.update(iteration)
+        return self._hosted.tracker.update(iteration)
 
     def save(self, iteration: int, *, now: bool = False) -> SaveHandle | None:
         """Save the state if that is due after ``iteration`` (``CheckpointConfig.save_interval`` and the like).
@@ -148,7 +148,7 @@ class TrainActor:
             now: Save it to all tiers whether it is due or not.
 
         Returns:
-            The save, which goes on beside training; ``None`` = none was due, or nothing is kept.
+            The save, which continues beside training; ``None`` = none was due, or nothing is saved.
 
         Raises:
             OutlastError: The state has not done ``iteration`` steps.
@@ -157,15 +157,15 @@ class TrainActor:
         Collective: all ranks, at the same iteration.
         Blocks: while the state is copied.
         """
-        return self._seated.save(iteration, now=now)
+        return self._hosted.save(iteration, now=now)
 
     @property
-    def _seated(self) -> ActorHost:
-        if self._seat is None:
+    def _hosted(self) -> ActorHost:
+        if self._host is None:
             raise OutlastError(
                 f"{type(self).__name__} has no place in a group yet: use this in setup() and calls, not in __init__()"
             )
-        return self._seat
+        return self._host
 
 
 log = logging.getLogger(__name__)
@@ -175,13 +175,13 @@ class ActorHost:
     """Host a user's actor through incarnations.
 
     Args:
-        make: Makes the user's object. One that is no :class:`TrainActor` begins anew with each recovery: its calls
+        make: Makes the user's object. One that is no :class:`TrainActor` starts over with each recovery: its calls
             are counted, and nothing else is known of its state.
         settings: What the group was made with.
         node: Name of this node.
         interruption: Gets the working thread out of the user's code.
 
-    Thread: the working thread, except where a method says otherwise.
+    Thread: the working thread, except where a method's docstring names another.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class ActorHost:
     ) -> None:
         self._make, self._settings, self._node, self._interruption = make, settings, node, interruption
         self.actor = make()
-        self.keeping = StateTracker(settings.checkpoint, interruption)
+        self.tracker = StateTracker(settings.checkpoint, interruption)
         self.membership = Membership(
             settings.backend or device.training_backend(), use_gpu=settings.use_gpu, name=settings.group
         )
@@ -242,7 +242,7 @@ class ActorHost:
             self.membership.form(assignment, self._interruption.check)
         with self._timed(phases, "setup"), self.monitor.section("setup"):
             if self._is_half_set_up or (self._is_set_up and place != self._place):
-                self._begin_anew()
+                self._start_over()
             self._place = place
             if not self._is_set_up:
                 self._set_up()
@@ -253,7 +253,7 @@ class ActorHost:
         self.note_iteration()
         return Joined(
             pid=os.getpid(),
-            iteration=self.keeping.iteration,
+            iteration=self.tracker.iteration,
             generation=begin.generation,
             loaded=begin.origin not in ("kept", "new"),
             origin=begin.origin,
@@ -266,9 +266,9 @@ class ActorHost:
             self._monitor.end_all_sections()
 
     def begin_call(self) -> None:
-        """Have the times outside of sections and between heartbeats begin now: nobody has to say anything in between.
+        """Have the times outside of sections and between heartbeats begin now: none of them runs between two calls.
 
-        The time to the first heartbeat goes on from the beginning of the incarnation.
+        The time to the first heartbeat is counted from the beginning of the incarnation.
         """
         with self.monitor.section("call"):
             pass
@@ -281,7 +281,7 @@ class ActorHost:
         if isinstance(self.actor, TrainActor):
             value = function(*args, **kwargs)
         else:
-            with self.keeping.whole_call():
+            with self.tracker.whole_call():
                 value = function(*args, **kwargs)
         self.note_iteration()
         return value
@@ -289,11 +289,11 @@ class ActorHost:
     def save(self, iteration: int, *, now: bool) -> SaveHandle | None:
         """Save the actor's state if that is due; see :meth:`TrainActor.save`."""
         with self.monitor.section("checkpointing"):
-            return self.keeping.save(self.actor.state(), iteration, now=now)
+            return self.tracker.save(self.actor.state(), iteration, now=now)
 
     def note_iteration(self) -> None:
         """Have the board show how far the state is."""
-        self.monitor.set_iteration(self.keeping.count)
+        self.monitor.set_iteration(self.tracker.count)
 
     def leave(self) -> None:
         """End the incarnation. Idempotent.
@@ -304,7 +304,7 @@ class ActorHost:
         Blocks: some 10 ms; up to 20 s when a collective does not end, or a store does not answer.
         Thread: any, once the working thread is out.
         """
-        self.keeping.close()
+        self.tracker.close()
         with self._looking:
             monitor, self._monitor = self._monitor, None
         if monitor is not None:
@@ -352,11 +352,11 @@ class ActorHost:
     def _set_up(self) -> None:
         is_ours = isinstance(self.actor, TrainActor)
         if is_ours:
-            self.actor._seat = self
+            self.actor._host = self
         self._is_half_set_up = True
         self._call_if_there("setup")
         self._is_set_up, self._is_half_set_up = True, False
-        self.keeping.begin_anew(has_state=not is_ours or bool(self.actor.state()))
+        self.tracker.start_over(has_state=not is_ours or bool(self.actor.state()))
 
     def _call_if_there(self, name: str) -> None:
         if callable(function := getattr(self.actor, name, None)):
@@ -365,8 +365,8 @@ class ActorHost:
     def _take_values(self, values: dict[str, Any]) -> None:
         self.actor.take_state(values)
 
-    def _begin_anew(self) -> None:
-        """Make a new object in place of the one that has trained, which is of no use any more."""
+    def _start_over(self) -> None:
+        """Make a new object in place of the one that has trained, which is unusable now."""
         self.actor = self._make()
         self._is_set_up = self._is_half_set_up = False
 
@@ -374,13 +374,13 @@ class ActorHost:
         """Have the state that all ranks go on from."""
         assert self._journal is not None
         state = self.actor.state() if isinstance(self.actor, TrainActor) else {}
-        if not self.keeping.has_state:
-            return StartingState(origin="new" if self.keeping.is_new else "kept")
+        if not self.tracker.has_state:
+            return StartingState(origin="new" if self.tracker.is_new else "kept")
         with self._interruption.update():
-            self.keeping.open(env, self._journal)
-            begin = self.keeping.restore(state, has, self._take_values)
+            self.tracker.open(env, self._journal)
+            begin = self.tracker.restore(state, has, self._take_values)
         if begin.origin == "new" and not begin.is_as_set_up:
-            self._begin_anew()
+            self._start_over()
             self._set_up()
         return begin
 

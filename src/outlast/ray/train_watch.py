@@ -36,18 +36,18 @@ from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
 from outlast.wording import count
 
-__all__ = ["AttemptFacts", "RunFacts", "TrainWatch", "WatchAddresses", "WorkerPlace"]
+__all__ = ["AttemptFacts", "RunFacts", "TrainWatch", "WatchAddresses", "WorkerPlace", "answers_of"]
 
 log = logging.getLogger(__name__)
 
 _ASK_S = 5.0
-"""Seconds for another machine's watch to say what its workers do; looking takes it at most about two."""
+"""Seconds for another machine's watch to report what its workers do; that takes it at most about two."""
 _GRACE_S = 10.0
 """Seconds after another signal than SIGKILL in which a worker has to end."""
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a watch is told of the run."""
+    """What a watch needs to know of the run."""
 
     run_id: str
     job: str
@@ -90,22 +90,20 @@ class TrainWatch:
 
     Args:
         node: Name of the machine.
-        briefing: What is to be known of the run.
+        run: What is to be known of the run.
 
     Thread: any; Ray calls the methods from several.
     """
 
-    def __init__(self, node: str, briefing: RunFacts) -> None:
+    def __init__(self, node: str, run: RunFacts) -> None:
         logs.configure(f"watch {node}", node=node)
         self.node = node
-        self._config = FaultToleranceConfig.from_json(briefing.fault_tolerance)
+        self._config = FaultToleranceConfig.from_json(run.fault_tolerance)
         self._timeouts = Timeouts.from_config(self._config)
-        self._run_dir = briefing.run_dir
-        self._journal = Journal(
-            briefing.run_dir, run_id=briefing.run_id, job=briefing.job, node=node, proc="ray-train-watch"
-        )
-        self._job = briefing.job
-        self._writer = WriterProcess(node=node) if briefing.keeps_writer else None
+        self._run_dir = run.run_dir
+        self._journal = Journal(run.run_dir, run_id=run.run_id, job=run.job, node=node, proc="ray-train-watch")
+        self._job = run.job
+        self._writer = WriterProcess(node=node) if run.keeps_writer else None
         self._lock = threading.Lock()
         self._attempt = -1
         self._board: Board | None = None
@@ -117,14 +115,14 @@ class TrainWatch:
         self._stacks_dir = ""
 
     def begin(self, attempt: int, workers: Sequence[WorkerPlace], num_ranks: int) -> WatchAddresses:
-        """Watch the workers of a new attempt, and say where they find their board.
+        """Watch the workers of a new attempt, and return where they find their board.
 
         Args:
             attempt: Number of the worker group, from 0.
             workers: The machine's workers.
             num_ranks: Pages of the board: one more than the largest local rank.
         """
-        self.rest()
+        self.stop()
         with self._lock:
             self._attempt, self._incident = attempt, None
             self._journal.cycle = attempt
@@ -177,7 +175,7 @@ class TrainWatch:
             self._incident = first  # the judgement: what others report meanwhile is the same hang
         asked = [peer.examine.remote(attempt) for peer in self._peers]
         positions = self.examine(attempt)
-        for answer in _answers(asked, _ASK_S, "say what its workers do"):
+        for answer in answers_of(asked, _ASK_S, "report what its workers do"):
             positions += answer
         if not positions:
             return
@@ -190,7 +188,7 @@ class TrainWatch:
             EventKind.INCIDENT, cycle=attempt, rank=incident.rank, iteration=incident.iteration, incident=incident
         )
         log.error("%s; stacks in %s", culprit.reason, self._stacks_dir)
-        # Where nobody can be named, one has to go all the same, for Ray Train to restart the group.
+        # Where no culprit is found, one is ended all the same, for Ray Train to restart the group.
         late = next((one for one in positions if one.global_rank == first.rank), positions[0])
         self._have_ended(attempt, culprit.position or late)
 
@@ -213,8 +211,8 @@ class TrainWatch:
             os.close(worker)
         return True
 
-    def standing(self) -> AttemptFacts:
-        """Say what is known of the attempt so far."""
+    def facts(self) -> AttemptFacts:
+        """Return what is known of the attempt so far."""
         with self._lock:
             states = self._board.read_all() if self._board is not None else []
             return AttemptFacts(
@@ -225,7 +223,7 @@ class TrainWatch:
                 incident=self._incident,
             )
 
-    def rest(self) -> None:
+    def stop(self) -> None:
         """Stop watching: the attempt's workers are about to be ended by who started them. Idempotent."""
         with self._lock:
             watchdog, self._watchdog = self._watchdog, None
@@ -241,7 +239,7 @@ class TrainWatch:
 
     def close(self) -> None:
         """End the writer, and stop watching. Idempotent. Blocks: up to 2 s."""
-        self.rest()
+        self.stop()
         if self._writer is not None:
             self._writer.close()
         self._journal.close()
@@ -277,7 +275,7 @@ class TrainWatch:
         if self.end_worker(attempt, position.global_rank):
             return
         asked = [peer.end_worker.remote(attempt, position.global_rank) for peer in self._peers]
-        if not any(_answers(asked, _ASK_S + _GRACE_S, "end its worker")):
+        if not any(answers_of(asked, _ASK_S + _GRACE_S, "end its worker")):
             log.error("rank %d (node %s) could not be ended", position.global_rank, position.node)
 
     def _describe(self, first: Incident, culprit: Culprit) -> Incident:
@@ -306,8 +304,8 @@ class TrainWatch:
         )
 
 
-def _answers(asked: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
-    """Return what the machines that answer in time say."""
+def answers_of(asked: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+    """Return the answers of the machines' watches that come in time; ``what`` they do, for the log."""
     ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     if silent:
         log.warning("%s did not %s within %g s", count(len(silent), "machine"), what, timeout_s)

@@ -46,7 +46,7 @@ def parse_endpoint(text: str) -> Endpoint:
     """Return the endpoint that :class:`Endpoint` wrote as ``host:port``.
 
     Raises:
-        ConfigError: It is no such text.
+        ConfigError: It is another text.
     """
     endpoints = parse_endpoints(text, default_port=-1, where="address")
     if len(endpoints) != 1 or endpoints[0].port <= 0:
@@ -76,7 +76,7 @@ def parse_endpoints(text: str, *, default_port: int = 29400, where: str = "--rdz
         except ValueError:
             port = 65536
         if port_text and not 0 <= port < 65536:
-            raise ConfigError(f"{where}={text!r}: {port_text!r} is no port; write host:port[,host:port...]")
+            raise ConfigError(f"{where}={text!r}: {port_text!r} is not a port; write host:port[,host:port...]")
         endpoints.append(Endpoint(name, port))
     return tuple(endpoints)
 

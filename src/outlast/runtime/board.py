@@ -105,7 +105,7 @@ class RankPage:
     """The writing side of one rank's page.
 
     Thread: sections belong to the thread that called :meth:`attach`; those that another thread opens or
-    closes are not recorded (said once). :meth:`heartbeat` and the single-word setters may be called from any
+    closes are not recorded (logged once). :meth:`heartbeat` and the single-word setters may be called from any
     thread.
     """
 
@@ -141,7 +141,7 @@ class RankPage:
             global_rank: Its rank in the world.
             cycle: Number of the cycle.
             warmup: Section name to the number of first durations that do not count as its longest.
-            settings: What this worker's own config sets, for the agent; too long: said, and not handed over.
+            settings: What this worker's own config sets, for the agent; one that is too long is logged instead.
         """
         words = self._words
         # A checkpoint manager may have reported before the worker attached.
@@ -181,7 +181,7 @@ class RankPage:
     # -- hot path ------------------------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
-        """Say that this rank is alive. Thread: any."""
+        """Record that this rank is alive. Thread: any."""
         now = now_ns()
         words, last = self._words, self._beat
         self._beat = words[BEAT] = now
@@ -411,9 +411,9 @@ class RankState:
     restored: bool = False
     """The worker loaded a checkpoint in this cycle."""
     loaded: LoadedCopy | None = None
-    """Which one, where it said so."""
+    """Which one, if known."""
     leaving_with: int = 0
-    """Exit code with which the worker said that it ends; 0 = it said nothing."""
+    """Exit code that the worker announced; 0 = none."""
     attached_ns: int = 0
     last_heartbeat_ns: int = 0
     num_heartbeats: int = 0
@@ -511,7 +511,7 @@ class Board:
 
     @classmethod
     def _fill(cls, path: str, fd: int, num_ranks: int) -> Board:
-        # A full file system says so now, not by SIGBUS at some later store.
+        # A full file system is an error now, not SIGBUS at some later store.
         os.posix_fallocate(fd, 0, PAGE_BYTES * (num_ranks + 1))
         board = cls(path, fd, num_ranks, owned=True)
         words = board._words
@@ -538,10 +538,10 @@ class Board:
             size = os.fstat(fd).st_size
             header = os.pread(fd, 24, 0)
             if len(header) < 24:
-                raise OutlastError(f"heartbeat board {path} is no board: it has {size} bytes")
+                raise OutlastError(f"heartbeat board {path} is not a board: it has {size} bytes")
             magic, version, num_ranks = struct.unpack("=3q", header)
             if magic != MAGIC:
-                raise OutlastError(f"heartbeat board {path} is no board: its first bytes are {header[:8]!r}")
+                raise OutlastError(f"heartbeat board {path} is not a board: its first bytes are {header[:8]!r}")
             if version != VERSION:
                 raise OutlastError(
                     f"heartbeat board {path} has format {version}, this outlast reads {VERSION}; "
@@ -555,7 +555,7 @@ class Board:
 
     @property
     def token(self) -> int:
-        """A number that tells this board from every other."""
+        """A number that no other board has."""
         return self._words[H_TOKEN]
 
     @property
@@ -587,7 +587,7 @@ class Board:
         return text.decode(errors="replace")
 
     def protection(self, local_rank: int) -> str:
-        """Return what a worker's session protects against; empty while no session has told."""
+        """Return what a worker's session protects against; empty until a session has written it."""
         page = self._page(local_rank)
         length = page[PROTECTION_LENGTH]
         text = bytes(page[PROTECTION : PROTECTION + PROTECTION_WORDS])
@@ -602,7 +602,7 @@ class Board:
         return self._page(local_rank)
 
     def retire(self, local_rank: int) -> None:
-        """Note that a rank whose worker ended is missed by nobody: nothing is enforced on it any more."""
+        """Note that the worker of a rank ended as it should: nothing is enforced on it any more."""
         self._page(local_rank)[FINISHED] = 1
 
     def _page(self, local_rank: int) -> memoryview:
@@ -633,7 +633,7 @@ class Board:
         return [self.read(local_rank) for local_rank in range(self.num_ranks)]
 
     def close(self) -> None:
-        """Let go of the mapping; idempotent. Pages handed out must not be used afterwards."""
+        """Free the mapping; idempotent. Pages handed out must not be used afterwards."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

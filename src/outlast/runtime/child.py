@@ -1,4 +1,4 @@
-"""Starting a Python process of ours: a module of this package, run as ``__main__`` beside the process that needs it.
+"""Child processes: a module of this package, run as ``__main__`` beside the process that needs it.
 
 The child imports this package from where its parent has it (the parent may have found it through its own ``sys.path``),
 and nothing from the working directory. It inherits the descriptors that are named and no others, reads nothing from the
@@ -136,7 +136,7 @@ class ChildProcess:
 
         Returns:
             Its exit code; ``None``: it sits in the kernel, in a driver or on a network disk, and is reaped by a thread
-            when that lets go.
+            when it returns from there.
 
         Blocks: up to ``grace_s + end_s``.
         """

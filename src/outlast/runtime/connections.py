@@ -2,19 +2,19 @@
 
 A collective of gloo ends only with its peers, its timeout or its connections: neither ``abort()`` nor destroying the
 group wakes it (torch 2.13, measured), and one that nobody waits for any more still writes into its tensors when a late
-peer comes. Whoever has to leave a group at any time therefore has to know its sockets. While a :class:`Noting` is in
+peer comes. So what may leave a group at any time has to know its sockets. While a :class:`Noting` is in
 force, every process group and every store client that ``torch.distributed`` makes has its sockets noted, and
 :func:`cut_all` shuts them down, those of a group whose ranks are still looking for each other, too.
 
-Other things that wait on peers say so by :func:`register`. A descriptor that meanwhile belongs to something else is
+Other things that wait on peers are added by :func:`register`. A descriptor that meanwhile belongs to something else is
 recognised by its inode. Listening sockets are left alone: gloo ends the process when its listener fails.
 
 Only the reading side is shut down at first: gloo then sees the connection's end and closes it by itself, with nothing
-lost on the way out. Whoever waits for a message of which half had come is not told by gloo
-(:mod:`outlast.runtime.gloo_waits`), and is woken here.
+lost on the way out. Gloo does not wake a thread that waits for a message of which half had come
+(:mod:`outlast.runtime.gloo_waits`); it is woken here.
 
-Which connections a group opened is seen by what was not there before. What another thread opens meanwhile is told
-apart by marks (:func:`of_group`): libraries that train open connections which child processes inherit, and gloo gives
+A group's connections are those that were not there before. What another thread opens meanwhile is distinguished
+by marks (:func:`of_group`): libraries that train open connections which child processes inherit, and gloo gives
 them the group's timeout; Python, and the clients of stores, do neither.
 
 Rejected: to diff ``/proc/self/fd`` over the whole life of a group (cuts the user's own connections as well).
@@ -203,7 +203,7 @@ def _is_marked(fd: int, inode: int, timeout_s: float | None) -> bool:
 
 
 def cut_group(opened: Collection[tuple[int, int]], threads: frozenset[int]) -> None:
-    """End whatever waits on the connections of one group, here or at a peer; the group is of no use afterwards.
+    """End whatever waits on the connections of one group, here or at a peer; the group is unusable afterwards.
 
     Args:
         opened: Its connections.
@@ -221,7 +221,7 @@ def cut_group(opened: Collection[tuple[int, int]], threads: frozenset[int]) -> N
     for one in left:
         shut_down(*one)
     if opened and threads & gloo_waits.waiting_threads().keys():
-        time.sleep(_CLOSING_S / 10)  # gloo tells those whom it does not forget
+        time.sleep(_CLOSING_S / 10)  # gloo wakes those that it does not forget
         gloo_waits.end_waits(threads)
 
 
@@ -377,7 +377,7 @@ def _is_open(fd: int, inode: int) -> bool:
 
 
 def _runs_collectives() -> bool | None:
-    """Say whether a thread of gloo runs a collective; ``None``: there is no such thread."""
+    """Return whether a thread of gloo runs a collective; ``None``: gloo has no thread."""
     num_threads = 0
     for thread in os.listdir("/proc/self/task"):
         try:

@@ -1,6 +1,6 @@
 """The accelerator: the one module that names CUDA.
 
-Everything here also works where there is none, and says so with ``None`` or ``cpu``. Importing the module
+Everything here also works where there is none, and returns ``None`` or ``cpu`` then. Importing the module
 does not import torch, and asking creates no CUDA context in a process that has none.
 """
 
@@ -81,7 +81,7 @@ def why_absent(kind: str) -> str | None:
 
 
 def _torch_built_for() -> set[str] | None:
-    """Return what the installed torch computes on beside CPUs; ``None`` = its version file does not say."""
+    """Return what the installed torch computes on beside CPUs; ``None`` = its version file does not tell."""
     spec = importlib.util.find_spec("torch")
     folders = spec.submodule_search_locations if spec is not None else None
     try:
@@ -127,7 +127,7 @@ def device_name(node: str, local_rank: int = 0) -> str:
     """Return a name for the hardware that a worker computes on; another name is other hardware.
 
     Args:
-        node: What tells this node from others where there is no GPU: ``WorkerEnv.device`` or, without it, its name.
+        node: Names this node where there is no GPU: ``WorkerEnv.device`` or, without it, the node's name.
         local_rank: The worker's rank on its node.
 
     Returns:
@@ -222,7 +222,7 @@ _NEEDED = {
 """Variables that NCCL needs to be aborted without taking its process along: its watchdog must not rethrow what the
 abort causes nor end the process, and NVLS communicators cannot be aborted."""
 _FROM_LAUNCHERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""What torchrun and outlast run set for every worker by themselves; it is nobody's wish."""
+"""What torchrun and outlast run set for every worker by themselves; nobody asked for it."""
 
 
 def settle_collectives() -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["create_atomically", "fsync_folder", "write_atomically"]
 
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
-"""With these a file system says that it has no hard links."""
+"""Errors of a file system without hard links."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -48,7 +48,7 @@ def create_atomically(path: Path, data: bytes) -> bool:
             os.link(temporary, path)
             is_made = True
         except FileExistsError:
-            # NFS repeats a request whose answer was lost, and then finds its own link: the count of links tells.
+            # NFS repeats a request whose answer was lost, and then finds its own link: the count of links shows it.
             is_made = os.stat(temporary).st_nlink > 1
         except OSError as error:
             if error.errno not in _NO_LINKS:

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 _NATIVE_PREFIXES = ("GOMP_", "GOTO_", "KMP_", "MKL_", "OMP_", "OPENBLAS_")
 """Variables that libraries in C read when they are loaded; Python does not see that."""
 _THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-"""Those that torch can be told later as well, the first that is set counts."""
+"""Those that torch can be given later as well; the first that is set counts."""
 _COMMON = frozenset({"CI", "HOME", "LNAME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME"})
 """Variables that are read again when they are needed."""
 _FLUSHED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
@@ -139,7 +139,7 @@ class _Finder:
 
 
 def preload(names: Iterable[str], failed: dict[str, str]) -> list[Preloaded]:
-    """Import modules; say into ``failed`` which could not be imported, and why."""
+    """Import modules; put into ``failed`` which could not be imported, and why."""
     groups: list[Preloaded] = []
     present = {name.partition(".")[0] for name in sys.modules}  # these are ours, and stay in sight
     for name in names:
@@ -286,7 +286,7 @@ def _run_main(argv: list[str], *, is_module: bool) -> Any:
             own = own.tb_next
         is_kept = _record(error.with_traceback(own))
         if is_kept and isinstance(error, OutlastError):
-            # It says in one line what is wrong; where it was raised stands in the run directory.
+            # Its message is enough for the log; the run directory has its traceback.
             log.error("%s: %s", type(error).__qualname__, error)
             return 1
         return _report(error)
@@ -348,7 +348,7 @@ def _report(error: BaseException) -> Any:
 def _leave(code: Any, known: set[str]) -> NoReturn:
     """End as an interpreter does, but for taking every module apart.
 
-    Threads are waited for, exit handlers run, what the script and its own modules hold is let go, so that its
+    Threads are waited for, exit handlers run, what the script and its own modules hold is freed, so that its
     ``__del__`` run and its files are written. Tearing down what torch has imported costs a forked process seconds (it
     copies every page that it only wanted to free), and the kernel frees it anyway; forked children of
     ``multiprocessing`` leave the same way.
@@ -372,7 +372,7 @@ def _leave(code: Any, known: set[str]) -> NoReturn:
     for step in (threading._shutdown, atexit._run_exitfuncs, flush, lambda: _let_go(known), flush):  # type: ignore[attr-defined]
         try:
             step()
-        except BaseException as error:  # noqa: BLE001  what an interpreter does at its end: say so and go on
+        except BaseException as error:  # noqa: BLE001  what an interpreter does at its end: report it and continue
             _report(error)
     ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
     if interrupted:
@@ -384,7 +384,7 @@ def _leave(code: Any, known: set[str]) -> NoReturn:
 def _let_go(known: set[str]) -> None:
     """Drop what the script's own modules hold, and write what it left in open files."""
     others = threading.active_count() > 1
-    if others:  # daemons: an interpreter would stop them here, so they have nothing more to say
+    if others:  # daemons: an interpreter would stop them here, so what they raise now is of no interest
         threading.excepthook = lambda args: None
         writer = threading.Thread(target=_flush_files, daemon=True)
         writer.start()

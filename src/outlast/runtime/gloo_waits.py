@@ -1,12 +1,12 @@
 """Waits of gloo that nothing ends but the group's timeout, and their end.
 
-When a connection breaks, gloo tells everybody who waits for a message on it, except whoever waits for one that was half
-sent or half received (torch 2.6 to 2.13: ``Pair::signalException`` passes over what ``tx_`` and ``rx_`` point to). Such
+When a connection breaks, gloo wakes every thread that waits for a message on it, except one whose message was half sent
+or half received (torch 2.6 to 2.13: ``Pair::signalException`` skips what ``tx_`` and ``rx_`` point to). Such
 a thread sleeps on the condition variable of an ``UnboundBuffer`` until the group's timeout has passed, and destroying
 the group waits for it. gloo can end such a wait, ``UnboundBuffer::abortWaitRecv``, and PyTorch exports that, but there
 is no way to it from Python.
 
-So the buffer is found from the outside: the kernel tells on which address a thread sleeps
+So the buffer is found from the outside: the kernel shows on which address a thread sleeps
 (``/proc/self/task/*/syscall``), and the buffer that this address lies in is recognised by its virtual table. Where
 any of this is not as expected, nothing is done.
 

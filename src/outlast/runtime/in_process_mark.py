@@ -1,7 +1,7 @@
 """The mark of a process that can restart within: what its node's agent must know, on its page of the heartbeat board.
 
 It is written by the wrapper of the function that is called again, which is there before any
-:class:`outlast.monitor.RankMonitor` and outlives each of them. Whenever it changes, the agent is told by a datagram
+:class:`outlast.monitor.RankMonitor` and outlives each of them. Whenever it changes, the agent gets a datagram
 with the faults behind the change; the datagram may be lost, the words on the page cannot.
 """
 
@@ -51,7 +51,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def address(token: int) -> bytes:
-    """Return where the agent of the board with this token is told of changes."""
+    """Return where the agent of the board with this token receives changes."""
     return b"\0outlast-%016x-agent" % token
 
 
@@ -83,7 +83,7 @@ class InProcessMark:
             raise
 
     def arm(self, call: int, *, patience_s: float) -> None:
-        """Say that a wrapped function is about to run.
+        """Record that a wrapped function is about to run.
 
         Args:
             call: Which of the process's calls of a wrapped function it is, from 0.
@@ -95,35 +95,35 @@ class InProcessMark:
         self._write(InProcessState.SPARE, 0, ())
 
     def activate(self, iteration: int, faults: Sequence[InProcessFault] = ()) -> None:
-        """Say that the function begins, with the faults that ended the restart iteration before."""
+        """Record that the function begins, with the faults that ended the call before."""
         self._write(InProcessState.ACTIVE, iteration, faults)
 
     def wait(self, iteration: int, faults: Sequence[InProcessFault] = ()) -> None:
-        """Say that this process waits as a spare in a restart iteration."""
+        """Record that this process waits as a spare in a call."""
         self._write(InProcessState.SPARE, iteration, faults)
 
     def restart(self, iteration: int, faults: Sequence[InProcessFault] = ()) -> None:
-        """Say that a fault is known and all leave the function, to begin restart iteration ``iteration``."""
+        """Record that a fault is known and all leave the function, to begin call ``iteration``."""
         self._write(InProcessState.RESTARTING, iteration, faults)
 
     def complete(self) -> None:
-        """Say that the function returned here; others may still run it."""
+        """Record that the function returned here; others may still run it."""
         self._write(InProcessState.COMPLETED, self._words[layout.IN_PROCESS_ITERATION], ())
 
     def finish(self) -> None:
-        """Say that all are done: an end of this process is from now on what any other worker's is."""
+        """Record that all are done: an end of this process is from now on what any other worker's is."""
         self._write(InProcessState.RETURNED, self._words[layout.IN_PROCESS_ITERATION], ())
 
     def leave(self) -> None:
-        """Say that this process leaves its peers for good, and that they go on without it."""
+        """Record that this process leaves its peers permanently, and that they resume without it."""
         self._write(InProcessState.LEFT, self._words[layout.IN_PROCESS_ITERATION], ())
 
     def give_up(self, faults: Sequence[InProcessFault] = ()) -> None:
-        """Say that what happened cannot be mended inside the processes: the agent starts them again."""
+        """Record that what happened cannot be recovered inside the processes: the agent starts them again."""
         self._write(InProcessState.GAVE_UP, self._words[layout.IN_PROCESS_ITERATION], faults)
 
     def close(self) -> None:
-        """Let go of the board; what was last said stays. Idempotent."""
+        """Let go of the board; what was written last stays. Idempotent."""
         self._socket.close()
         self._words.release()
         self._board.close()
@@ -146,5 +146,5 @@ class InProcessMark:
         )
         try:
             self._socket.sendto(_encoder.encode(change), self._agent)
-        except OSError as error:  # nobody listens, or its buffer is full: the words on the page say it, too
-            log.debug("the agent was not told that local rank %d is %s: %s", self._local_rank, state.name, error)
+        except OSError as error:  # nobody listens, or its buffer is full: the words on the page have it, too
+            log.debug("the agent got no datagram that local rank %d is %s: %s", self._local_rank, state.name, error)

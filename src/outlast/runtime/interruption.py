@@ -391,7 +391,7 @@ class _Escape:
         """Begin to look, from this frame on and in the frames that called it; again: accept more handlers."""
         if self._active and not self._has_raised:
             self._allowed += 1  # nothing was found since
-        clear_async_exceptions()  # whoever set one: tracing would never get on
+        clear_async_exceptions()  # if one is set, tracing never gets on
         self._active, self._has_raised = True, False
         self._trace_from(frame)
 

@@ -88,7 +88,7 @@ class Records(Protocol):
         """Make a record, unless its number is taken; return whether this call did."""
 
     def renew(self, number: int, data: bytes) -> None:
-        """Replace a record of one's own. Raises: FileNotFoundError, where it can be told."""
+        """Replace a record of one's own. Raises: FileNotFoundError, where it can be known."""
 
     def remove(self, number: int) -> None:
         """Delete a record, if it is there."""
@@ -170,9 +170,9 @@ class Lease:
 
     Args:
         records: Of the directory's owners.
-        own: What this owner says of itself; token, interval and count are set here.
+        own: What this owner writes of itself; token, interval and count are set here.
         follow: Called with the last owner before the directory is taken over from it, whether it ended in order or
-            not; returns what this owner says of itself then, or raises what is to be raised instead.
+            not; returns what this owner writes of itself then, or raises what is to be raised instead.
         on_lost: Called once, in the lease's thread, when another owner has taken the directory over.
 
     Thread: any.
@@ -210,7 +210,7 @@ class Lease:
             InUse: Another owner has it.
             OSError, OutlastError: The records cannot be read or written.
 
-        Blocks: where only time can tell whether the owner lives, until it has missed some renewals.
+        Blocks: where only time shows whether the owner lives, until it has missed some renewals.
         """
         with self._lock:
             if self._lost is not None and leads and self._is_of_this_job(self._lost.owner):
@@ -250,7 +250,7 @@ class Lease:
         """Let go of the directory. Idempotent.
 
         Args:
-            is_idle: This owner writes nothing more for certain; otherwise its record tells nobody that it has ended.
+            is_idle: This owner writes nothing more for certain; otherwise its record does not show that it has ended.
 
         Blocks: up to 2 s where the file system does not answer.
         """

@@ -101,7 +101,7 @@ class Group:
     def cut(self) -> None:
         """End whatever waits on the group's connections, here or at a peer.
 
-        Idempotent. The group is of no use afterwards.
+        Idempotent. The group is unusable afterwards.
 
         Blocks: a few milliseconds, at most 30 ms.
         Thread: any.
@@ -125,7 +125,7 @@ class Group:
 
 
 def settle(timeout_s: float = 0.5) -> bool:
-    """Wait until gloo's threads have let go of the collectives that a cut ended; return whether they have.
+    """Wait until gloo's threads have freed the collectives that a cut ended; return whether they have.
 
     Once the interpreter is being taken down, a thread that frees a collective's tensors ends the process with SIGABRT
     (torch 2.13). Gloo offers nothing to wait for, so this looks at its threads: those that serve connections must
@@ -212,7 +212,7 @@ def current_place(place: env.WorkerEnv | None = None) -> env.WorkerEnv:
     """Return this worker's place, with the rank and world size of ``torch.distributed`` once it is initialised.
 
     Args:
-        place: What the environment says; ``None``: read it now.
+        place: What the environment has; ``None``: read it now.
 
     Raises:
         ConfigError: A variable of the environment that must be a number is not one.
@@ -283,7 +283,7 @@ def broadcast_bytes(group: torch.distributed.ProcessGroup, data: bytes, source: 
 
     Args:
         group: A gloo group.
-        data: What to tell.
+        data: What to send.
         source: A rank of the group, by its number in it.
 
     Raises:
@@ -298,16 +298,16 @@ def broadcast_bytes(group: torch.distributed.ProcessGroup, data: bytes, source: 
     length = torch.tensor([len(data)])
     dist.broadcast(length, group=group, group_src=source)
     is_source = dist.get_rank(group) == source
-    told = _tensor(data, len(data)) if is_source else torch.zeros(int(length), dtype=torch.uint8)
-    if told.numel():
-        dist.broadcast(told, group=group, group_src=source)
-    return told.numpy().tobytes()
+    sent = _tensor(data, len(data)) if is_source else torch.zeros(int(length), dtype=torch.uint8)
+    if sent.numel():
+        dist.broadcast(sent, group=group, group_src=source)
+    return sent.numpy().tobytes()
 
 
 def _tensor(data: bytes, num_bytes: int) -> torch.Tensor:
     """Return bytes as a tensor, with zeros behind them."""
     import torch
 
-    told = torch.zeros(num_bytes, dtype=torch.uint8)
-    told.numpy()[: len(data)] = memoryview(data)
-    return told
+    padded = torch.zeros(num_bytes, dtype=torch.uint8)
+    padded.numpy()[: len(data)] = memoryview(data)
+    return padded

@@ -78,7 +78,7 @@ def this_program() -> str | None:
 
 
 def is_alive(process: Process) -> bool | None:
-    """Return whether a process still runs, stopped or not; ``None``: that cannot be told from this machine."""
+    """Return whether a process still runs, stopped or not; ``None``: that cannot be known from this machine."""
     if not process.machine or process.machine != machine_id() or process.pid <= 0:
         return None
     try:

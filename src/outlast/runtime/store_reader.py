@@ -82,14 +82,14 @@ def read_key(endpoint: Endpoint, key: str, *, timeout_s: float) -> bytes | None:
         timeout_s: For looking up the host's name, and again for all that follows.
 
     Raises:
-        RendezvousError: The host's name is not known, nobody listens there, or who does is no control store.
+        RendezvousError: The host's name is not known, nobody listens there, or what listens is not a control store.
 
     Blocks: up to twice ``timeout_s``.
     """
     addresses = _look_up(endpoint, timeout_s)
     if addresses is None:
         raise RendezvousError(
-            f"no name server told the address of {endpoint.host} within {timeout_s:g} s; give its IP address"
+            f"no name server gave the address of {endpoint.host} within {timeout_s:g} s; give its IP address"
         )
     if isinstance(addresses, str):
         raise RendezvousError(
@@ -120,7 +120,7 @@ def read_key(endpoint: Endpoint, key: str, *, timeout_s: float) -> bytes | None:
             return _receive(connection, length, deadline_s)
     except _Foreign:
         raise RendezvousError(
-            f"what listens at {endpoint} is no control store of outlast; give the --rdzv-endpoint of the run"
+            f"what listens at {endpoint} is not a control store of outlast; give the --rdzv-endpoint of the run"
         ) from None
     except TimeoutError:
         raise RendezvousError(

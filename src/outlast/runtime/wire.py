@@ -1,8 +1,8 @@
 """Messages between our processes: framing, authentication, descriptors and bulk data on sockets.
 
 A frame is the body's length in four bytes, the body (a tagged ``msgspec.Struct`` as MessagePack) and, where the
-connection signs its frames, a signature. Each package defines its own messages and says with what union of them a
-connection decodes. There are three parts:
+connection signs its frames, a signature. Each package defines its own messages; a connection decodes a union
+of them. There are three parts:
 
 * :class:`MessageChannel`, a blocking connection with timeouts: sockets, socket pairs (``SOCK_SEQPACKET``, too, where
   a frame must be sent whole or not at all), descriptors beside messages, bulk data between them without a copy.
@@ -67,7 +67,7 @@ R = TypeVar("R")
 
 
 class ProtocolError(ConnectionError):
-    """What came, or is to be sent, is no message of this connection; the connection is unusable."""
+    """What came, or is to be sent, is not a message of this connection; the connection is unusable."""
 
 
 class AuthenticationFailed(ConnectionError):
@@ -208,7 +208,7 @@ class MessageChannel(Generic[R]):
         max_bytes: Limit of a message, either way.
 
     Raises (all methods): ``OSError``: the connection ended (``ConnectionError``), nothing moved for too long
-    (``TimeoutError``), or what came is no message of this connection or was changed under way (:class:`ProtocolError`).
+    (``TimeoutError``), or what came is not a message of this connection or was changed (:class:`ProtocolError`).
 
     Thread: one that sends and one that receives; :meth:`abort` any. Where messages are packets, any may send.
     """
@@ -331,7 +331,7 @@ class MessageChannel(Generic[R]):
     # -- bulk data ---------------------------------------------------------------------------------------------
 
     def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
-        """Send bytes as they are, of which a message before them tells the number."""
+        """Send bytes as they are; a message before them gives their number."""
         self._send([data], None)
 
     def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
@@ -511,7 +511,7 @@ class BufferedChannel(Generic[R]):
         max_bytes: Limit of a message, either way; may be changed at any time.
 
     Raises (all methods): ``OSError``: the other side is gone, has accepted nothing for long, or does not know the key
-    (:class:`AuthenticationFailed`), or what came is no message of this connection (:class:`ProtocolError`).
+    (:class:`AuthenticationFailed`), or what came is not a message of this connection (:class:`ProtocolError`).
 
     Thread: one.
     """

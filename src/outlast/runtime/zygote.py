@@ -88,13 +88,13 @@ class SendSignal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Clear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Kill what is left of all workers (SIGKILL to their groups), reap them, then say :class:`Cleared`."""
+    """Kill what is left of all workers (SIGKILL to their groups), reap them, then send :class:`Cleared`."""
 
     token: int = 0
 
 
 class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The zygote has imported what it was told to."""
+    """The zygote has imported what it was given."""
 
     import_s: float
     failed: dict[str, str] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Literal
 import msgspec
 
 from outlast.checkpoint.claim import RUN
+from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.verification import StoredFile
 from outlast.errors import CheckpointError, Corrupt, Incomplete
 from outlast.policy.lease import DirectoryRun
@@ -33,6 +35,7 @@ __all__ = [
     "Problem",
     "check_hint",
     "describe_error",
+    "describe_manifest",
     "list_leftovers",
 ]
 
@@ -88,7 +91,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[NodeHolding, ...] = ()
     """By node; empty for the global tier."""
     elsewhere: tuple[int, ...] = ()
-    """Ranks whose nodes have no folder here, and of which nothing lies here: nothing can be said of them."""
+    """Ranks whose nodes have no folder here, and of which nothing lies here: nothing is known of them."""
     rebuildable: tuple[int, ...] = ()
     """Ranks of which no copy is here, but all that rebuilds theirs: the other shards and parities of their group."""
     missing: tuple[int, ...] = ()
@@ -198,6 +201,22 @@ def check_hint(
     else:
         error = Corrupt(f"names run {hint}{rest}")
     return (describe_error(error, f"{prefix}{RUN}", node=node),)
+
+
+def describe_manifest(
+    entry: Generation, manifest: Manifest | GlobalManifest, problems: Iterable[Problem]
+) -> Generation:
+    """Return an entry with what is in its manifest, and with problems."""
+    return msgspec.structs.replace(
+        entry,
+        attempt=manifest.attempt,
+        run=manifest.run,
+        world_size=manifest.world_size,
+        restored_from=manifest.restored_from,
+        restored_attempt=manifest.restored_attempt,
+        finite=manifest.finite,
+        problems=tuple(problems),
+    )
 
 
 def describe_error(error: Exception, file: str, *, node: str | None = None, rank: int | None = None) -> Problem:

@@ -26,13 +26,14 @@ from outlast.checkpoint.catalogue.entries import (
     Problem,
     check_hint,
     describe_error,
+    describe_manifest,
     list_leftovers,
 )
 from outlast.checkpoint.claim import RUN, owner_of
 from outlast.checkpoint.directory import SUSPECT, TRACKER, Directory
 from outlast.checkpoint.manifest import MANIFEST, Manifest
 from outlast.checkpoint.shard import shard_name
-from outlast.checkpoint.verification import PIECE_BYTES, StoredFile, check_shard, read_path, shard_file
+from outlast.checkpoint.verification import PIECE_BYTES, StoredFile, check_origin, check_shard, read_path, shard_file
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 from outlast.policy.checkpoint_plan import parity_groups
@@ -97,10 +98,7 @@ def read_copy(directory: Directory, node: str, prefix: str, run: str | None, ite
             elif match := _PARITY.fullmatch(entry.name):
                 parities.append(int(match[1]))
         manifest, sha256 = directory.manifest(iteration)
-        if manifest.iteration != iteration:
-            raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
-        if run is not None and run != manifest.run:
-            raise Untrusted(f"belongs to run {manifest.run}, its directory to run {run}")
+        check_origin(manifest, iteration=iteration, run=run)
     except (OSError, CheckpointError) as error:
         problem = describe_error(error, f"{name}/{MANIFEST}", node=node)
         manifest = None
@@ -178,16 +176,16 @@ def examine(
     """
     named = [copy for copy in copies if copy.manifest is not None]
     remove = partial(remove_copies, copies)
+    entry = Generation(
+        iteration=copies[0].iteration,
+        tier="local",
+        suspect=suspect,
+        valid=False,
+        num_files=sum(copy.num_files for copy in copies),
+        num_bytes=sum(copy.num_bytes for copy in copies),
+        problems=tuple(copy.problem for copy in copies if copy.problem is not None),
+    )
     if not named or named[0].manifest is None:
-        entry = Generation(
-            iteration=copies[0].iteration,
-            tier="local",
-            suspect=suspect,
-            valid=False,
-            num_files=sum(copy.num_files for copy in copies),
-            num_bytes=sum(copy.num_bytes for copy in copies),
-            problems=tuple(copy.problem for copy in copies if copy.problem is not None),
-        )
         return ListedGeneration(entry=entry, files=(), judge=lambda problems: entry, remove=remove)
     manifest = named[0].manifest
     good = [copy for copy in named if copy.sha256 == named[0].sha256]
@@ -199,22 +197,7 @@ def examine(
         *(outcome for outcome in outcomes if isinstance(outcome, Problem)),
         *_lost_copies(manifest, owners, good),
     ]
-    entry = Generation(
-        iteration=manifest.iteration,
-        tier="local",
-        suspect=suspect,
-        valid=False,
-        attempt=manifest.attempt,
-        run=manifest.run,
-        world_size=manifest.world_size,
-        num_files=sum(copy.num_files for copy in copies),
-        num_bytes=sum(copy.num_bytes for copy in copies),
-        restored_from=manifest.restored_from,
-        restored_attempt=manifest.restored_attempt,
-        finite=manifest.finite,
-        problems=tuple(problems),
-    )
-    judge = partial(_judge, entry, manifest, good, owners, files)
+    judge = partial(_judge, describe_manifest(entry, manifest, problems), manifest, good, owners, files)
     return ListedGeneration(entry=judge(()), files=files, judge=judge, remove=remove)
 
 
@@ -278,7 +261,7 @@ def _name_owners(manifest: Manifest, present: Mapping[str, Collection[int]], nod
     """Return which of the folders here each rank saved into; ranks of nodes that are not here are left out.
 
     A folder has its node's name, but may have been copied under another: then its node is the one of whose ranks it has
-    most. Two machines of one name are told apart in the manifest by a number behind the name.
+    most. Two machines of one name differ in the manifest by a number behind the name.
     """
     everyone = manifest.nodes or (nodes[0],) * manifest.world_size
     owners: dict[int, str] = {}
@@ -413,8 +396,7 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
 def read_tracker(folder: Path) -> int | None:
     """Return the generation that a folder's tracker names; ``None``: there is none that can be read."""
     try:
-        text = (folder / TRACKER).read_text("utf-8", errors="replace").strip()
+        number = (folder / TRACKER).read_text("utf-8", errors="replace").strip().removeprefix("step-")
     except OSError:
         return None
-    number = text.removeprefix("step-")
     return int(number) if number.isdecimal() else None

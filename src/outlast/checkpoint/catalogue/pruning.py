@@ -74,7 +74,7 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
             found
             for found in committed
             if found.entry.iteration < max(valid)
-            and (found.entry.iteration not in kept if found.entry.valid else _is_of_no_use(found))
+            and (found.entry.iteration not in kept if found.entry.valid else _is_torn(found))
         ]
     if rule.suspects:
         generations += [found for found in looked.found if found.entry.suspect]
@@ -87,7 +87,7 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
     return Plan(generations=tuple(generations), remains=tuple(remains))
 
 
-def _is_of_no_use(found: ListedGeneration) -> bool:
+def _is_torn(found: ListedGeneration) -> bool:
     """Return whether a generation that is not valid is torn for certain."""
     torn = (Incomplete.__name__, Corrupt.__name__)
     return bool(found.entry.problems) and all(problem.kind in torn for problem in found.entry.problems)

@@ -20,6 +20,7 @@ from outlast.checkpoint.catalogue.entries import (
     Problem,
     check_hint,
     describe_error,
+    describe_manifest,
     list_leftovers,
 )
 from outlast.checkpoint.claim import RUN, owner_of
@@ -28,8 +29,8 @@ from outlast.checkpoint.dcp.manifest import METADATA, FileEntry, GlobalManifest,
 from outlast.checkpoint.dcp.store import open_store
 from outlast.checkpoint.directory import SUSPECT, TRACKER
 from outlast.checkpoint.manifest import MANIFEST
-from outlast.checkpoint.verification import VerifiedFiles
-from outlast.errors import CheckpointError, ConfigError, Incomplete, Untrusted
+from outlast.checkpoint.verification import VerifiedFiles, check_origin
+from outlast.errors import CheckpointError, ConfigError, Incomplete
 
 __all__ = ["look_into_store"]
 
@@ -105,10 +106,7 @@ def _examine(
             raise Incomplete("there is no manifest")
         data = directory.read(f"{folder}/{MANIFEST}")
         manifest = decode_global_manifest(data)
-        if manifest.iteration != iteration:
-            raise Untrusted(f"is the manifest of iteration {manifest.iteration}")
-        if run is not None and manifest.run != run:
-            raise Untrusted(f"belongs to run {manifest.run}, its directory to run {run}")
+        check_origin(manifest, iteration=iteration, run=run)
     except (OSError, CheckpointError) as error:
         bad = msgspec.structs.replace(entry, problems=(describe_error(error, f"{folder}/{MANIFEST}"),))
         remove = partial(_remove, directory, folder, iteration, data)
@@ -116,16 +114,9 @@ def _examine(
     problems = list(_check_sizes(manifest, folder, sizes))
     torn = {problem.file for problem in problems}
     entry = msgspec.structs.replace(
-        entry,
+        describe_manifest(entry, manifest, problems),
         valid=not torn - {f"{folder}/{METADATA}"},
         unverified=() if manifest.metadata is not None else (f"{folder}/{METADATA}",),
-        attempt=manifest.attempt,
-        run=manifest.run,
-        world_size=manifest.world_size,
-        restored_from=manifest.restored_from,
-        restored_attempt=manifest.restored_attempt,
-        finite=manifest.finite,
-        problems=tuple(problems),
     )
     verified = VerifiedFiles(directory, manifest, folder)
     files = [
@@ -162,7 +153,7 @@ def _check_sizes(manifest: GlobalManifest, folder: str, sizes: Mapping[str, int]
             torn = Incomplete(f"is {size} bytes long instead of {file.num_bytes}")
             yield describe_error(torn, f"{folder}/{file.name}")
     if METADATA not in sizes:
-        lacks = Incomplete("is missing; outlast needs it not, other readers of the format do")
+        lacks = Incomplete("is missing; outlast does not need it, other readers of the format do")
         yield describe_error(lacks, f"{folder}/{METADATA}")
 
 

@@ -1,6 +1,6 @@
 """One file of the global tier, put together from a shard's image in the writer process. Nothing here imports torch.
 
-The request says what the file consists of: literal bytes and ranges of the image. The bytes are digested as they go
+The request lists what the file consists of: literal bytes and ranges of the image. The bytes are digested as they go
 out. On a file system the file is new and durable; in an object store it goes up in parts, several at once.
 """
 
@@ -163,7 +163,7 @@ class _Source:
         return True
 
     def close(self) -> None:
-        """Let go of the image; an upload that still runs gets an error instead of others' bytes."""
+        """Release the image; an upload that still runs gets an error instead of others' bytes."""
         self._closed = True
         self._image = memoryview(b"")
 
@@ -196,7 +196,7 @@ def _write(path: Path, source: _Source) -> None:
     try:
         try:
             if len(source):
-                os.posix_fallocate(fd, 0, len(source))  # a full disk says so at once
+                os.posix_fallocate(fd, 0, len(source))  # a full disk fails at once
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
@@ -208,7 +208,7 @@ def _write(path: Path, source: _Source) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-    except BaseException:  # whatever ends it, half a file is of no use to anyone
+    except BaseException:  # whatever ends it, half a file is useless
         path.unlink(missing_ok=True)
         raise
     finally:

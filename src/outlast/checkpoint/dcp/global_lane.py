@@ -9,26 +9,21 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from outlast import clock
-from outlast.checkpoint.claim import Claim, DirectoryRefused
+from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import Items, dump_metadata
 from outlast.checkpoint.dcp.layout import FILE_BYTES, Duty, Inventory, Packing, WriteReport, assign, compose
 from outlast.checkpoint.dcp.manifest import METADATA, SCHEMA, FileEntry, GlobalManifest
 from outlast.checkpoint.lane import GRACE_S, Lane, RankAnswer, Reached, SaveOutcome
-from outlast.checkpoint.outcomes import Outcomes
-from outlast.checkpoint.places import Places
 from outlast.checkpoint.save import PeerSilent, Save
 from outlast.checkpoint.shard import digests
-from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
-from outlast.policy.retention import RetentionRules
 
 __all__ = ["GlobalLane"]
 
@@ -79,54 +74,18 @@ class _SharedWriting:
 
 
 class GlobalLane(Lane):
-    """Commit saves to the global tier.
+    """Commit saves to the global tier."""
 
-    Args:
-        places: The global tier and the ranks.
-        rank: This rank.
-        store: A store connection for this lane's thread alone.
-        writer: The writer process.
-        timeout_s: Longest time from the beginning of a save to its outcome.
-        claim: To the directory, on rank 0.
-        retention: What is kept.
-        outcomes: Is called in the lane's thread with what became of each save.
-        file_bytes: A file that has reached it is full.
-    """
-
+    _name = "global"
     _tier = Tier.GLOBAL
     _sweeps_each_time = False  # a store charges for listings
-
-    def __init__(
-        self,
-        places: Places,
-        *,
-        rank: int,
-        store: Any,
-        writer: WriterClient,
-        timeout_s: float,
-        claim: Claim | None,
-        retention: RetentionRules,
-        outcomes: Outcomes,
-        file_bytes: int = FILE_BYTES,
-    ) -> None:
-        assert places.directory is not None
-        self._places, self._writer, self._file_bytes = places, writer, file_bytes
-        self._directory, self._suspects = places.directory, places.directory.suspects
-        super().__init__(
-            "outlast-global",
-            store,
-            f"{places.token}/global",
-            rank=rank,
-            world_size=len(places.nodes),
-            timeout_s=timeout_s,
-            claim=claim,
-            retention=retention,
-            outcomes=outcomes,
-        )
+    file_bytes = FILE_BYTES
+    """A file that has reached it is full."""
 
     def _commit(self, save: Save) -> Reached:
         self._end_ns = clock.now_ns() + int(self._timeout_s * 1e9)
-        directory = self._suspects if save.suspect else self._directory
+        assert self._places.directory is not None
+        directory = self._places.directory.suspects if save.suspect else self._places.directory
         items = self._post_inventory(save)
         plan = self._order(save) if self._rank == 0 else None
         self._post(save, f"wrote/{self._rank}", self._write(save, directory, items))
@@ -166,7 +125,7 @@ class GlobalLane(Lane):
             return RankWrote(error=text if text.startswith("rank ") else f"rank {self._rank}: {text}")
 
     def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
-        inventory, packing = items.inventory, Packing(self._file_bytes)
+        inventory, packing = items.inventory, Packing(self.file_bytes)
         tree = packing.add_range(items.tree.offset, items.tree.num_bytes)
         values = tuple(packing.add_bytes(items.value(inventory.values[index].item)) for index in duty.values)
         own = tuple(packing.add_tensor(items.entry(inventory.parts[index].name)) for index in duty.own)

@@ -1,4 +1,4 @@
-"""A reader for ``torch.distributed.checkpoint.load`` that verifies what it gives out, and unpickles nothing.
+"""A reader for ``torch.distributed.checkpoint.load`` that verifies what it returns, and unpickles nothing.
 
 dcp.load(state, storage_reader=VerifiedReader("s3://bucket/run/step-100"))
 """

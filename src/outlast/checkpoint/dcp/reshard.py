@@ -187,7 +187,7 @@ class Resharded:
         """Put it into the live state.
 
         Raises:
-            CheckpointError: A ``load_state_dict`` refused it; the live state is then of no use.
+            CheckpointError: A ``load_state_dict`` refused it; the live state is then unusable.
         """
         restore_into(self._state, replace_all(self._saved, lambda value, _: value.tensor(), _Shadow, ()))
 

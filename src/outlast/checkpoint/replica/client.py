@@ -99,7 +99,7 @@ RANGE_CHUNKS = 4
 
 
 class ReplicaError(Exception):
-    """Another node did not take or give a part; names it and says why in one line."""
+    """Another node did not take or give a part; the text names the node and the reason, in one line."""
 
 
 class ReplicaRefused(ReplicaError):
@@ -124,7 +124,7 @@ def connect(target: Target, key: bytes, *, timeout_s: float) -> Iterator[Replica
         timeout_s: Seconds without progress.
 
     Raises:
-        ReplicaRefused: It said no.
+        ReplicaRefused: It could not do what it was asked.
         ReplicaError: It cannot be reached, does not know the key, or stopped answering.
     """
     address = target.host, target.port

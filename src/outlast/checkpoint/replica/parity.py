@@ -29,7 +29,7 @@ __all__ = ["PARITY_PART", "Block", "Parities", "ParityMember", "blocks_of", "hol
 PARITY_PART = "parity"
 PIECE_BYTES = 1 << 20
 MAX_UNFINISHED = 2
-"""Parities of a rank that may lack blocks: the one of the save under way, and one that somebody is late for."""
+"""Parities of a rank that may lack blocks: the one of the save under way, and one for which a member is late."""
 
 
 def holders_of(group: Sequence[int], rank: int) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class Parities:
     """The parities of which a node has begun to receive blocks. Thread: any.
 
     A block that breaks off has changed its parity already: the parity is given up, and everybody that contributes to it
-    is told. Bounded: a rank has at most ``MAX_UNFINISHED``, older ones are given up.
+    gets an error. Bounded: a rank has at most ``MAX_UNFINISHED``, older ones are given up.
     """
 
     def __init__(self, holdings: Holdings) -> None:

@@ -40,7 +40,7 @@ __all__ = ["ReplicaServer", "Service"]
 
 
 WORKING_S = 1.0
-"""Seconds after which a peer that waits for a disk hears that it is being worked at."""
+"""Seconds after which a peer that waits for a disk gets a :class:`Working`."""
 MAX_WORK_S = 120.0
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class _Sink(Protocol):
     def drop(self) -> None: ...
 
 
-class _Whole:
+class _WholePart:
     """A part that is stored as it comes."""
 
     def __init__(self, incoming: Incoming) -> None:
@@ -149,10 +149,10 @@ class Service:
     def _sink(self, request: Put) -> _Sink:
         if request.contributor >= 0:
             return self._parities.begin(request.key, request.contributor, request.num_contributors)
-        return _Whole(self._holdings.receive(request.key, request.num_bytes))
+        return _WholePart(self._holdings.receive(request.key, request.num_bytes))
 
     def _give_up(self, error: str, num_bytes: int) -> None:
-        """Tell the peer, and take what it sends until it has heard of it."""
+        """Report it to the peer, and take what the peer sends until it has read that."""
         self._channel.refuse(error)
         while num_bytes > 0:
             piece = self._scratch[: min(SLICE_BYTES, num_bytes)]

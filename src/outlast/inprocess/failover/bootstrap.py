@@ -132,7 +132,7 @@ def _find(place: env.WorkerEnv) -> tuple[Endpoint, bool]:
 
 
 class _ProxyTask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What the proxy is told."""
+    """What the proxy has to do."""
 
     key: str
     address: str

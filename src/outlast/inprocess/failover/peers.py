@@ -52,7 +52,7 @@ class PeerFailover:
 
     Args:
         selector: Of the process's loop; what it reports with a callable as data is called with the events.
-        task: What the process was told.
+        task: What the process has to do.
     """
 
     def __init__(self, selector: selectors.BaseSelector, task: m.MonitorTask) -> None:
