@@ -79,7 +79,7 @@ def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
                 with third:
                     pass
                 detector.end_step()
-                detector.wishes_report()
+                detector.wants_report()
 
         def marked_steps() -> None:
             for _ in range(_BLOCK):

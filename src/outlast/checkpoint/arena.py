@@ -69,7 +69,7 @@ class Arena:
         self.array: Bytes = np.frombuffer(self._map, dtype=np.uint8)
 
     def touch(self, stop: threading.Event) -> None:
-        """Have the kernel provide the pages, until done or stopped. Thread: any; the others go on meanwhile."""
+        """Have the kernel provide the pages, until done or stopped. Thread: any; others run meanwhile."""
         pages = self.array  # keeps the mapping while we work
         for start in range(0, len(pages), TOUCH_BYTES):
             length = min(TOUCH_BYTES, len(pages) - start)
@@ -338,7 +338,7 @@ class ArenaPool:
         try:
             self._writer.start()  # here, since a process of its own dies with the thread that starts it
         except CheckpointError:
-            return  # the save that needs it says so
+            return  # the save that needs it reports the error
         self._toucher = threading.Thread(target=self._prepare, args=(num_bytes,), name="outlast-touch", daemon=True)
         self._toucher.start()
 
@@ -391,7 +391,7 @@ class ArenaPool:
                 while (arena := self._ask(num_bytes, False)) is not None:
                     arenas.append(arena)
             except CheckpointError as error:
-                log.debug("no memory is prepared for saves: %s", error)  # the save that needs it says so
+                log.debug("no memory is prepared for saves: %s", error)  # the save that needs it reports the error
         for arena in arenas:
             self.give_back(arena)
         for arena in arenas:

@@ -156,7 +156,7 @@ class DirectoryLease:
         self._lease.release(is_idle=is_idle)
 
     def _refused(self, error: InUse) -> DirectoryRefused:
-        is_named = error.owner.series != self._own.series  # else it would go on from what that one saved
+        is_named = error.owner.series != self._own.series  # else it would resume from what that one saved
         who = f"this training is run {self._own.series} and" if is_named else "this training"
         remedy = "end one of the two" if error.was_lost else "wait until that one has ended"
         if error.owner.process == self._own.process:
@@ -279,7 +279,7 @@ class Claim:
 
 
 def _name(owner: LeaseOwner, other: LeaseOwner) -> str:
-    """Return who a run is, by what tells it from another one."""
+    """Return a run's name, by what distinguishes it from another one."""
     name = f"the run with {' and '.join(owner.names)}" if owner.names else f"run {owner.run}"
     if owner.script is None or (owner.names and other.names):
         return name

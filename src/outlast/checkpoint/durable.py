@@ -29,7 +29,7 @@ PIECE_BYTES = 1 << 20
 """Small enough to stay in the cache."""
 
 _SUMMED = {"F64": np.float64, "F32": np.float32, "C64": np.float32}
-"""Types whose sum tells: it is finite only if all elements are."""
+"""Types whose sum is finite only if all elements are."""
 
 _MASKED = {
     "F16": (np.uint16, 0x7C00, 0x7C00),
@@ -165,7 +165,7 @@ def _new_file(path: Path, *, direct: bool) -> Iterator[int]:
         raise
     try:
         yield fd
-    except BaseException:  # whatever ends it, half a file is of no use to anyone
+    except BaseException:  # whatever ends it, half a file is unusable
         path.unlink(missing_ok=True)
         raise
     finally:

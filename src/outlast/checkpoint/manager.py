@@ -167,7 +167,7 @@ class CheckpointManager:
         return self._guard.stall_s
 
     def claim(self) -> None:
-        """Take the directories for this run, before anything there is gone on from; the first save does so, too.
+        """Take the directories for this run, before it resumes from anything there; the first save does so, too.
 
         A program that only loads, to evaluate for example, leaves it out, and may load what another run saves.
 
@@ -199,7 +199,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: There are generations, but none that all ranks can load, or it does not fit ``state``;
-                or a file changed between its proof and its use, and ``state`` is of no use any more.
+                or a file changed between its proof and its use, and ``state`` is unusable.
             PeerLost: A peer left.
 
         Collective: all ranks, before the first save.

@@ -152,7 +152,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     restored_from: int | None
     """The generation that the saving processes had loaded."""
     restored_attempt: str | None = None
-    """The attempt that had written that one: with it, lineage is told from generations that were written twice."""
+    """The attempt that had written that one: it distinguishes lineages where a generation was written twice."""
     nodes: tuple[str, ...] = ()
     """Name of each rank's node."""
     num_copies: tuple[int, ...] = ()

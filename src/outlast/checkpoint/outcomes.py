@@ -152,7 +152,7 @@ class Reporter:
         )
 
     def scheduled(self, iteration: int, tiers: Collection[Tier], *, stall_s: float, is_async: bool) -> None:
-        """A state was copied; its commit is under way, and training goes on meanwhile or waits for it."""
+        """A state was copied; its commit is under way, and training continues meanwhile or waits for it."""
         names = _names(tiers)
         what = "Scheduling async checkpoint save" if is_async else "saving a checkpoint"
         log.debug("%s of iteration %d, tiers %s", what, iteration, ", ".join(names))
@@ -202,7 +202,7 @@ class Reporter:
         log.log(self._level, "the save of iteration %d is abandoned for a restart: %s", iteration, error)
 
     def restored(self, restored: Restored) -> None:
-        """A generation was loaded; newer copies may have been passed over."""
+        """A generation was loaded; newer copies may have been skipped."""
         for rejection in restored.rejected:
             if rejection.rank == self._place.global_rank:
                 log.warning("skipped: %s", rejection)

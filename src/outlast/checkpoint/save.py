@@ -74,7 +74,7 @@ class SaveHandle:
 
         Raises:
             CheckpointError: The save failed; earlier generations are what they were.
-            DeadlineExceeded: It was neither committed nor failed in time; it goes on.
+            DeadlineExceeded: It was neither committed nor failed in time; it continues.
 
         Blocks: up to ``timeout_s``; ``None``: until the save's own deadline, which also passes when the store of the
             ranks does not answer.

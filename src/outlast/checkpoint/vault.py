@@ -41,7 +41,7 @@ class Image:
     rank: int | None
     """Whose staging it serves; ``None``: it came from another node."""
     key: CopyKey | None = None
-    """What it holds; ``None`` = nothing of use."""
+    """What it holds; ``None`` = nothing."""
     length: int = 0
     """Bytes of what it holds."""
     kept: bool = False
@@ -51,7 +51,7 @@ class Image:
 
     @property
     def inode(self) -> int:
-        """What tells an image from all others, in any process."""
+        """Identifies an image, in any process."""
         return os.fstat(self.fd).st_ino
 
     def map(self) -> mmap.mmap:
@@ -141,7 +141,7 @@ class Vault:
         """Return the image that a descriptor refers to.
 
         Raises:
-            HoldingsError: The memory is none of ours.
+            HoldingsError: The memory is not this writer's.
         """
         inode = os.fstat(fd).st_ino
         with self._lock:

@@ -19,6 +19,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +143,7 @@ class Handle:
             self._has_pinged = True
             self._on_first_ping()
 
-    def atomic(self) -> _Atomic:
+    def atomic(self) -> AbstractContextManager[None]:
         """Return a context manager in which the function is not interrupted; may be nested.
 
         A restart that was ordered meanwhile begins at its end. The hard timeout still holds.
@@ -162,7 +163,7 @@ class Handle:
         """Record that it is whole again. A restart that was ordered meanwhile begins here."""
         self._interruption.end_update()
 
-    def disable_hang_protection(self) -> _Unprotected:
+    def disable_hang_protection(self) -> AbstractContextManager[None]:
         """Return a context manager in which neither timeout holds; may be nested.
 
         Other ranks' faults still end the call.

@@ -38,18 +38,7 @@ from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 from outlast.policy.checkpoint_plan import parity_groups
 
-__all__ = [
-    "NodeCopy",
-    "examine",
-    "find_node_folders",
-    "group_copies",
-    "is_node_folder",
-    "look_into_folders",
-    "read_copy",
-    "read_tracker",
-    "remove_copies",
-]
-
+__all__ = ["find_node_folders", "look_into_folders"]
 
 _SHARD = re.compile(r"rank-(\d{5,})\.safetensors")
 _PARITY = re.compile(r"parity-(\d{5,})\.bin")
@@ -75,7 +64,7 @@ class NodeCopy:
     num_bytes: int
 
 
-def read_copy(directory: Directory, node: str, prefix: str, run: str | None, iteration: int) -> NodeCopy:
+def _read_copy(directory: Directory, node: str, prefix: str, run: str | None, iteration: int) -> NodeCopy:
     """Look into one folder of a generation.
 
     Args:
@@ -117,7 +106,7 @@ def read_copy(directory: Directory, node: str, prefix: str, run: str | None, ite
     )
 
 
-def group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
+def _group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
     """Return what belongs to one generation each, newest first.
 
     A folder without a good manifest belongs to the generation of its iteration when there is only one.
@@ -141,7 +130,7 @@ def group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
     return groups
 
 
-def remove_copies(copies: Sequence[NodeCopy]) -> None:
+def _remove_copies(copies: Sequence[NodeCopy]) -> None:
     """Delete a generation's folders.
 
     Raises:
@@ -163,7 +152,7 @@ def remove_copies(copies: Sequence[NodeCopy]) -> None:
             continue  # the run that it belongs to was quicker
 
 
-def examine(
+def _examine(
     copies: list[NodeCopy], nodes: tuple[str, ...], pool: ThreadPoolExecutor, *, suspect: bool
 ) -> ListedGeneration:
     """Judge a generation of the local tier by its files' lengths and headers.
@@ -175,7 +164,7 @@ def examine(
         suspect: It was saved for diagnosis.
     """
     named = [copy for copy in copies if copy.manifest is not None]
-    remove = partial(remove_copies, copies)
+    remove = partial(_remove_copies, copies)
     entry = Generation(
         iteration=copies[0].iteration,
         tier="local",
@@ -327,7 +316,7 @@ NUM_THREADS = 8
 _STEP = re.compile(r"step-\d+(?:\..+)?")
 
 
-def is_node_folder(path: Path) -> bool:
+def _is_node_folder(path: Path) -> bool:
     """Return whether a folder directly holds generations, or is marked as doing so."""
     names = os.listdir(path)
     return any(_STEP.fullmatch(name) for name in names) or RUN in names or SUSPECT in names
@@ -338,12 +327,12 @@ def find_node_folders(path: Path) -> list[Path]:
 
     Beside a node's folder an empty one is a node's too: of one that was replaced, or has just begun.
     """
-    if is_node_folder(path):
+    if _is_node_folder(path):
         return [path]
     below = [path / name for name in sorted(os.listdir(path)) if name != "lost+found" and (path / name).is_dir()]
-    if not any(is_node_folder(folder) for folder in below):
+    if not any(_is_node_folder(folder) for folder in below):
         return []
-    return [folder for folder in below if is_node_folder(folder) or not os.listdir(folder)]
+    return [folder for folder in below if _is_node_folder(folder) or not os.listdir(folder)]
 
 
 def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
@@ -374,12 +363,12 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
                 directory = Directory(folder / SUSPECT if suspect else folder)
                 prefix = "" if directory.path == path else f"{directory.path.relative_to(path)}/"
                 copies += pool.map(
-                    partial(read_copy, directory, folder.name, prefix, runs[folder]), directory.generations()
+                    partial(_read_copy, directory, folder.name, prefix, runs[folder]), directory.generations()
                 )
                 remains += list_leftovers(directory.path, prefix)
-            for group in group_copies(copies):
-                found.append(examine(group, nodes, pool, suspect=suspect))
-    latest = [iteration for folder in folders if (iteration := read_tracker(folder)) is not None]
+            for group in _group_copies(copies):
+                found.append(_examine(group, nodes, pool, suspect=suspect))
+    latest = [iteration for folder in folders if (iteration := _read_tracker(folder)) is not None]
     place = ListedPlace(
         path=os.fspath(path),
         tier="local" if folders else "empty",
@@ -393,7 +382,7 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
     return DirectoryListing(entry=place, found=tuple(found), remains=tuple(remains))
 
 
-def read_tracker(folder: Path) -> int | None:
+def _read_tracker(folder: Path) -> int | None:
     """Return the generation that a folder's tracker names; ``None``: there is none that can be read."""
     try:
         number = (folder / TRACKER).read_text("utf-8", errors="replace").strip().removeprefix("step-")

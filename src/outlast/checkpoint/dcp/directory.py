@@ -310,7 +310,7 @@ class ObjectDirectory(GlobalDirectory):
         replaced = self._committed_files(folder)
         self._store.write(f"{folder}/{METADATA}", metadata)
         self._store.write(f"{folder}/{MANIFEST}", encode_global_manifest(manifest))
-        # What an earlier attempt at this iteration had committed is nobody's any more; another's upload may go on.
+        # What an earlier attempt at this iteration had committed belongs to nothing now; another's upload may continue.
         self._remove(folder, (replaced or set()) - {file.name for file in manifest.files})
 
     def point_to(self, iteration: int) -> None:

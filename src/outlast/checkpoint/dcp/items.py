@@ -1,6 +1,6 @@
 """What a shard's image holds, named and described as ``torch.distributed.checkpoint`` does.
 
-Works on the image alone, which is a snapshot, so it may run in any thread while training goes on. The names are those
+Works on the image alone, which is a snapshot, so it may run in any thread while training continues. The names are those
 that ``flatten_state_dict`` gives: mappings are walked into, lists only where they hold tensors or mappings. The
 format's own ``.metadata`` is made here, too, for its planners and for other readers.
 """

@@ -1,0 +1,387 @@
+"""A session driven by a loop that somebody else owns: the same promises as for ``steps()``."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from slowed import SCRIPT as SLOWED
+
+import outlast
+from outlast.checkpoint.catalogue.listing import look_into
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind
+from outlast.journal import read
+from outlast.testing import Cluster
+
+PAGE = Path(__file__).parents[2] / "docs" / "own-loop.md"
+WITHIN_S = 120.0
+
+
+def example(folder: Path) -> Path:
+    """Write the documentation's example, and return its path."""
+    (code,) = re.findall(r"```python\n(\"\"\"A trainer.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    folder.mkdir(exist_ok=True)
+    script = folder / "train.py"
+    script.write_text(code)
+    return script
+
+
+def config(folder: Path, *lines: str) -> str:
+    """Write a config file, and return its path."""
+    path = folder / "outlast.toml"
+    path.write_text("\n".join([*lines, "[checkpoint]", f'directory = "{folder}/ckpt"', "save_interval = 5"]))
+    return str(path)
+
+
+def generations(folder: Path) -> set[int]:
+    """Return the iterations of the generations that are committed."""
+    return {found.entry.iteration for found in look_into(str(folder / "ckpt")).found}
+
+
+def results(text: str) -> set[str]:
+    """Return what the example printed at its end."""
+    return set(re.findall(r"trained \d+ steps: [0-9a-f]{64}", text))
+
+
+def play(folder: Path, *faults: str) -> tuple[set[str], list[int], str]:
+    """Run the example with two ranks under ``outlast run``; return results, begins, and the log."""
+    script = example(folder)
+    (folder / "plan.toml").write_text("\n".join(faults))
+    told = config(folder, *([f'fault_plan = "{folder}/plan.toml"'] if faults else []))
+    with Cluster(script, told, "23", run_dir=folder / "run", num_nodes=1, options=["--max-restarts=3"]) as cluster:
+        codes = cluster.wait(WITHIN_S)
+        text = cluster.agents[0].output()
+    assert codes == [0], text
+    return results(text), [int(found) for found in re.findall(r"starting from iteration (\d+)", text)], text
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_trainer_that_is_killed_goes_on_bit_identically(tmp_path: Path) -> None:
+    """The documentation's example, killed in its twelfth step, goes on from a generation and ends with the very weights
+    of a run that was never killed."""
+    undisturbed, begins, _ = play(tmp_path / "undisturbed")
+    assert len(undisturbed) == 1
+    assert begins == [0, 0]
+    kill = '[[faults]]\nname = "kill"\nkind = "kill"\nrank = 1\niteration = 12'
+    killed, begins, text = play(tmp_path / "killed", kill)
+    assert begins[:2] == [0, 0], text
+    assert set(begins[2:]) <= {5, 10}, text
+    assert len(begins) == 4, text
+    assert killed == undisturbed
+
+
+@pytest.mark.process
+def test_a_trainer_that_is_told_to_leave_saves_as_agreed(tmp_path: Path) -> None:
+    """SIGTERM at one rank: all ranks leave with 75 after the same iteration, whose generation is whole; started again
+    the trainer goes on from there."""
+    script = example(tmp_path)
+    told = config(tmp_path, f'run_dir = "{tmp_path}/run"')
+    with Ranks(script, told, "1000000", world_size=2) as ranks:
+        ranks.wait_for_line(0, "starting from iteration 0")
+        ranks.wait_until(lambda: [e for e in read(tmp_path / "run") if e.kind == EventKind.SAVE_COMMITTED], WITHIN_S)
+        ranks.signal(1, signal.SIGTERM)
+        codes, outputs = ranks.end()
+    assert codes == [ExitReason.PREEMPTED] * 2, "\n".join(outputs)
+    (left_after,) = {e.iteration for e in read(tmp_path / "run") if e.kind == EventKind.SESSION_ENDED}
+    assert left_after is not None
+    assert max(generations(tmp_path)) == left_after
+    with Ranks(script, told, str(left_after + 2), world_size=2) as ranks:
+        codes, outputs = ranks.end()
+    assert codes == [0, 0], "\n".join(outputs)
+    assert f"starting from iteration {left_after}\n" in outputs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_slow_rank_ends_a_loop_of_another_kind(tmp_path: Path) -> None:
+    """Slow ranks are found in a loop that is no generator, too: all leave with 18, and nothing is lost."""
+    script = tmp_path / "script.py"
+    loop = 'for iteration in run.steps(state, total=options["total"]):\n'
+    last = '    state["seen"].append(iteration)\n'
+    assert loop in SLOWED
+    assert last in SLOWED
+    begin = 'iteration = run.restore(state)\nwhile iteration < options["total"]:\n    run.begin_step()\n'
+    end = (
+        '    decision = run.end_step(is_last=iteration + 1 == options["total"])\n    run.save_due(state)\n'
+        "    if decision.stop:\n        break\n    iteration = run.iteration\nrun.finish(state)\n"
+    )
+    script.write_text(SLOWED.replace(loop, begin).replace(last, last + end))
+    plan = [{"kind": "slow", "rank": 1, "iteration": 6, "factor": 4.0}]
+    options = {"total": 60, "stop": True, "plan": plan}
+    with Ranks(script, str(tmp_path), json.dumps(options), world_size=2) as ranks:
+        codes, outputs = ranks.end(400)
+    assert codes == [ExitReason.STRAGGLER] * 2, "\n".join(outputs)
+    with Ranks(script, str(tmp_path), json.dumps({"total": 60, "stop": True}), world_size=2) as ranks:
+        codes, outputs = ranks.end(400)
+    assert codes == [0, 0], "\n".join(outputs)
+    assert json.loads((tmp_path / "result.json").read_text())["seen"] == [*range(60)]
+
+
+DIFFERS = """
+import sys
+import torch
+import outlast
+
+folder = sys.argv[1]
+run = outlast.init(outlast.Config(
+    checkpoint=outlast.CheckpointConfig(directory=folder + "/ckpt", save_interval=2),
+    replica_digest=outlast.config.ReplicaDigestConfig(interval=1),
+    run_dir=folder + "/run",
+))
+torch.manual_seed(1)
+state = {"model": torch.nn.Linear(2, 2)}
+for iteration in range(run.restore(state), 10):
+    run.begin_step()
+    with torch.no_grad():
+        state["model"].weight += 1
+        if iteration == 5 and run.global_rank == 1:
+            state["model"].weight[0, 0] += 0.5
+    decision = run.end_step(is_last=iteration == 9)
+    run.save_due(state)
+    if decision.stop:
+        print("stopped at", decision.iteration, "for", decision.reason.name, decision.save, flush=True)
+        break
+run.finish(state)
+"""
+
+
+@pytest.mark.process
+def test_replicas_that_differ_stop_the_loop_and_are_not_saved(tmp_path: Path) -> None:
+    """What differs between replicas is a decision to stop, on all ranks, and nothing of it is saved."""
+    script = tmp_path / "script.py"
+    script.write_text(DIFFERS)
+    with Ranks(script, str(tmp_path), world_size=2) as ranks:
+        codes, outputs = ranks.end()
+    assert codes == [ExitReason.RESUME_TO_DISAMBIGUATE] * 2, "\n".join(outputs)
+    for output in outputs:
+        assert "stopped at 6 for RESUME_TO_DISAMBIGUATE None" in output
+    assert max(generations(tmp_path)) == 4
+
+
+# -- in one process ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def session(folder: Path, **settings: Any) -> Iterator[outlast.Session]:
+    """Open a session of one rank here; what it changes of this process is put back."""
+    log_metrics: Callable[[dict[str, float], int], object] | None = settings.pop("log_metrics", None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    checkpoint = outlast.CheckpointConfig(directory=str(folder / "ckpt"), save_interval=2, async_save=False)
+    made = outlast.Config(checkpoint=checkpoint, run_dir=str(folder / "run"), **settings)
+    run = outlast.init(made, log_metrics=log_metrics)
+    try:
+        yield run
+    finally:
+        assert run._saves is not None
+        run._saves.manager.close()
+        run._preemption._outlives_session = False
+        run._preemption.close()
+        run._let_go()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_step_runs_again_after_an_invalid_result(tmp_path: Path) -> None:
+    """attempts() works between begin_step() and end_step(): a result that is NaN once is computed again."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[[faults]]\nname = "nan"\nkind = "nan"\ntarget = "loss"\niteration = 2\n')
+    weight = torch.zeros(1, requires_grad=True)
+    state, seen = {"weight": weight}, []
+    with session(tmp_path, fault_plan=str(plan)) as run:
+        assert run.restore(state) == 0
+        for _ in range(4):
+            run.begin_step()
+            for attempt in run.attempts():
+                seen.append((run.iteration, attempt.number))
+                attempt.validate((weight + 1).sum())
+            run.end_step()
+            run.save_due(state)
+        run.finish(state)
+    assert seen == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0)]
+
+
+def test_a_decision_says_what_is_due(tmp_path: Path) -> None:
+    """save is what the intervals say, and save_due() does that and nothing else; the last step leaves the save to
+    finish(), and a second session goes on from there."""
+    state = {"weight": torch.zeros(1)}
+    with session(tmp_path) as run:
+        run.restore(state)
+        found = []
+        for iteration in range(5):
+            run.begin_step()
+            state["weight"] += 1
+            decision = run.end_step(is_last=iteration == 4)
+            handle = run.save_due(state)
+            found.append((decision.iteration, decision.save, decision.stop, handle is not None))
+        run.finish(state)
+    assert found == [(n, "all" if n % 2 == 0 else None, False, n % 2 == 0) for n in range(1, 6)]
+    assert generations(tmp_path) >= {4, 5}
+    again = {"weight": torch.zeros(1)}
+    with session(tmp_path) as run:
+        assert run.restore(again) == run.iteration == 5
+        assert again["weight"].item() == 5
+
+
+def test_a_notice_is_a_decision_to_stop(tmp_path: Path) -> None:
+    """After SIGTERM the next decision says so, with the signal; leave() commits that iteration and exits with 75. After
+    the last step nobody stops any more."""
+    state = {"weight": torch.zeros(1)}
+    with session(tmp_path) as run:
+        run.restore(state)
+        signal.raise_signal(signal.SIGTERM)
+        assert run._preemption._listener.wait(10)
+        run.begin_step()
+        state["weight"] += 1
+        decision = run.end_step()
+        assert (decision.stop, decision.reason, decision.signal) == (True, ExitReason.PREEMPTED, signal.SIGTERM)
+        assert decision.save == "all"
+        with pytest.raises(SystemExit) as leaving:
+            run.finish(state)
+        assert leaving.value.code == ExitReason.PREEMPTED
+    assert generations(tmp_path) == {1}
+    with session(tmp_path) as run:
+        run.restore(state)
+        signal.raise_signal(signal.SIGTERM)
+        assert run._preemption._listener.wait(10)
+        run.begin_step()
+        assert not run.end_step(is_last=True).stop
+        run.finish(state)
+        assert run.iteration == 2
+
+
+CALLS: dict[str, Callable[[outlast.Session, dict[str, Any]], Any]] = {
+    "restore": lambda run, state: run.restore(state),
+    "begin_step": lambda run, state: run.begin_step(),
+    "end_step": lambda run, state: run.end_step(),
+    "save_due": lambda run, state: run.save_due(state),
+    "finish": lambda run, state: run.finish(state),
+    "leave": lambda run, state: run.leave(state),
+    "attempts": lambda run, state: list(run.attempts()),
+    "steps": lambda run, state: next(run.steps(state, total=9)),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "call", "remedy"),
+    [
+        ("", "begin_step", r"begin_step\(\) is out of order: call restore\(state\) first"),
+        ("", "end_step", r"call restore\(state\) first"),
+        ("", "finish", r"call restore\(state\) first"),
+        ("restore", "restore", r"restore\(\) was called before; go on with begin_step\(\)"),
+        ("restore", "end_step", r"call begin_step\(\) first"),
+        ("restore", "attempts", r"between begin_step\(\) and end_step\(\)"),
+        ("restore", "leave", r"leave\(\) without an agreement to stop; call finish\(state\)"),
+        ("restore", "steps", r"steps\(\) was called before"),
+        ("restore begin_step", "begin_step", r"call end_step\(\) first"),
+        ("restore begin_step", "save_due", r"call end_step\(\) first"),
+        ("restore begin_step", "finish", r"call end_step\(\) first"),
+        ("restore finish", "begin_step", r"the loop has ended"),
+        ("restore finish", "finish", r"the loop has ended"),
+    ],
+)
+def test_a_call_at_the_wrong_time_names_the_right_one(tmp_path: Path, before: str, call: str, remedy: str) -> None:
+    """Whatever is called out of order is an OutlastError that says what to call instead, and changes nothing."""
+    state = {"weight": torch.zeros(1)}
+    with session(tmp_path) as run:
+        for name in before.split():
+            CALLS[name](run, state)
+        with pytest.raises(outlast.OutlastError, match=remedy):
+            CALLS[call](run, state)
+
+
+def test_a_decision_to_stop_allows_no_further_step(tmp_path: Path) -> None:
+    """Once all ranks agreed to stop, a further step is refused: the others are leaving."""
+    state = {"weight": torch.zeros(1)}
+    with session(tmp_path) as run:
+        run.restore(state)
+        signal.raise_signal(signal.SIGTERM)
+        assert run._preemption._listener.wait(10)
+        run.begin_step()
+        run.end_step()
+        with pytest.raises(outlast.OutlastError, match=r"all ranks agreed to stop: call finish\(state\) or leave"):
+            run.begin_step()
+
+
+# -- figures -------------------------------------------------------------------------------------------------------
+
+
+def documented() -> set[str]:
+    """Return the names of the documentation's table; a part in brackets stands for anything."""
+    table = PAGE.read_text(encoding="utf-8").partition("<!-- log_metrics -->")[2].partition("<!-- end -->")[0]
+    names = set()
+    for cell in re.findall(r"^\| (`outlast/.*?) \|", table, re.MULTILINE):
+        first, *endings = re.findall(r"`(.*?)`", cell)
+        names |= {first, *(first.rpartition("/")[0] + ending for ending in endings)}
+    return names
+
+
+def test_figures_reach_the_logger_under_their_documented_names(tmp_path: Path) -> None:
+    """Each step brings its time, the restarts and the incidents so far; each save what it kept training waiting."""
+    logged: list[tuple[dict[str, float], int]] = []
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[[faults]]\nname = "nan"\nkind = "nan"\ntarget = "loss"\niteration = 1\n')
+    straggler = outlast.StragglerDetectionConfig(enabled=True, report_time_interval=1e-9)
+    weight = torch.zeros(1, requires_grad=True)
+    state = {"weight": weight}
+    log = lambda figures, iteration: logged.append((figures, iteration))  # noqa: E731
+    with session(tmp_path, log_metrics=log, fault_plan=str(plan), straggler_detection=straggler) as run:
+        for _ in run.steps(state, total=40):
+            for attempt in run.attempts():
+                with run.section("forward"):
+                    attempt.validate((weight + 1).sum())
+    steps = [(figures, iteration) for figures, iteration in logged if "outlast/step_time_s" in figures]
+    saves = [(figures, iteration) for figures, iteration in logged if "outlast/save_stall_s" in figures]
+    assert [iteration for _, iteration in steps] == [*range(1, 41)]
+    assert [iteration for _, iteration in saves] == [*range(2, 41, 2)]
+    assert all(figures["outlast/restart_count"] == 0 for figures, _ in steps)
+    assert all(figures["outlast/step_time_s"] > 0 for figures, _ in steps)
+    assert all(figures["outlast/save_stall_s"] > 0 for figures, _ in saves)
+    assert "outlast/incidents/invalid_result" not in steps[0][0]
+    assert steps[-1][0]["outlast/incidents/invalid_result"] == 1
+    assert any("outlast/gpu_individual_perf/min" in figures for figures, _ in steps)
+    names = {re.sub(r"incidents/.*", "incidents/<kind>", name) for figures, _ in logged for name in figures}
+    assert names <= documented()
+    of_several_ranks = {f"outlast/gpu_relative_perf/{which}" for which in ("min", "median", "max")}
+    assert documented() - names == of_several_ranks
+
+
+def test_a_logger_that_raises_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A logger's trouble ends no training, and fills no log."""
+
+    def log(figures: dict[str, float], iteration: int) -> None:
+        raise RuntimeError("no network")
+
+    with session(tmp_path, log_metrics=log) as run:
+        assert list(run.steps({"weight": torch.zeros(1)}, total=5)) == [*range(5)]
+    (record,) = [record for record in caplog.records if "log_metrics" in record.getMessage()]
+    assert "RuntimeError: no network" in record.getMessage()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_figures_count_restarts_and_what_the_launcher_saw(tmp_path: Path) -> None:
+    """After a restart the count is 1, and the death that caused it is among the incidents."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nimport torch\nimport outlast\n"
+        "logged = {}\n"
+        "run = outlast.init(outlast.Config(), log_metrics=lambda figures, iteration: logged.update(figures))\n"
+        "for iteration in run.steps({'weight': torch.zeros(1)}, total=3):\n"
+        "    if os.environ['OUTLAST_CYCLE'] == '0':\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "print('logged', logged['outlast/restart_count'], logged.get('outlast/incidents/worker_died'), flush=True)\n"
+    )
+    with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+        assert cluster.wait(WITHIN_S) == [0], cluster.tails()
+        assert "logged 1.0 1.0" in cluster.agents[0].output()
