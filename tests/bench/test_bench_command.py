@@ -22,11 +22,11 @@ COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main;
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, value: float | None, *arguments: str) -> tuple[int, str, str]:
-    def measure(*, repeats: int, say: object) -> BenchResult:
+    def measure(*, repeats: int, progress: object) -> BenchResult:
         if value is None:
             raise OutlastError("the worker failed; try again")
-        assert callable(say)
-        say(f"{repeats} rounds")
+        assert callable(progress)
+        progress(f"{repeats} rounds")
         return BenchResult(bench="heartbeat", bars=(Bar(name="heartbeat_us", value=value, unit="us", bar=1.0),))
 
     monkeypatch.setattr(heartbeat, "measure", measure)

@@ -81,7 +81,7 @@ def test_bars_are_made_of_medians_and_the_worse_hang(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench, "_run_group", lambda fault: ours[fault])
     monkeypatch.setattr(bench, "_run_ray_train", lambda: RecoveryTiming(10.0, {"began": 8.0, "stepped": 10.0}))
     told: list[str] = []
-    result = bench.measure(repeats=2, say=told.append)
+    result = bench.measure(repeats=2, progress=told.append)
     assert {bar.name: bar.value for bar in result.bars} == {
         "ray_recover_s": 2.0,
         "ray_recover_vs_train": 0.2,

@@ -89,7 +89,7 @@ def test_rounds_take_turns_and_drop_the_first() -> None:
         return float(len(calls))
 
     lines: list[str] = []
-    found = run_rounds({"a": lambda: measure("a"), "b": lambda: measure("b")}, repeats=2, say=lines.append)
+    found = run_rounds({"a": lambda: measure("a"), "b": lambda: measure("b")}, repeats=2, progress=lines.append)
     assert calls == ["a", "b"] * 3
     assert found == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
     assert len(lines) == 6

@@ -87,14 +87,14 @@ def test_a_loader_that_finds_nothing_ends_the_benchmark(monkeypatch: pytest.Monk
     """When what should be loaded is not there, no figure is told: the benchmark fails."""
     monkeypatch.setattr(load, "_save_and_kill", lambda *_: None)
     with pytest.raises(OutlastError, match="measure_loads"):
-        load.measure(repeats=1, say=lambda _: None, num_tensors=1)
+        load.measure(repeats=1, progress=lambda _: None, num_tensors=1)
 
 
 @pytest.mark.process
 def test_a_process_that_measures_too_long_is_ended(tmp_path: Path) -> None:
     """A process that does not come to an end is killed at its time limit, and its failure told."""
     with pytest.raises(OutlastError, match="exit code -9 after 0 rounds"):
-        measure_in_process(measure_saves, tmp_path, 1, repeats=10**6, say=lambda _: None, timeout_s=0.2)
+        measure_in_process(measure_saves, tmp_path, 1, repeats=10**6, progress=lambda _: None, timeout_s=0.2)
 
 
 def test_ratios_are_taken_round_by_round() -> None:

@@ -163,7 +163,7 @@ class Watching:
         self.client = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
         options: Any = SimpleNamespace(max_nodes=1, num_slots=1, torchrun=SimpleNamespace(max_restarts=3))
         self.agent = NodeAgent(
-            Mock(),
+            Mock(local_world_size=2),
             options=options,
             command=("exec", ()),
             base_env={},

@@ -63,4 +63,10 @@ assert "outlast" in rendezvous_handler_registry._registry, "the entry point is n
 print(*sorted(name for name in sys.modules if name.startswith("outlast")))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=True)
-    assert done.stdout.split() == ["outlast", "outlast.launch", "outlast.launch.rendezvous", "outlast.lazy"]
+    assert done.stdout.split() == [
+        "outlast",
+        "outlast.launch",
+        "outlast.launch.rendezvous",
+        "outlast.lazy",
+        "outlast.version",
+    ]

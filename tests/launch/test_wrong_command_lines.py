@@ -66,7 +66,7 @@ WRONG = [
     ("run --ft_rank_heartbeat_timeout -3 train.py", "--ft_rank_heartbeat_timeout=-3 ", "write none"),
     ("run --ft-rank-section-timeouts=step:-1 train.py", "=step:-1: step=-1.0 must be above 0", "write none"),
     ("run --ft-rank-section-timeouts=step train.py", "'step' is not in the form", "setup:600,step:180"),
-    ("run --ft-rank-termination-signal=FOO train.py", "--ft-rank-termination-signal=FOO is no signal", "SIGKILL"),
+    ("run --ft-rank-termination-signal=FOO train.py", "--ft-rank-termination-signal=FOO is not a signal", "SIGKILL"),
     ("run --redirects=9 train.py", "--redirects='9'", "0:3,1:2"),
     ("run -t 1:4 train.py", "-t='1:4'", "0:3,1:2"),
     ("run --local-ranks-filter=a train.py", "--local-ranks-filter='a'", "0,1"),

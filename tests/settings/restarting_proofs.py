@@ -217,7 +217,7 @@ def wishes(config: StragglerDetectionConfig) -> list[int]:
     detector._num_timed = 1000
     for number in range(60):
         detector._window_began_ns = clock.now_ns() - number * 1_000_000_000
-        if detector.wishes_report():
+        if detector.wants_report():
             asked.append(number)
     detector.close()
     return asked

@@ -8,7 +8,7 @@ from itertools import repeat
 from time import perf_counter_ns
 
 from outlast import env
-from outlast.bench.measuring import ONE_THREAD, Say, measure_in_process, median
+from outlast.bench.measuring import ONE_THREAD, Progress, measure_in_process, median
 from outlast.bench.result import Bar, BenchResult
 from outlast.monitor import RankMonitor
 from outlast.runtime import store as stores
@@ -23,7 +23,7 @@ _CALLS = 2000
 _STORE_CALLS = 200
 
 
-def measure(*, repeats: int, say: Say) -> BenchResult:
+def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """Measure in a worker process on a real board, which this process holds as an agent does.
 
     Raises:
@@ -35,12 +35,12 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
     assert hosted is not None, "port 0 is never taken"
     with closing(Board.create_anonymous(num_ranks=1)) as board:
         worker = {env.BOARD: board.path, env.RUN_ID: "bench", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        say(f"heartbeat, section and TCPStore.set in turns, {repeats} rounds and one that is dropped")
+        progress(f"heartbeat, section and TCPStore.set in turns, {repeats} rounds and one that is dropped")
         found = measure_in_process(
             measure_calls,
             hosted.port,
             repeats=repeats,
-            say=say,
+            progress=progress,
             timeout_s=_TIMEOUT_S,
             variables={**worker, **ONE_THREAD},
         )

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from outlast import InProcessRestartConfig, clock, env
-from outlast.bench.measuring import Mark, MarkWriter, MeasuredRounds, Say, measure_in_two_ranks, median, read_marks
+from outlast.bench.measuring import Mark, MarkWriter, MeasuredRounds, Progress, measure_in_two_ranks, median, read_marks
 from outlast.bench.numerics import SmallTraining, cost_in_percent
 from outlast.bench.result import Bar, BenchResult
 from outlast.errors import DeadlineExceeded, OutlastError
@@ -91,7 +91,7 @@ class FaultTiming:
         return self.stepped_s - _TIMEOUTS_S.get(self.kind, 0.0)
 
 
-def measure(*, repeats: int, say: Say) -> BenchResult:
+def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """Let ranks fail in both libraries, in turns; then restart often, and not at all.
 
     Raises:
@@ -99,7 +99,7 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
 
     Blocks: about a minute a round, and two more.
     """
-    peer = _Peer(say)
+    peer = _Peer(progress)
     ours: list[FaultTiming] = []
     peers: list[FaultTiming] = []
     weights: set[float] = set()
@@ -107,18 +107,18 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
         dropped = " (dropped: the first)" if number == 0 else ""
         for faults in _OURS:
             found = _run_ours(faults, weights)
-            say(f"round {number}/{repeats}: outlast: {_describe(found)}{dropped}")
+            progress(f"round {number}/{repeats}: outlast: {_describe(found)}{dropped}")
             ours += found if number else []
         for faults in _PEERS:
             if found := peer.run(faults):
-                say(f"round {number}/{repeats}: {_PEER}: {_describe(found)}{dropped}")
+                progress(f"round {number}/{repeats}: {_PEER}: {_describe(found)}{dropped}")
             peers += found if number else []
-    say(f"{_NUM_RESTARTS} restarts in a row")
+    progress(f"{_NUM_RESTARTS} restarts in a row")
     growth = _restart_often()
-    say("growth after the fifth restart: " + ", ".join(f"{name} {value:.2f} %" for name, value in growth.items()))
-    say(f"steps in turns with the wrapper and without it, {repeats} rounds and one that is dropped")
+    progress("growth after the fifth restart: " + ", ".join(f"{name} {value:.2f} %" for name, value in growth.items()))
+    progress(f"steps in turns with the wrapper and without it, {repeats} rounds and one that is dropped")
     quiet = measure_in_two_ranks(
-        measure_steps, free_port(), repeats=repeats, say=say, timeout_s=_QUIET_ROUND_S * (repeats + 1)
+        measure_steps, free_port(), repeats=repeats, progress=progress, timeout_s=_QUIET_ROUND_S * (repeats + 1)
     )
     return BenchResult(
         bench="inprocess",
@@ -192,8 +192,8 @@ def _run_ours(faults: Faults, weights: set[float]) -> list[FaultTiming]:
 class _Peer:
     """The peer, as long as it recovers."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._failures: dict[Faults, int] = {}
         self._is_there = importlib.util.find_spec(_PEER) is not None
         self.notes = [] if self._is_there else [f"{_PEER} is not installed; make bench-peers installs it"]
@@ -208,7 +208,7 @@ class _Peer:
             except DeadlineExceeded as error:
                 name = faults[0][0] if faults[0] != ("kill", 0) else "kill 0"
                 self._failures[faults] = self._failures.get(faults, 0) + 1
-                self._say(f"{_PEER}: {name}: {str(error).splitlines()[0]}")
+                self._progress(f"{_PEER}: {name}: {str(error).splitlines()[0]}")
                 if self._failures[faults] == _MOST_FAILURES:
                     self.notes.append(f"{_PEER}: {name}: did not recover in {_PEER_TIMEOUT_S:.0f} s, twice; left out")
                 return []

@@ -32,7 +32,14 @@ from outlast.bench.checkpoint_state import (
     rounds_of,
     times,
 )
-from outlast.bench.measuring import Say, describe_place, measure_in_process, plain_environment, timed, worker_command
+from outlast.bench.measuring import (
+    Progress,
+    describe_place,
+    measure_in_process,
+    plain_environment,
+    timed,
+    worker_command,
+)
 from outlast.bench.result import BenchResult
 from outlast.bench.save_peers import MetaCheckpointing
 from outlast.checkpoint import CheckpointManager
@@ -59,12 +66,12 @@ _SECONDS = {
 }
 
 
-def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchResult:
+def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS) -> BenchResult:
     """Load a state again and again.
 
     Args:
         repeats: Rounds that count.
-        say: Hears of every round.
+        progress: Is called with a line for every round.
         num_tensors: Size of the state, in tensors of 16 MiB.
 
     Raises:
@@ -79,12 +86,18 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
     try:
         with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
             place = describe_place(Path(name))
-            say(f"{num_tensors * TENSOR_BYTES / 2**20:.0f} MiB, {place}; all are read from the page cache")
+            progress(f"{num_tensors * TENSOR_BYTES / 2**20:.0f} MiB, {place}; all are read from the page cache")
             agent = {env.WRITER: writer.address}
             _save_and_kill(name, num_tensors, agent)
-            say("saved by all libraries; the process that did is killed")
+            progress("saved by all libraries; the process that did is killed")
             rounds = measure_in_process(
-                measure_loads, name, num_tensors, repeats=repeats, say=say, timeout_s=_TIMEOUT_S, variables=agent
+                measure_loads,
+                name,
+                num_tensors,
+                repeats=repeats,
+                progress=progress,
+                timeout_s=_TIMEOUT_S,
+                variables=agent,
             )
     finally:
         writer.close()

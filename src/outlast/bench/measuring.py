@@ -33,7 +33,7 @@ __all__ = [
     "Mark",
     "MarkWriter",
     "MeasuredRounds",
-    "Say",
+    "Progress",
     "describe_place",
     "measure_in_process",
     "measure_in_two_ranks",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 """Is called with a line of progress, for people."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 GROUP_TIMEOUT_S = 60.0
@@ -78,13 +78,13 @@ class MeasuredRounds:
         return median([one[ours] / one[peer] for one in self._rounds])
 
 
-def run_rounds(measures: Mapping[str, Callable[[], T]], *, repeats: int, say: Say) -> dict[str, list[T]]:
+def run_rounds(measures: Mapping[str, Callable[[], T]], *, repeats: int, progress: Progress) -> dict[str, list[T]]:
     """Run every measure once a round, in the given order, and return what each gave.
 
     Args:
         measures: What is measured, by name.
         repeats: Rounds that count; one more goes before them and is dropped.
-        say: Is called with a line for every measure.
+        progress: Is called with a line for every measure.
 
     Returns:
         Lists of ``repeats`` entries.
@@ -94,7 +94,7 @@ def run_rounds(measures: Mapping[str, Callable[[], T]], *, repeats: int, say: Sa
         for name, measure in measures.items():
             value = measure()
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-            say(f"round {number}/{repeats}: {name}: {shown}{_dropped(number)}")
+            progress(f"round {number}/{repeats}: {name}: {shown}{_dropped(number)}")
             if number > 0:
                 found[name].append(value)
     return found
@@ -104,7 +104,7 @@ def measure_in_process(
     work: Callable[..., Iterator[Mapping[str, float]]],
     *arguments: object,
     repeats: int,
-    say: Say,
+    progress: Progress,
     timeout_s: float,
     variables: Mapping[str, str] | None = None,
 ) -> MeasuredRounds:
@@ -114,7 +114,7 @@ def measure_in_process(
         work: A module's function that is called with the number of rounds and the arguments, as text.
         arguments: Its arguments.
         repeats: Rounds that count.
-        say: Is called with a line for every round.
+        progress: Is called with a line for every round.
         timeout_s: Longest time for all of it.
         variables: What to add to the environment.
 
@@ -136,7 +136,7 @@ def measure_in_process(
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            found.append(_read_round(line, len(found), repeats, say))
+            found.append(_read_round(line, len(found), repeats, progress))
         code = process.wait()
     except ValueError as error:
         raise OutlastError(f"{_name_of(work)} printed what is no round ({error}); its output is above") from error
@@ -154,7 +154,11 @@ def measure_in_process(
 
 
 def measure_in_two_ranks(
-    work: Callable[..., Iterator[Mapping[str, float]]], *arguments: object, repeats: int, say: Say, timeout_s: float
+    work: Callable[..., Iterator[Mapping[str, float]]],
+    *arguments: object,
+    repeats: int,
+    progress: Progress,
+    timeout_s: float,
 ) -> MeasuredRounds:
     """Measure as :func:`measure_in_process` does, in two ranks with one thread each; rank 0 reports the rounds.
 
@@ -169,7 +173,7 @@ def measure_in_two_ranks(
         found = []
         for number in range(repeats + 1):
             line = ranks.next_line(0, deadline_s - clock.now_s(), containing='{"')
-            found.append(_read_round(line, number, repeats, say))
+            found.append(_read_round(line, number, repeats, progress))
         if any(codes := ranks.wait(max(0.0, deadline_s - clock.now_s()))):
             raise OutlastError(f"{words[0]} ended with exit codes {codes}\n{ranks.tails()}")
     return MeasuredRounds(found[1:])
@@ -268,10 +272,10 @@ def _dropped(number: int) -> str:
     return " (dropped: the first)" if number == 0 else ""
 
 
-def _read_round(line: str, number: int, repeats: int, say: Say) -> Mapping[str, float]:
+def _read_round(line: str, number: int, repeats: int, progress: Progress) -> Mapping[str, float]:
     found: dict[str, float] = json.loads(line)
     shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-    say(f"round {number}/{repeats}: {shown}{_dropped(number)}")
+    progress(f"round {number}/{repeats}: {shown}{_dropped(number)}")
     return found
 
 

@@ -21,7 +21,7 @@ from outlast.bench.measuring import (
     GROUP_TIMEOUT_S,
     ONE_THREAD,
     MeasuredRounds,
-    Say,
+    Progress,
     measure_in_process,
     measure_in_two_ranks,
     median,
@@ -46,7 +46,7 @@ _WIDTH = 256
 _MAX_BATCH = 1 << 16
 
 
-def measure(*, repeats: int, say: Say) -> BenchResult:
+def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """Measure digests in one process, then steps of two ranks.
 
     Raises:
@@ -54,10 +54,12 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
 
     Blocks: about ten seconds a round, ten minutes at most.
     """
-    say(f"digests of 512 MiB on one core, {repeats} rounds and one that is dropped")
-    digests = measure_in_process(measure_digests, repeats=repeats, say=say, timeout_s=_TIMEOUT_S, variables=ONE_THREAD)
-    say(f"steps of 2 ranks in turns, {repeats} rounds and one that is dropped")
-    steps = measure_in_two_ranks(measure_steps, repeats=repeats, say=say, timeout_s=_TIMEOUT_S)
+    progress(f"digests of 512 MiB on one core, {repeats} rounds and one that is dropped")
+    digests = measure_in_process(
+        measure_digests, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S, variables=ONE_THREAD
+    )
+    progress(f"steps of 2 ranks in turns, {repeats} rounds and one that is dropped")
+    steps = measure_in_two_ranks(measure_steps, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S)
     return BenchResult(
         bench="numerics",
         bars=(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import clock, env
-from outlast.bench.measuring import Mark, Say, median, read_marks, run_rounds
+from outlast.bench.measuring import Mark, Progress, median, read_marks, run_rounds
 from outlast.bench.result import Bar, BenchResult
 from outlast.config import CheckpointConfig, FaultToleranceConfig
 from outlast.errors import OutlastError, RolledBack
@@ -45,7 +45,7 @@ class RecoveryTiming:
         return f"{self.stepped_s:.3f} s" + (f", found {self.beyond_s:.3f} s late" if self.beyond_s else "")
 
 
-def measure(*, repeats: int, say: Say) -> BenchResult:
+def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """Kill, stop and delay an actor of a group, and kill a worker of Ray Train, in turns.
 
     Raises:
@@ -64,7 +64,7 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
         "outlast, stop": partial(_run_group, "stop"),
     }
     with _cluster():
-        found = run_rounds(measures, repeats=repeats, say=say)
+        found = run_rounds(measures, repeats=repeats, progress=progress)
     ours, peers = found["outlast, kill"], found["Ray Train, kill"]
     our_s, peer_s = median([one.stepped_s for one in ours]), median([one.stepped_s for one in peers])
     beyond_s = {kind: median([one.beyond_s for one in found[f"outlast, {kind}"]]) for kind in ("sleep", "stop")}
@@ -105,7 +105,7 @@ def _cluster() -> Iterator[None]:
         tempfile.TemporaryDirectory(
             prefix="olb-", dir="/tmp", ignore_cleanup_errors=True
         ) as folder,  # short for sockets
-        redirect_stdout(sys.stderr),  # Ray says there, too, that a worker died
+        redirect_stdout(sys.stderr),  # Ray prints there, too, that a worker died
     ):
         ray.init(
             address="local",

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from outlast import clock, env
-from outlast.bench.measuring import ONE_THREAD, Say, median, run_rounds, worker_command
+from outlast.bench.measuring import ONE_THREAD, Progress, median, run_rounds, worker_command
 from outlast.bench.result import Bar, BenchResult
 from outlast.config.flags import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
@@ -45,7 +45,7 @@ _NUM_PROCESSES = 4
 """Besides the one of the first agent, which hosts the store."""
 
 
-def measure(*, repeats: int, say: Say) -> BenchResult:
+def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """Let 64, 256 and 512 agents of this machine meet.
 
     Raises:
@@ -62,7 +62,7 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
                 "outlast, 512 agents": partial(agents.meet, "outlast", 512),
             },
             repeats=repeats,
-            say=say,
+            progress=progress,
         )
     few_s, peer_s, many_s, most_s = (median(some) for some in found.values())
     return BenchResult(
@@ -305,13 +305,13 @@ class _OutlastAgent(_SimulatedAgent):
         self._link.send(m.JoinRequest(node=self._link.node, epoch=self._link.epoch, addr=_HOST, nproc=_NPROC))
 
     def finish(self) -> None:
-        """Say that its work is done; returns at once."""
+        """Progress that its work is done; returns at once."""
         facts = m.CycleFacts(cycle=self._cycle)
         self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=facts))
 
     def close(self, deadline_s: float) -> None:
         """Leave once the job is over for all, and free everything."""
-        self._wait(self._over, deadline_s, "did not hear of the job's end")
+        self._wait(self._over, deadline_s, "got no notice of the job's end")
         self._link.close()
         self._cycle_store = None
 

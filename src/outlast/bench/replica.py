@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.bench.checkpoint_state import NUM_TENSORS, TENSOR_BYTES
-from outlast.bench.measuring import GROUP_TIMEOUT_S, Say, measure_in_two_ranks, process_group, timed
+from outlast.bench.measuring import GROUP_TIMEOUT_S, Progress, measure_in_two_ranks, process_group, timed
 from outlast.bench.result import Bar, BenchResult
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import Target, fetch, fetch_into, push
@@ -25,12 +25,12 @@ _TIMEOUT_S = 300.0
 _COPY = CopyKey(1, "bench", 0)
 
 
-def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchResult:
+def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS) -> BenchResult:
     """Measure between two processes of this machine, beside gloo's send and recv of the same bytes.
 
     Args:
         repeats: Rounds that count.
-        say: Hears of every round.
+        progress: Is called with a line for every round.
         num_tensors: Size of the shard, in tensors of 16 MiB.
 
     Raises:
@@ -38,8 +38,10 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
 
     Blocks: about two seconds a round, five minutes at most.
     """
-    say(f"gloo and replica in turns, {repeats} rounds and one that is dropped")
-    rounds = measure_in_two_ranks(measure_transfers, num_tensors, repeats=repeats, say=say, timeout_s=_TIMEOUT_S)
+    progress(f"gloo and replica in turns, {repeats} rounds and one that is dropped")
+    rounds = measure_in_two_ranks(
+        measure_transfers, num_tensors, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S
+    )
     num_bytes = num_tensors * TENSOR_BYTES
     found = {name: rounds.median(name) or math.inf for name in ("gloo", "warm", "fresh", "push")}
     speeds = {name: f"{num_bytes / seconds / 1e9:.2f} GB/s" for name, seconds in found.items()}

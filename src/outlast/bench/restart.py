@@ -18,7 +18,7 @@ from types import TracebackType
 import psutil
 
 from outlast import clock
-from outlast.bench.measuring import ONE_THREAD, Say, median, plain_environment, run_rounds
+from outlast.bench.measuring import ONE_THREAD, Progress, median, plain_environment, run_rounds
 from outlast.bench.result import Bar, BenchResult
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.incidents import Event, EventKind, IncidentKind
@@ -63,7 +63,7 @@ class RestartTiming:
         return f"{self.after_s:.3f} s{later}"
 
 
-def measure(*, repeats: int, say: Say) -> BenchResult:
+def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """Kill and stop ranks under both launchers.
 
     Raises:
@@ -75,9 +75,9 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
     measures: dict[str, Callable[[], RestartTiming]] = {}
     for size in _WORLD_SIZES:
         measures[f"outlast, {size} ranks"] = partial(_kill_under_outlast, size)
-        measures[f"torchrun, {size} ranks"] = partial(_kill_under_torchrun, size, failures, say)
-    found = run_rounds(measures, repeats=repeats, say=say)
-    beyond_s = _hang(repeats, say)
+        measures[f"torchrun, {size} ranks"] = partial(_kill_under_torchrun, size, failures, progress)
+    found = run_rounds(measures, repeats=repeats, progress=progress)
+    beyond_s = _hang(repeats, progress)
     bars, notes = [], []
     for size in _WORLD_SIZES:
         ours, peers = found[f"outlast, {size} ranks"], found[f"torchrun, {size} ranks"]
@@ -139,7 +139,7 @@ def _kill_under_outlast(size: int) -> RestartTiming:
             raise OutlastError(f"outlast run with {size} ranks did not recover: {error}") from error
 
 
-def _kill_under_torchrun(size: int, failures: list[str], say: Say) -> RestartTiming:
+def _kill_under_torchrun(size: int, failures: list[str], progress: Progress) -> RestartTiming:
     for _ in range(_MOST_FAILURES):
         with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
             command = (*_TORCHRUN, f"--nproc-per-node={size}")
@@ -147,7 +147,7 @@ def _kill_under_torchrun(size: int, failures: list[str], say: Say) -> RestartTim
                 return _kill_one(command, size, Path(name), _PEER_VARIABLES, journal=False)
             except DeadlineExceeded as error:
                 failures.append(str(error))
-                say(f"torchrun with {size} ranks did not recover; once more ({str(error).splitlines()[0]})")
+                progress(f"torchrun with {size} ranks did not recover; once more ({str(error).splitlines()[0]})")
     raise OutlastError(f"torchrun with {size} ranks did not recover {_MOST_FAILURES} times in a row: {failures[-1]}")
 
 
@@ -166,7 +166,7 @@ def _kill_one(
     return RestartTiming(stages_s["all-reduced"], cycle, stages_s)
 
 
-def _hang(repeats: int, say: Say) -> list[float]:
+def _hang(repeats: int, progress: Progress) -> list[float]:
     """Return seconds from the end of a timeout to the incident, for each cycle of one job but the first."""
     num_cycles = repeats + 1
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
@@ -199,7 +199,7 @@ def _hang(repeats: int, say: Say) -> list[float]:
     if missing := [cycle for cycle in range(num_cycles) if cycle not in noticed_ns]:
         raise OutlastError(f"the hangs of cycles {missing} were not noticed as hangs")
     beyond_s = [(noticed_ns[cycle] - at_ns) / 1e9 - _HANG_TIMEOUT_S for cycle, at_ns in enumerate(entered_ns)]
-    say(f"hangs noticed after the timeout of {_HANG_TIMEOUT_S} s, ms: {[round(one * 1e3, 1) for one in beyond_s]}")
+    progress(f"hangs noticed after the timeout of {_HANG_TIMEOUT_S} s, ms: {[round(one * 1e3, 1) for one in beyond_s]}")
     return beyond_s[1:]
 
 

@@ -46,7 +46,7 @@ def reduce(folder: str) -> None:
 
 
 def _reduce_for(seconds: float, tensor: torch.Tensor) -> None:
-    """Reduce until rank 0's clock says that it is enough."""
+    """Reduce until rank 0's clock has come to the end."""
     end_ns = time.monotonic_ns() + int(seconds * 1e9)
     go_on = torch.ones(1)
     while go_on.item():

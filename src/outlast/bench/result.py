@@ -66,7 +66,7 @@ def _processor() -> str:
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
     except OSError:
-        pass  # no such file on this machine: the architecture is all there is to tell
+        pass  # no such file on this machine: the architecture is all that is known
     return platform.machine()
 
 
@@ -78,7 +78,7 @@ class Bar:
     value: float | None
     """Median of what was measured; ``None``: it could not be."""
     unit: str
-    """Unit of ``value`` and ``bar``; ``x``: a ratio (ours / the peer's, or as the name says)."""
+    """Unit of ``value`` and ``bar``; ``x``: a ratio (ours / the peer's, or as in the name)."""
     bar: float
     """Highest value that is good; with ``is_floor`` the lowest."""
     is_floor: bool = False

@@ -31,7 +31,7 @@ from outlast.bench.checkpoint_state import (
     rounds_of,
     times,
 )
-from outlast.bench.measuring import MeasuredRounds, Say, describe_place, measure_in_process, median, timed
+from outlast.bench.measuring import MeasuredRounds, Progress, describe_place, measure_in_process, median, timed
 from outlast.bench.result import Bar, BenchResult
 from outlast.bench.save_peers import Dcp, Floors, MetaCheckpointing, save_safetensors, save_torch
 from outlast.checkpoint import CheckpointManager
@@ -70,12 +70,12 @@ _SECONDS = {
 }
 
 
-def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchResult:
+def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS) -> BenchResult:
     """Save a state again and again.
 
     Args:
         repeats: Rounds that count.
-        say: Hears of every round.
+        progress: Is called with a line for every round.
         num_tensors: Size of the state, in tensors of 16 MiB.
 
     Raises:
@@ -85,12 +85,12 @@ def measure(*, repeats: int, say: Say, num_tensors: int = NUM_TENSORS) -> BenchR
     """
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
         folder = Path(name)
-        say(f"{num_tensors * TENSOR_BYTES / 2**20:.0f} MiB, {describe_place(folder)}")
+        progress(f"{num_tensors * TENSOR_BYTES / 2**20:.0f} MiB, {describe_place(folder)}")
         size = (name, num_tensors)
-        saves = measure_in_process(measure_saves, *size, repeats=repeats, say=say, timeout_s=_TIMEOUT_S)
-        steps = measure_in_process(measure_steps, *size, repeats=repeats, say=say, timeout_s=_TIMEOUT_S)
+        saves = measure_in_process(measure_saves, *size, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S)
+        steps = measure_in_process(measure_steps, *size, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S)
         few = min(repeats, _MOST_MEMORY_ROUNDS)
-        memory = measure_in_process(measure_memory, *size, repeats=few, say=say, timeout_s=_TIMEOUT_S)
+        memory = measure_in_process(measure_memory, *size, repeats=few, progress=progress, timeout_s=_TIMEOUT_S)
         place = describe_place(folder)
     return BenchResult(
         bench="save",

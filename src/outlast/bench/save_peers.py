@@ -65,7 +65,7 @@ class Dcp:
         return {"dcp_reused_stager": stall_s}
 
     def save_staging_beside(self) -> Found:
-        """``dcp.async_save`` with asynchronous staging: the copy goes on after the return."""
+        """``dcp.async_save`` with asynchronous staging: the copy continues after the return."""
         stall_s, response = timed(lambda: self.begin_save(async_stager=self._late_stager))
         guard_s, _ = timed(response.staging_completion.result)
         response.upload_completion.result()

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from outlast.bench.measuring import GROUP_TIMEOUT_S, Say, measure_in_two_ranks, median, process_group, timed
+from outlast.bench.measuring import GROUP_TIMEOUT_S, Progress, measure_in_two_ranks, median, process_group, timed
 from outlast.bench.result import Bar, BenchResult
 from outlast.config import StragglerDetectionConfig
 from outlast.env import WorkerEnv
@@ -25,7 +25,7 @@ _NUM_TURNS, _BLOCK = 20, 300
 _SECTIONS = ("forward", "backward", "optimizer")
 
 
-def measure(*, repeats: int, say: Say) -> BenchResult:
+def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """Measure in two ranks that do nothing else.
 
     Raises:
@@ -33,8 +33,8 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
 
     Blocks: about a second a round, two minutes at most.
     """
-    say(f"timed steps of 2 ranks, and reports, {repeats} rounds and one that is dropped")
-    found = measure_in_two_ranks(measure_steps, repeats=repeats, say=say, timeout_s=_TIMEOUT_S)
+    progress(f"timed steps of 2 ranks, and reports, {repeats} rounds and one that is dropped")
+    found = measure_in_two_ranks(measure_steps, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S)
     return BenchResult(
         bench="straggler",
         bars=(
@@ -50,7 +50,7 @@ def measure(*, repeats: int, say: Say) -> BenchResult:
         ),
         notes=(
             "a step has three sections within; the peer only marks them, for a profiler that does not run",
-            f"what the timings of 512 ranks say is worked out in {found.median('judge_512_ms'):.3g} ms on each",
+            f"judging the timings of 512 ranks takes each of them {found.median('judge_512_ms'):.3g} ms",
         ),
     )
 
@@ -79,7 +79,7 @@ def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
                 with third:
                     pass
                 detector.end_step()
-                detector.wishes_report()
+                detector.wants_report()
 
         def marked_steps() -> None:
             for _ in range(_BLOCK):

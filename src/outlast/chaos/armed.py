@@ -159,7 +159,7 @@ class ArmedFaults:
                 self._await_forward(occurrence, state)
 
     def on_loss(self, iteration: int, loss: LossT) -> LossT:
-        """Return the loss as it is to be seen: a number or a tensor; a changed tensor is another one.
+        """Return the loss that the step validates: a number or a tensor; a changed tensor is another one.
 
         Args:
             iteration: Number of optimizer steps done before this step.

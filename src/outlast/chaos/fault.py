@@ -30,7 +30,7 @@ class FaultKind(StrEnum):
     STOP = "stop"
     """The process gets SIGSTOP: it hangs, all threads of it."""
     SLEEP = "sleep"
-    """The training thread sleeps for ``duration_s``; other threads go on."""
+    """The training thread sleeps for ``duration_s``; other threads continue."""
     HOLD_GIL = "hold_gil"
     """The training thread holds the GIL in C code for ``duration_s``: no Python code of the process runs."""
     SLOW = "slow"
@@ -223,7 +223,7 @@ class Fault:
         require(self.iteration is None or self.iteration >= 0, f"iteration={self.iteration} must not be negative")
         require(self.rate is None or 0 < self.rate <= 1, f"rate={self.rate} must be above 0 and at most 1")
         require(self.after_s is None or self.after_s >= 0, f"after_s={self.after_s} must not be negative")
-        require(not self.once_durable or self.after_s is not None, "once_durable needs after_s; give it, 0 say")
+        require(not self.once_durable or self.after_s is not None, "once_durable needs after_s; give it, such as 0")
         require(
             not self.persistent or self.after_s is None,
             "persistent needs an iteration or a rate, not after_s; change one",

@@ -69,7 +69,7 @@ def replace_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor | N
 
     Args:
         output: A tensor, or tuples, lists and dicts of some; nothing of it is changed.
-        change: Returns what a tensor is replaced by; ``None``: go on to the next.
+        change: Returns what a tensor is replaced by; ``None``: try the next.
     """
     if isinstance(output, torch.Tensor):
         changed = change(output)

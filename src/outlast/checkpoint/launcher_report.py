@@ -60,11 +60,14 @@ class LauncherReport:
                 return
             self._page.set_iteration(restored.iteration)
             self._page.set_durable_iteration(restored.iteration)
+            read = [tier for tier in restored.tiers if tier != "kept"]  # a kept state stayed in its process
+            if not read:
+                return
             self._page.set_restored(
                 LoadedCopy(
                     generation=restored.generation,
                     attempt=restored.attempt,
-                    tier=Tier[tier_of_load(restored.tiers).upper()],
+                    tier=Tier[tier_of_load(read).upper()],
                     suspect_window=self._suspect_window,
                 )
             )

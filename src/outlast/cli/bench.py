@@ -154,7 +154,7 @@ def _command(benchmark: _Benchmark) -> click.Command:
             default=benchmark.repeats,
             show_default=True,
             metavar="N",
-            help="Rounds that count; medians are told.",
+            help="Rounds that count; medians are shown.",
         ),
     ]
     if benchmark.sized:
@@ -187,18 +187,18 @@ def _measure(name: str, *, as_json: bool, repeats: int, tensors: int | None) -> 
     size = {} if tensors is None else {"num_tensors": tensors}
     module = importlib.import_module(f"outlast.bench.{name}")
 
-    def say(line: str) -> None:
+    def progress(line: str) -> None:
         click.echo(f"[bench {name}] {line}", err=True)
 
     try:
         with ending_on_signals():
-            result = module.measure(repeats=repeats, say=say, **size)
+            result = module.measure(repeats=repeats, progress=progress, **size)
     except OutlastError as error:
         click.echo(f"outlast: {error}", err=True)
         return int(ExitReason.FAILED)
     if as_json:
         for note in result.notes:
-            say(note)
+            progress(note)
         click.echo(result.to_json())
     else:
         console = Console(highlight=False)

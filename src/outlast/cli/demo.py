@@ -51,10 +51,10 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     and a whole node is lost with its memory and disk. The slow rank is named, the NaN costs one run of a step, the rank
     of the flipped bit its node, and all go on from what the nodes hold of each other. Then another node is lost when
     every copy of its state is damaged: the global tier has it. Then one rank gets SIGTERM: all save and leave together,
-    and a second job goes on where they left. At the end the two results are compared bit by bit.
+    and a second job continues where they left. At the end the two results are compared bit by bit.
 
-    Exit code 0: the results are identical, each fault was noticed for what it was, and each rank came back from where
-    it should; else 1.
+    Exit code 0: the results are identical, each fault was noticed for what it was, and each rank was restored from
+    where it should; else 1.
     """
     from outlast.demo.plan import Shape
 

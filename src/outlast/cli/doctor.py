@@ -86,7 +86,7 @@ def doctor(
     with ending_on_signals():
         results = check_node(health, places=places or _places_of(settings), node=node)
         if not no_gpu:
-            # The CPU was looked at already; where there is no GPU only that is said.
+            # The CPU was checked already; without a GPU only that is reported.
             found = check_gpu(gpus or None, health, node=node)
             results += tuple(result for result in found if (result.name, result.target) != ("compute", "cpu"))
     failed = [result for result in results if result.has_failed]

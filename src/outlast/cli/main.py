@@ -41,7 +41,7 @@ _PLAINLY = {
     "is not a valid float range": "is not a number",
     "is not a valid float": "is not a number",
 }
-"""What click says of values, in plain words."""
+"""Click's words on wrong values, and plain ones."""
 
 
 class _LazyGroup(CommandGroup):

@@ -77,7 +77,7 @@ _BAD_XIDS = {
     119: "GSP does not answer",
     120: "GSP error",
 }
-"""XIDs of the hardware; those that an application can cause (13, 31, 43, ...) say nothing about the node."""
+"""XIDs of the hardware; those that an application can cause (13, 31, 43, ...) do not count."""
 _MAX_LINKS = 18
 _SLOWDOWNS = {0x8: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brake"}
 """Bits of NVML's clock event reasons that mean trouble; a power cap set on purpose is none."""
@@ -292,7 +292,7 @@ def _on_device(device: torch.device, num_rounds: int) -> _Products:
 
 
 class NvmlReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What NVML says of a GPU; ``None`` = it does not say."""
+    """What NVML reports about a GPU; ``None`` = unknown."""
 
     name: str
     pci_bus_id: str = ""
@@ -340,7 +340,7 @@ def judge_reading(reading: NvmlReading) -> list[str]:
 
 
 def read_nvml(uuid: str) -> NvmlReading | str:
-    """Return what NVML says of the GPU with this UUID; a text: why it says nothing."""
+    """Return what NVML reports about the GPU with this UUID; a text: why it reports nothing."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -400,7 +400,7 @@ def _text(value: str | bytes) -> str:
 
 
 def find_faults(records: Iterable[str], pci_bus_id: str, *, now_s: float) -> list[str]:
-    """Return what the log's records say of a GPU.
+    """Return the faults of a GPU in the log's records.
 
     Args:
         records: As ``/dev/kmsg`` gives them.

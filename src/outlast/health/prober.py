@@ -1,4 +1,4 @@
-"""Runs checks in a process of their own, so that one that hangs or crashes does neither to whoever asked.
+"""Runs checks in a process of their own, so that one that hangs or crashes does neither to its caller.
 
 A check of a network disk, a driver or a user's script can block forever, where no exception reaches it; some crash the
 process. The probe process runs one check after another. When one exceeds its time, or the process dies, that is the

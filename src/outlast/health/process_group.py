@@ -112,7 +112,7 @@ def check_process_group(timeout_s: float = 10.0) -> CheckResult:
 
 
 class _Exchange:
-    """One round: numbers that each rank can work out for each other one."""
+    """One round: numbers that each rank can compute for each other one."""
 
     def __init__(self, group: Group, key: str, rank: int, world_size: int, number: int) -> None:
         self._group, self._key, self._rank = group, key, rank
@@ -171,17 +171,17 @@ class _Exchange:
         self._settle(self._find(Status.TIMED_OUT, f"no answer in {timeout_s:g} s"))
 
     def _find(self, status: Status, why: str) -> CheckOutcome:
-        """Return what the first rank that knew said, which is this one unless another was faster."""
+        """Return the finding of the first rank that knew, which is this one unless another was faster."""
         try:
             store = _store()
             absent = self._absent(store)
             who = f"{_ranks(absent)} did not come" if absent else "all ranks came, and one fell silent or left"
             mine = f"{status}|{','.join(map(str, absent))}|{who} ({why})"
-            said = store.compare_set(f"{self._key}/finding", "", mine).decode()
+            finding = store.compare_set(f"{self._key}/finding", "", mine).decode()
         except RuntimeError as error:
             text = " ".join(str(error).split())[:200]
             return CheckOutcome(status=status, reason=f"{why}; the ranks' store cannot be asked who it is ({text})")
-        first, ranks, reason = said.split("|", 2)
+        first, ranks, reason = finding.split("|", 2)
         known = [int(rank) for rank in ranks.split(",") if rank]
         return CheckOutcome(status=Status(first), reason=reason, facts={"absent_ranks": known})
 

@@ -25,7 +25,7 @@ class Status(StrEnum):
     ERROR = "error"
     """The check could not be made; nothing is known."""
     SKIPPED = "skipped"
-    """There is nothing here to look at."""
+    """There is nothing here to check."""
 
 
 class CheckOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,7 +91,7 @@ class Coordinator:
         self._forming = Forming(settings, self.nodes)
         self._excluded = ExcludedNodes(self.nodes, self._ladder, record)
         self._finished: dict[str, m.CycleFacts] = {}
-        """Nodes whose workers all finished the running cycle; a finished one may say goodbye before the others."""
+        """Nodes whose workers all finished the running cycle; a finished one may leave before the others."""
         self._last_restart = (0, 0)
         """The newest restart inside the processes of the running cycle: its call, and its iteration."""
         self._over_at_s: float | None = None

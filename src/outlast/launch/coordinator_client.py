@@ -4,7 +4,7 @@
 in two threads that a stuck store cannot take the agent with: one sends messages and beats (and ticks the coordinator,
 if this process hosts the store), one receives and puts what comes into the agent's mailbox. The control store is soft
 state: when it is lost, training continues, and the link tries the endpoints in turn until one answers or can be hosted
-by this machine. :class:`Lifeline` is a connection whose end tells the store's host that this agent died.
+by this machine. :class:`Lifeline` is a connection whose end shows the store's host that this agent died.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class CoordinatorClient:
             )
         )
         if self._script_settings is not None:
-            told, self._script_settings = self._script_settings, None
-            self.report_settings(told)
+            settings, self._script_settings = self._script_settings, None
+            self.report_settings(settings)
         if is_joining:
             self.join(self._ended)
         elif has_finished and self._ended is not None:

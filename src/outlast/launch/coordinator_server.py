@@ -132,7 +132,7 @@ class CoordinatorServer:
             try:
                 self._store.queue_push("inbox", m.encode(m.Quit()))
             except (DistError, RuntimeError) as error:
-                log.debug("the coordinator could not be told to quit: %s", error)
+                log.debug("the coordinator did not get the request to quit: %s", error)
             self._thread.join(timeout_s)
         self._journal.close()
 
@@ -290,7 +290,7 @@ class LifelineServer:
             while self._serve_once():
                 pass
         except Exception:
-            # Beats still tell who is alive; only the quick way is gone, and that is said.
+            # Beats still show who is alive; only the quick way is gone.
             log.exception("the connections to the agents failed; lost nodes are now noticed by missing heartbeats only")
         finally:
             for connection in (*self._held, self._listener, self._stop_read):

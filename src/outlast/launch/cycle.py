@@ -460,7 +460,7 @@ class Cycle:
         evidence = self._keep_postmortem(worker)
         iteration = state.iteration if state.reports_iteration else None
         if diagnosis is not None:
-            evidence.pop("cause", None)  # an exit on purpose, of which the diagnosis says all
+            evidence.pop("cause", None)  # an intended exit, which the diagnosis explains
             evidence |= {"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)}
             iteration = diagnosis.iteration
         return Incident(

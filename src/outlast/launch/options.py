@@ -67,7 +67,7 @@ class RunOptions:
     resumes_other: bool
     """Its workers may resume from what another run saved."""
     log_level: str | None
-    """What ``--log-level`` or ``--quiet`` asks for; ``None`` = what the environment says."""
+    """What ``--log-level`` or ``--quiet`` asks for; ``None`` = the environment's."""
     notes: tuple[str, ...]
     """What to log at the start: settings that mean something else than they do to torchrun."""
     new_folders: tuple[Path, ...]
@@ -399,7 +399,7 @@ def _parse_conf(text: str, option: str) -> tuple[dict[str, float], tuple[str, ..
         name, equals, value = (piece.strip() for piece in part.partition("="))
         _require(
             bool(name and equals and value),
-            f"{option}: {part!r} is not in the form name=value; write join_timeout=600, say",
+            f"{option}: {part!r} is not in the form name=value; write for example join_timeout=600",
         )
         if name not in ("join_timeout", "timeout"):
             others.append(name)

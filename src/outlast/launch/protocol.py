@@ -219,7 +219,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The node carries the first slot of a new cycle: open its store and say where."""
+    """The node carries the first slot of a new cycle: open its store and report where."""
 
     cycle: int
 

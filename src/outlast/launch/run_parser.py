@@ -177,7 +177,7 @@ _REWORDED = {
     "local_addr": "Address under which the other nodes reach this one; default the one towards --rdzv-endpoint.",
     "shutdown_timeout": "The same as --workers-stop-timeout, and before it.",
 }
-"""What torchrun's other options mean here, where that is not what torchrun says of them."""
+"""What torchrun's other options mean here, where torchrun's own help differs."""
 _OURS: tuple[tuple[str, str, str | None, str | float | None, str], ...] = (
     (_RUN, "run-dir", "DIR", None, "Run directory (journal, stacks, ladder.json); default outlast-runs/ID."),
     (
@@ -285,7 +285,7 @@ class RunCommand:
 
     @property
     def hint(self) -> str | None:
-        """What to say of options behind the script, which go to the script."""
+        """A hint at options behind the script, which go to the script."""
         return hint_at(self.strays, self.args.training_script, "outlast run")
 
 
@@ -540,7 +540,7 @@ def _find_option(parser: argparse.ArgumentParser, word: str) -> tuple[argparse.A
 
 
 def hint_at(strays: Sequence[str], script: str, command: str) -> str | None:
-    """Return what to say of options behind the script; ``None`` = there are none.
+    """Return a hint at options behind the script; ``None`` = there are none.
 
     Args:
         strays: The options, as they stand there.

@@ -68,7 +68,7 @@ def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
 def count_lost(events: Sequence[Event], *, is_given_up: bool) -> int:
     """Return how many iterations were done in vain.
 
-    Ranks train together: the one that tells most of it is believed.
+    Ranks train together: the one that reports the most counts.
 
     Args:
         events: Of one job, by wall time.
@@ -123,7 +123,7 @@ class _RankHistory:
 
 
 def _durable(event: Event) -> int:
-    """Return the iteration of a generation that outlives the job, if the event tells of one, else 0."""
+    """Return the iteration of a generation that outlives the job, if the event names one, else 0."""
     if event.kind == EventKind.SAVE_COMMITTED:
         tiers = event.data.get("tiers", ())
     elif event.kind == EventKind.RESTORED:

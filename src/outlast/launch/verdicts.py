@@ -128,7 +128,7 @@ def observations(facts: list[m.CycleFacts]) -> list[Observation]:
 
 
 def departure(cycle: int, leave: m.Leave) -> CycleEnd:
-    """Return the end of a cycle whose job was told to leave."""
+    """Return the end of a cycle whose job was requested to shut down."""
     facts = leave.facts
     return CycleEnd(
         cycle=cycle,
@@ -171,7 +171,7 @@ def copy_untrusted(one: Distrusted, cause: Incident | None) -> Incident:
 
 
 def _by_who_saw_it(incident: Incident, diagnosis: Diagnosis) -> Incident:
-    """Return the incident of the rank that saw the invalid result, where only ranks that left with it were heard."""
+    """Return the incident of the rank that saw the invalid result, where only ranks that left with it reported."""
     if incident.rank == diagnosis.rank:
         return incident
     return msgspec.structs.replace(
@@ -249,7 +249,7 @@ class LadderClient:
         data: dict[str, object] = {"verdict": verdict}
         if end.incident is not None:
             data["incident"] = end.incident
-            # A job's last line says why it stops.
+            # A job's last line gives the reason why it stops.
             level = logging.DEBUG if verdict.rung == Rung.STOP else logging.WARNING
             what = "continues" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
             log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
@@ -276,10 +276,10 @@ class LadderClient:
         log.warning("%s: the next cycle trains without the replay", why)
         self._keep(ladder.drop_replay(self.state))
 
-    def learn_distrusted(self, told: Sequence[Distrusted]) -> None:
+    def learn_distrusted(self, reported: Sequence[Distrusted]) -> None:
         """Take over which copies an agent must not load; the coordinator that decided it may be out of reach."""
         known = {(one.attempt, one.tier) for one in self.state.distrusted}
-        if new := tuple(one for one in told if (one.attempt, one.tier) not in known):
+        if new := tuple(one for one in reported if (one.attempt, one.tier) not in known):
             self._keep(msgspec.structs.replace(self.state, distrusted=self.state.distrusted + new))
 
     def _with_time(self, state: LadderState) -> LadderState:

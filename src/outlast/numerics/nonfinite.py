@@ -1,7 +1,7 @@
 """The light form of a check for NaN and infinity: no step is run again, all ranks do the same, at once.
 
-The quiet step costs one reduction of two integers, on a gloo group of its own whatever training uses. Only when it says
-that some rank saw a bad value is there a second one, with a place for every rank, which tells who.
+The quiet step costs one reduction of two integers, on connections of its own whatever training uses. Only if some rank
+saw a bad value, a second one with a place for every rank shows which.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from outlast import env
 from outlast.errors import ConfigError, ExitReason, NotFinite
 from outlast.policy.rerun import Diagnosis, Finding
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.diagnoses import leave_diagnosis
+from outlast.runtime.process_groups import current_place
 
 __all__ = ["FiniteCheck", "NonFiniteAction", "NonFiniteDetector"]
 
 log = logging.getLogger(__name__)
 Optimizers: TypeAlias = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-_MAX_TOLD = 8
+_MAX_NAMED = 8
 """Ranks that a message names one by one."""
 
 
@@ -36,7 +36,7 @@ class NonFiniteAction(StrEnum):
     """What is done when a rank sees NaN or infinity."""
 
     WARN = "warn"
-    """Say so, and train on."""
+    """Log it, and continue training."""
     SKIP = "skip"
     """Leave the step's update out, on all ranks."""
     RAISE = "raise"
@@ -113,7 +113,7 @@ class NonFiniteDetector:
             :class:`~outlast.errors.NotFinite`, whatever the action is; 0 = no limit. Not caught, it ends the process
             with exit code 17 (``ExitReason.FAILED_VALIDATION``): the run stops, instead of being restarted, so that
             people can decide what to go back to.
-        check_gradients: Look at the gradients too; one pass over them.
+        check_gradients: Check the gradients too; one pass over them.
         on_rollback: Takes training back to the last good generation, on all ranks: loads it, or ends the process so
             that its launcher does. Called with the check's result once all ranks have agreed. May be bound later.
         timeout_s: Seconds after which a check fails because a peer does not take part.
@@ -147,7 +147,7 @@ class NonFiniteDetector:
         self._consensus: Consensus | None = None
 
     def bind(self, on_rollback: Callable[[FiniteCheck], None]) -> None:
-        """Say how to go back to the last good generation, unless it was said when the detector was made."""
+        """Set how to go back to the last good generation, unless it was given to the constructor."""
         self._on_rollback = self._on_rollback or on_rollback
 
     def check(
@@ -156,8 +156,8 @@ class NonFiniteDetector:
         """Judge a step between its backward pass and its update.
 
         Args:
-            loss: This rank's loss, of any shape; ``None`` = it is not looked at.
-            optimizers: Those that will step. Without them, no gradient is looked at or dropped: then leave the step out
+            loss: This rank's loss, of any shape; ``None`` = it is not checked.
+            optimizers: Those that will step. Without them, no gradient is checked or dropped: then leave the step out
                 yourself where ``should_step`` is false.
             iteration: Number of optimizer steps done; the number of earlier checks when not given.
 
@@ -166,7 +166,7 @@ class NonFiniteDetector:
 
         Raises:
             NotFinite: Something is not finite, and the action is ``raise``, or it was so ``max_consecutive`` times in a
-                row, or the action is ``rollback`` and nobody said how. On all ranks.
+                row, or the action is ``rollback`` and no way is set. On all ranks.
             ConfigError: Gradients are to be checked, and no optimizer is given.
             PeerLost: A peer is gone, or did not come in time.
 
@@ -233,21 +233,18 @@ class NonFiniteDetector:
         rank = (found.loss_ranks or found.gradient_ranks)[0]
         if self.max_consecutive and self.num_consecutive >= self.max_consecutive:
             text = f"{found.describe()}, which is the limit"
-            finding, bad = Finding.REPEATED, tuple(sorted({*found.loss_ranks, *found.gradient_ranks}))
+            bad = tuple(sorted({*found.loss_ranks, *found.gradient_ranks}))
             diagnosis = Diagnosis(
-                finding=finding, rank=rank, iteration=found.iteration, message=text, rejected_ranks=bad
+                finding=Finding.REPEATED, rank=rank, iteration=found.iteration, message=text, rejected_ranks=bad
             )
-            place = env.read_worker()
-            if dist.is_initialized():  # a script of its own need not have set RANK
-                place = replace(place, global_rank=dist.get_rank())
-            leave_diagnosis(place, diagnosis)
+            leave_diagnosis(current_place(), diagnosis)
             text += "; look at the data and at the ranks named"
             raise _LimitReached(text, rank=rank, iteration=found.iteration)
         if self.action is NonFiniteAction.RAISE:
             text = f"{found.describe()}; look at the data and at the ranks named"
             raise NotFinite(text, rank=rank, iteration=found.iteration)
         if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is None:
-            text = f"{found.describe()}, but nobody said how to go back; give on_rollback, or call bind()"
+            text = f"{found.describe()}, but no way to go back is set; give on_rollback, or call bind()"
             raise NotFinite(text, rank=rank, iteration=found.iteration)
         logs_for_all = not dist.is_initialized() or dist.get_rank() == 0  # every rank knows the same
         log.log(logging.WARNING if logs_for_all else logging.DEBUG, "%s", found.describe())
@@ -263,10 +260,10 @@ class NonFiniteDetector:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if self._consensus is None:
             self._consensus = Consensus(["is_bad"], world_size=world_size, timeout_s=self._timeout_s)
-        if not any(self._consensus.agree([bad_loss, bad_gradient])):
+        if not any(self._consensus.agree([int(bad_loss), int(bad_gradient)])):
             return (), ()
         seen = [0] * 2 * world_size
-        seen[rank], seen[world_size + rank] = bad_loss, bad_gradient
+        seen[rank], seen[world_size + rank] = int(bad_loss), int(bad_gradient)
         flags = self._consensus.agree(seen)
         loss_ranks, gradient_ranks = (
             tuple(one for one, flag in enumerate(row) if flag) for row in (flags[:world_size], flags[world_size:])
@@ -310,7 +307,7 @@ def _are_finite(tensors: list[torch.Tensor]) -> bool:
 
 
 def _name(ranks: tuple[int, ...]) -> str:
-    told = ", ".join(map(str, ranks[:_MAX_TOLD])) + (
-        f" and {len(ranks) - _MAX_TOLD} others" if len(ranks) > _MAX_TOLD else ""
+    named = ", ".join(map(str, ranks[:_MAX_NAMED])) + (
+        f" and {len(ranks) - _MAX_NAMED} others" if len(ranks) > _MAX_NAMED else ""
     )
-    return f"rank{'s' if len(ranks) > 1 else ''} {told}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}"

@@ -1,7 +1,7 @@
 """What it takes to run a step again: its batches, and, after a restart, all that a diagnostic save holds of it.
 
 Batches are stored without running anybody's code when they are read: tensors, arrays, numbers and texts, in containers.
-Whatever else a batch holds is named, and not stored, since reading a pickle means to run what the file says.
+Whatever else a batch holds is named, and not stored, since reading a pickle runs code from the file.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ReplayableIterator(Generic[T]):
             random_after: Random numbers after each of them was drawn.
 
         Whether the source stands before or behind them depends on what the script saved and when. So the first batch
-        that is drawn from it afterwards is looked at: if it is the first of these, as many are skipped.
+        that is drawn from it afterwards is compared: if it is the first of these, as many are skipped.
         """
         self._drawn, self._given = list(batches), 0
         self._versions = [_versions(batch) for batch in batches]
@@ -165,7 +165,7 @@ class StepReplay:
         self._has_batches = True
 
     def last_on_same_device(self, tries: int) -> Replay:
-        """Return the replay that the save knows of, after ``tries`` on the same device.
+        """Return the replay that the save describes, after ``tries`` on the same device.
 
         Raises:
             OutlastError: No diagnostic save was loaded.
@@ -323,7 +323,7 @@ def give_back(stored: Mapping[str, Any], local_rank: int) -> Any:
 
 
 def fingerprint(value: Any) -> str:
-    """Return 16 hexadecimal digits that tell one nested value from another; of foreign objects only the type counts.
+    """Return 16 hexadecimal digits that identify a nested value; of foreign objects only the type counts.
 
     Blocks: until the tensors were copied from their device.
     """

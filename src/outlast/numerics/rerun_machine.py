@@ -81,7 +81,7 @@ class RerunDecision:
 
     @property
     def exit_code(self) -> int | None:
-        """The process's exit code; ``None`` = training goes on."""
+        """The process's exit code; ``None`` = training continues."""
         code = self.action.exit_code
         return None if code is None else int(code)
 
@@ -168,7 +168,7 @@ class RerunStateMachine:
         return iterator
 
     def begin_step(self, iteration: int, batches: Batches = None) -> None:
-        """Begin a step; :meth:`should_run` says when its runs are over.
+        """Begin a step; :meth:`should_run` returns when its runs are over.
 
         Args:
             iteration: Number of optimizer steps done before it.
@@ -188,7 +188,7 @@ class RerunStateMachine:
         self._validation.begin_step(iteration, self._state, expected=expected, struck=struck)
 
     def should_run(self) -> bool:
-        """Return whether the step is to be run (again); when not, :attr:`decision` says what follows.
+        """Return whether the step is to be run (again); if not, :attr:`decision` is what follows.
 
         Raises:
             PeerLost: A peer left, or did not end its run in time.
@@ -219,14 +219,14 @@ class RerunStateMachine:
         message: str = "rejected by the script",
         tolerance: float = 0.0,
     ) -> None:
-        """Judge one number of the step that runs: NaN, infinity, spikes, and what the script says itself.
+        """Judge one number of the step that runs: NaN, infinity, spikes, and the script's own reasons.
 
         A number on a device is read when the run ends, so that nothing waits for the device before that.
 
         Args:
             value: A number, or a tensor with one element.
-            what: Its name, for people; spikes are told from earlier values of the same name.
-            rejects: Says of the number whether it is invalid, beside what the settings say.
+            what: Its name, for people; spikes are compared with earlier values of the same name.
+            rejects: Returns whether the number is invalid, beside what the settings reject.
             message: Why, in that case.
             tolerance: Relative difference up to which two values are the same.
 
@@ -250,10 +250,10 @@ class RerunStateMachine:
 
         Args:
             result: A number or a tensor with one element; with ``comparison_func`` anything.
-            rejection_func: Says of the result whether it is invalid.
+            rejection_func: Returns whether the result is invalid.
             message: Why, in that case; it also names the validation.
-            comparison_func: Says how much two results differ; ``None`` = 0 when equal or both NaN, infinite when one is
-                NaN or infinite, else the relative difference.
+            comparison_func: Returns how much two results differ; ``None`` = 0 when equal or both NaN, infinite when one
+                is NaN or infinite, else the relative difference.
             tolerance: Difference up to which two results are the same.
             fatal: Whether the result must not be trained on even if it comes again.
 
@@ -299,7 +299,7 @@ class RerunStateMachine:
         """Make the next step a replay of the one whose diagnostic save was loaded, with the batches saved there.
 
         Args:
-            replay: What the launcher asks for; ``None`` = what the save says, as the last try on the same device.
+            replay: What the launcher asks for; ``None`` = what the save describes, as the last try on the same device.
 
         Raises:
             OutlastError: There is neither.

@@ -110,7 +110,7 @@ class _WatchedBuffer:
     changes: bool = False
     """Whether runs change it."""
     is_silent: bool = False
-    """Whether they change it without its version telling."""
+    """Whether they change it without a change of its version."""
     changes_outside: bool = False
     """Whether it changes between runs, and no run was seen to change it."""
 

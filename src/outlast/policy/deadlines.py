@@ -127,7 +127,7 @@ class Timeouts:
 
     @classmethod
     def from_config(cls, config: FaultToleranceConfig, *, with_defaults: bool = False) -> Timeouts:
-        """Take the timeouts out of a config; none where it says that nothing is watched.
+        """Take the timeouts out of a config; none where hang detection is off.
 
         Args:
             config: The settings.

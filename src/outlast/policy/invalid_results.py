@@ -12,11 +12,11 @@ Exit code 16 asks to have the result run again before it is judged. In this orde
 Exit code 17 brings a verdict. A *correct* result stops the run at once: what trained it would do so again. A device's
 *persistent* fault takes its node out, where the world can do without it; else the node gets one more chance for as long
 as there is no progress. Where ranks outvoted one whose replica differed, without a replay, a second such verdict soon
-after a load points at the copy that was loaded. A code that brings no verdict, or comes from a replay that could not
-tell, leads to steps 1, 4 and 5. Replicas that differ without a majority have no culprit and nothing to replay: their
+after a load points at the copy that was loaded. A code that brings no verdict, or comes from a replay that decided
+nothing, leads to steps 1, 4 and 5. Replicas that differ without a majority have no culprit and nothing to replay: their
 workers start again on the same devices, a bounded number of times.
 
-Each remedy is tried once, or as often as said, for the same result: the ladder remembers in its cases what was tried.
+Each remedy is tried once, or as often as stated, for the same result: the ladder remembers in its cases what was tried.
 
 A result that was invalid twice on one device is either that device's persistent fault or the correct result of bad data
 or a bad model. Only another device can decide. Where there is none, the same one may try again a few times; it can only
@@ -85,7 +85,7 @@ def find_remedy(state: LadderState, end: CycleEnd, limits: Limits) -> Remedy:
         return _blame(state, end, diagnosis, what)
     if diagnosis is None:
         return _judge_copy(what, _judge(state, end.load, _iteration(end)), faulty_node=end.incident.node)
-    # A last try, or one on another device, that could not tell: what is left is the copy that was trained on.
+    # A last try, or one on another device, that decided nothing: what is left is the copy that was trained on.
     case = _find_case(state.cases, end.incident, diagnosis, end.load, is_replay=_is_replay(state, diagnosis))
     return _judge_copy(what, _judge(state, case.load, diagnosis.iteration))
 
@@ -101,7 +101,7 @@ def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits:
     if diagnosis is None or diagnosis.finding == Finding.SPLIT:
         if case.same_device < limits.max_same_device_reruns:
             attempt = f"try {case.same_device + 1} of {limits.max_same_device_reruns}"
-            known = "no diagnosis says more" if diagnosis is None else "there is no device to hold back"
+            known = "there is no diagnosis" if diagnosis is None else "there is no device to hold back"
             action = f"{known}, restarting the workers on the same devices, {attempt}"
             return Remedy(what=what, action=action, case=_granted_here(case), faulty_node=faulty)
         return _judge_copy(what, judgement, faulty_node=faulty)

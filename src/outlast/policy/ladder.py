@@ -24,7 +24,7 @@ What follows a result that a worker judged invalid (exit codes 16 and 17) is dec
 After a slow rank (exit code 18) its node gives its slot to a spare and gets none any more. Without a spare the run
 stops: the same workers on the same nodes would be as slow, and the verdict names the node to leave out of the next job.
 
-The exit code of a stop tells a scheduler whether trying again can help: 93 when the same thing was tried
+The exit code of a stop shows a scheduler whether trying again can help: 93 when the same thing was tried
 again and got no further; 1 when nothing was tried (``max_restarts=0``), when the progress is unknown, or when
 the last cycle did get further and only the total is spent.
 """

@@ -1,4 +1,4 @@
-"""What the ladder knows: what it remembers of a run, what it is told about a cycle's end, and what is allowed."""
+"""What the ladder knows: what it remembers of a run, what is known of a cycle's end, and what is allowed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CycleEnd:
     """It did not end after all: its workers restarted inside their processes."""
 
     preempted: bool = False
-    """The job was told to leave."""
+    """The job was requested to shut down."""
 
     preempted_saved: bool = False
     """The workers saved what they had before they left."""
@@ -122,7 +122,7 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """What the ladder remembers from cycle to cycle and from job to job."""
 
     job: str = ""
-    """The job that wrote this; its budgets begin afresh in the next one, as :func:`begin_job` says."""
+    """The job that wrote this; its budgets begin afresh in the next one, see :func:`begin_job`."""
     restarts_without_progress: int = 0
     restarts_total: int = 0
     cycles_without_progress: int = 0
@@ -188,7 +188,7 @@ def begin_job(state: LadderState) -> LadderState:
     was_told_to_leave = bool(state.history) and state.history[-1].rung == Rung.REQUEUE_JOB
     if not was_told_to_leave:
         state = msgspec.structs.replace(state, replay=None)
-    cases = tuple(case for case in state.cases if case.iteration is not None)  # none can be told from another job's
+    cases = tuple(case for case in state.cases if case.iteration is not None)  # others may be another job's
     state = msgspec.structs.replace(
         state, restarts_without_progress=0, node_faults={}, quarantined=(), held_back=(), blamed=(), cases=cases
     )

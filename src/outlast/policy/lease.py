@@ -71,7 +71,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class LeaseOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """What an owner says of itself."""
+    """What identifies an owner."""
 
     token: str
     """Random; names this holding of this directory."""
@@ -226,7 +226,7 @@ class DirectoryRun:
 
 
 class RunEvidence(msgspec.Struct, frozen=True, array_like=True):
-    """What one place says of the run that it belongs to."""
+    """What one place shows of the run that it belongs to."""
 
     hint: str | None = None
     """The run that ``run.json`` names."""
@@ -296,8 +296,8 @@ def choose_run(global_place: RunEvidence | None, near_places: Iterable[RunEviden
     older run left there.
 
     Args:
-        global_place: What the global tier says.
-        near_places: What each node's memory and folder say; a place counts as often as it is given.
+        global_place: What the global tier shows.
+        near_places: What each node's memory and folder show; a place counts as often as it is given.
 
     Returns:
         The global tier's run, else what most places name, else what is newest; ``None`` = it is a new one.

@@ -20,7 +20,7 @@ class Protection:
     hangs: str
     nodes: str
     of_session: str = ""
-    """What a session tells: its saves and what it does on a notice; empty = no session told anything."""
+    """What a session reports: its saves and its reaction to a notice; empty = no session reported anything."""
 
     @property
     def has_gap(self) -> bool:
@@ -77,7 +77,7 @@ def describe_saves(*, tiers: tuple[str, ...], interval: int | str, near_interval
 
     Args:
         tiers: Where it saves to; none = nowhere.
-        interval: Iterations between saves to all tiers; 0 = only when told to leave, at the end, or by hand.
+        interval: Iterations between saves to all tiers; 0 = only at a shutdown, at the end, or by hand.
         near_interval: The same for the near tiers alone.
         is_told: A notice reaches it.
     """

@@ -90,7 +90,7 @@ class Distrusted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What an invalid result says about what was loaded."""
+    """What an invalid result shows about what was loaded."""
 
     distrusted: Distrusted | None
     """What is not loaded again; then the run is restarted. ``None``: it is not the copy's fault, the run stops."""

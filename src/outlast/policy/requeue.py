@@ -1,6 +1,6 @@
 """Whether the scheduler gets a job back that has ended: the exit-code table, and a budget for failures.
 
-A pure function: it is told how the job ended and what is remembered of the run's earlier jobs, and returns the answer
+A pure function: from how the job ended and what is remembered of the run's earlier jobs it returns the answer
 with what is to be remembered. Jobs that were shut down go back as often as it takes; failures at most
 ``num_job_retries_on_failure`` times in a row, because more of them are usually not transient. Progress, a durable
 generation at a higher iteration than ever before, gives a run its retries back, where progress can be known.
@@ -49,7 +49,7 @@ class JobEnd:
     exit_code: int
     """The highest exit code of its tasks; 128 + n: ended by signal n."""
     finished: bool = False
-    """The run's own record says that it is done."""
+    """The run's own record has it as finished."""
     stopped_with: int | None = None
     """With which exit code the run's own record says that it was stopped; ``None`` = it was not. A node that stayed
     outside ends with a code of its own, which can be the highest."""

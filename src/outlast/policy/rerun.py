@@ -86,7 +86,7 @@ class Finding(StrEnum):
     REPEATED = "repeated"
     """It came in too many steps in a row: the run stops, for people to decide."""
     SPLIT = "split"
-    """Replicas differ, and no majority says whose is bad: no rank, node or device is blamed."""
+    """Replicas differ, and no majority shows whose is bad: no rank, node or device is blamed."""
     SLOW = "slow"
     """No result is invalid: the rank is slow, and its node is to be replaced (exit code 18)."""
 
@@ -100,7 +100,7 @@ _MEANING = {
     Finding.UNDECIDED: "undecided",
     Finding.REPEATED: "the run stops, so that people can look at the data and at the ranks named, and go back",
     Finding.SLOW: "all ranks leave, so that its node can be replaced",
-    Finding.SPLIT: "culprit unknown, as no majority says which replica is bad",
+    Finding.SPLIT: "culprit unknown, as no majority shows which replica is bad",
 }
 
 

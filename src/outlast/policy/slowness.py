@@ -5,11 +5,11 @@ role's ranks (NVIDIA's resiliency extension takes the fastest rank; then one out
 one is the rank's own best so far. The score of a rank is the mean of its sections' scores, each weighted by its count
 times its mean, which is the time spent in it; a section that a rank never entered is not part of its score.
 
-A rank is *slow* in a section when three things hold: the score is below a limit; it is outside noise, told by the
+A rank is *slow* in a section when three things hold: the score is below a limit; it is outside noise, by the
 robust z of its time among the others' (median absolute deviation of the others, with the standard errors of the medians
 and a floor of 1 % of the reference added in squares); and it matters, which is 1 % of a step. For the individual score
 the time to beat is the own best times the lower median of what all ranks have slowed down by: when all become slower,
-nobody is slow.
+no rank is slow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["KERNELS", "Z_LIMIT", "Basis", "Slowness", "measure_individual", "mea
 KERNELS = "kernels"
 """Name of what is measured by all kernels of a rank together."""
 MIN_SAMPLES = 3
-"""Times that a median needs before anybody is judged by it."""
+"""Times that a median needs before a rank is judged by it."""
 NOISE_FLOOR = 0.01
 """Of the reference: differences between sound machines that no spread shows."""
 RELEVANT_SHARE = 0.01
@@ -127,22 +127,7 @@ def measure_relative(ranks: Sequence[RankTimings]) -> list[Slowness]:
                 continue
             reference_s = lower_median(timing.median_s for _, timing in timed)
             values = [_MeasuredValue(timing.median_s, _error_s(timing)) for _, timing in timed]
-            for (owner, timing), one, others in zip(timed, values, _others_of_each(values), strict=True):
-                assert others is not None, "there are two"
-                excess_s = _times_a_step(owner, timing) * (one.value - reference_s)
-                found.append(
-                    Slowness(
-                        basis=Basis.RELATIVE,
-                        rank=owner.rank,
-                        name=name,
-                        score=min(1.0, reference_s / one.value),
-                        ratio=one.value / reference_s,
-                        excess_s=max(0.0, excess_s),
-                        z=others.z(one, reference_s),
-                        is_judged=timing.count >= MIN_SAMPLES,
-                        is_relevant=excess_s >= RELEVANT_SHARE * _step_s(owner),
-                    )
-                )
+            found += _compare(Basis.RELATIVE, timed, values, reference=reference_s, normal=reference_s)
         found += _measure_kernels(Basis.RELATIVE, members, _role_references(members))
     return found
 
@@ -150,7 +135,7 @@ def measure_relative(ranks: Sequence[RankTimings]) -> list[Slowness]:
 def measure_individual(ranks: Sequence[RankTimings]) -> list[Slowness]:
     """Return how slow each rank is in each section, and in its kernels, against its own best so far.
 
-    With no other rank to tell whether everything became slower, a rank has a score and is not judged.
+    With no other rank that shows whether everything became slower, a rank has a score and is not judged.
     """
     found = []
     for name in _names(ranks):
@@ -163,23 +148,46 @@ def measure_individual(ranks: Sequence[RankTimings]) -> list[Slowness]:
             _MeasuredValue(timing.median_s / timing.best_s, _error_s(timing) / timing.best_s) for _, timing in timed
         ]
         shared = max(1.0, lower_median(one.value for one in values)) if values else 1.0
-        for (owner, timing), one, others in zip(timed, values, _others_of_each(values), strict=True):
-            excess_s = _times_a_step(owner, timing) * timing.best_s * (one.value - shared)
-            found.append(
-                Slowness(
-                    basis=Basis.INDIVIDUAL,
-                    rank=owner.rank,
-                    name=name,
-                    score=min(1.0, 1 / one.value),
-                    ratio=one.value / shared,
-                    excess_s=max(0.0, excess_s),
-                    z=others.z(one, shared) if others is not None else 0.0,
-                    is_judged=timing.count >= MIN_SAMPLES and others is not None,
-                    is_relevant=excess_s >= RELEVANT_SHARE * _step_s(owner),
-                )
-            )
+        found += _compare(Basis.INDIVIDUAL, timed, values, reference=shared, normal=1.0)
     own = {owner.rank: {timing.name: timing.best_s for timing in owner.kernels} for owner in ranks}
     return found + _measure_kernels(Basis.INDIVIDUAL, ranks, own)
+
+
+def _compare(
+    basis: Basis,
+    timed: Sequence[tuple[RankTimings, Timing]],
+    values: Sequence[_MeasuredValue],
+    *,
+    reference: float,
+    normal: float,
+) -> list[Slowness]:
+    """Return how slow each rank is in one section.
+
+    Args:
+        basis: What the ranks are compared with.
+        timed: The ranks, with their times.
+        values: What is compared: seconds, or multiples of the own best.
+        reference: The value to beat.
+        normal: The value of a rank whose score is 1.
+    """
+    found = []
+    for (owner, timing), one, others in zip(timed, values, _others_of_each(values), strict=True):
+        unit_s = 1.0 if basis == Basis.RELATIVE else timing.best_s
+        excess_s = timing.count / max(1, owner.num_steps) * unit_s * (one.value - reference)
+        found.append(
+            Slowness(
+                basis=basis,
+                rank=owner.rank,
+                name=timing.name,
+                score=min(1.0, normal / one.value),
+                ratio=one.value / reference,
+                excess_s=max(0.0, excess_s),
+                z=others.z(one, reference) if others is not None else 0.0,
+                is_judged=timing.count >= MIN_SAMPLES and others is not None,
+                is_relevant=excess_s >= RELEVANT_SHARE * _step_s(owner),
+            )
+        )
+    return found
 
 
 def score_ranks(ranks: Sequence[RankTimings], measured: Iterable[Slowness]) -> dict[int, float]:
@@ -248,10 +256,6 @@ def _role_references(members: Sequence[RankTimings]) -> dict[int, dict[str, floa
 def _error_s(timing: Timing) -> float:
     """Return the standard error of a median."""
     return _ERROR_OF_MEDIAN * _SIGMA_OF_MAD * timing.spread_s / math.sqrt(timing.count)
-
-
-def _times_a_step(owner: RankTimings, timing: Timing) -> float:
-    return timing.count / max(1, owner.num_steps)
 
 
 def _step_s(owner: RankTimings) -> float:

@@ -5,12 +5,12 @@ row. Not named, however slow it looks:
 
 * a rank among many that are slow: the lower median is the reference, so the norm is what at least half of a role does;
 * a rank that waits. Where ranks meet within a step, all others wait for a slow one, and their sections grow by as much
-  as it is late. So a rank's excess in a section is taken for waiting when another rank, which had lost time in earlier
+  as it is late. So a rank's excess in a section counts as waiting when another rank, which had lost time in earlier
   sections of the step where this one had not, has by the section's end lost about as much as this one. Where waiting is
   marked (``detector.waiting()``) it is not timed at all.
 
 Ranks that are slow by the same amount in the same section may be a slow one and one that waits for it: durations alone
-cannot tell, and the report says that they are alike.
+cannot decide, and the report states that they are alike.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Streaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a window's timings say."""
+    """What a window's timings show."""
 
     relative: Mapping[int, float]
     """Relative score by global rank; empty = not calculated, or there is nothing to compare with."""
@@ -137,7 +137,7 @@ class Findings:
 
 
 def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetectionConfig) -> tuple[Streaks, Findings]:
-    """Return what a window says, and what to remember for the next one.
+    """Return what a window shows, and what to remember for the next one.
 
     Args:
         streaks: What was remembered from the window before.

@@ -65,14 +65,14 @@ class ExitDeadline:
             after_s: Seconds from now.
             give_up_now: Nothing is to be waited for any more.
         """
-        now_s, reserve_s = clock.now_s(), min(2.0, after_s / 5)
+        now_s, margin_s = clock.now_s(), min(2.0, after_s / 5)
         with self._changed:
             if self._closed:
                 return
             if self._end_s is None or now_s + after_s < self._end_s:
                 self._end_s = now_s + after_s
-                self._hard_s = self._end_s - reserve_s / 2
-                self._give_up_s = min(self._end_s - reserve_s, self._give_up_s or self._end_s)
+                self._hard_s = self._end_s - margin_s / 2
+                self._give_up_s = min(self._end_s - margin_s, self._give_up_s or self._end_s)
                 self._last_resort.arm(after_s, self._exit_code())
             if give_up_now:
                 self._give_up_s = now_s

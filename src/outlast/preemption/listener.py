@@ -60,7 +60,7 @@ class ShutdownListener:
     Args:
         signals: The signals; none at all if empty.
         sources: What else may give notice; see :class:`NoticeSource`.
-        poll_interval_s: Seconds from one look at them to the next.
+        poll_interval_s: Seconds from one poll of them to the next.
         deadline_s: Seconds from the first notice within which the process has ended; 0 or ``None`` = no deadline.
         exit_code: Its exit code then, or what returns it at that time.
         on_notice: Called with each notice, in a thread of the listener; must not raise and must return soon.

@@ -254,7 +254,7 @@ class SlowRanks:
 
     def wants_report(self) -> bool:
         """Return whether it is time for a report, as far as this rank knows."""
-        return self._detector.wishes_report()
+        return self._detector.wants_report()
 
     def report(self) -> Report:
         """Compare the ranks; see :meth:`outlast.straggler.StragglerDetector.report`.

@@ -48,7 +48,7 @@ class RankProgress:
 
 
 class JobEvents:
-    """What a job's events say, taken in one by one."""
+    """What a job's events show, taken in one by one."""
 
     def __init__(self) -> None:
         self.agents: dict[str, Event] = {}
@@ -180,7 +180,7 @@ class JobEvents:
         return bool(self.cycles) and set(self.newest_cycle) <= set(ends)
 
     def setting(self, name: str) -> Any:
-        """Return what the coordinator's agent was told, or another's; ``None`` in a journal of an earlier version."""
+        """Return a setting of the coordinator's agent, or of another; ``None`` in a journal of an earlier version."""
         agents = [self.agents[self.coordinator_node]] if self.coordinator_node in self.agents else []
         agents += list(self.agents.values())
         return next((value for event in agents if (value := event.data.get(name)) is not None), None)

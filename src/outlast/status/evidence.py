@@ -2,7 +2,7 @@
 
 Nothing is ever written. A journal of months on hundreds of nodes is not read whole: of each file of the newest job the
 end, as much as a fixed budget allows. What decides about a job is in the agents' and the coordinator's files, which are
-short; of the ranks' files the end tells how far they are.
+short; of the ranks' files the end shows how far they are.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Evidence:
     """What earlier jobs saved."""
     ladder: LadderState | None = None
     living: Mapping[JobProcess, bool | None] = field(default_factory=dict)
-    """Whether a process runs; ``None``: that cannot be told from here."""
+    """Whether a process runs; ``None``: unknown from here."""
     live: LiveStatus | None = None
     renewed_ns: int = 0
     """When the owner of the run directory renewed its record last, by the file system's clock; 0 = not known."""
@@ -81,7 +81,7 @@ def gather(run_dir: Path, *, live: LiveStatus | None = None) -> Evidence:
 
     Args:
         run_dir: The run directory.
-        live: What its coordinator says, where that was asked already.
+        live: The coordinator's status, if it was asked already.
 
     Raises:
         ConfigError: It is no run directory, or cannot be read.
@@ -327,7 +327,7 @@ def _is_worth_asking(events: Sequence[Event], living: Mapping[JobProcess, bool |
 
 
 def _ask_for(job: str, events: Sequence[Event]) -> tuple[LiveStatus | None, str | None]:
-    """Ask the coordinator of a job; return what it says, or why it does not."""
+    """Ask the coordinator of a job; return its status, or why there is none."""
     reason = None
     for endpoint in _endpoints(events):
         try:

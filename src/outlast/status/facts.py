@@ -40,7 +40,7 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
     """Return how a run is.
 
     Args:
-        evidence: What there is to judge by: events, or what the coordinator says, or both.
+        evidence: What there is to judge by: events, or the coordinator's status, or both.
         now_ns: Nanoseconds since the epoch, for ages.
     """
     live = evidence.live
@@ -174,7 +174,7 @@ def _waiting(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None
 
 
 def _end(job: JobEvents, live: LiveStatus | None) -> tuple[int | None, str | None]:
-    """Return a job's exit code and the reason: what the node of the coordinator says, else who ended last."""
+    """Return a job's exit code and the reason: those of the coordinator's node, else of the last one to end."""
     if live is not None and live.exit_code is not None:
         return live.exit_code, live.reason
     if job.ended:

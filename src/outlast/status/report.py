@@ -41,15 +41,15 @@ class RunState(StrEnum):
     FORMING = "forming"
     """Its nodes come together, and its workers have not started yet, or are being started again."""
     WAITING = "waiting"
-    """Nodes are missing; `waiting` says how many, and until when."""
+    """Nodes are missing; `waiting` has how many, and until when."""
     RUNNING = "running"
     """Its workers run."""
     OVER = "over"
-    """It has ended; `exit_code` and `reason` say how."""
+    """It has ended; see `exit_code` and `reason`."""
     NO_PROCESS = "no_process"
     """It has not ended in order, and none of its processes is left."""
     UNKNOWN = "unknown"
-    """It has not ended in order, its processes are on other machines, and nothing was heard of them lately."""
+    """It has not ended in order, its processes are on other machines, and they gave no sign of life lately."""
 
 
 class NodeState(StrEnum):
@@ -215,7 +215,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None
     """Ranks of the newest cycle."""
     iteration: int | None
-    """Optimizer steps done, as far as the ranks told; a session tells every 5 s."""
+    """Optimizer steps done, as far as the ranks reported; a session reports every 5 s."""
     iteration_time: str | None
     """When that was told."""
     iteration_age_s: float | None

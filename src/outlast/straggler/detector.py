@@ -1,7 +1,7 @@
 """The search for slow ranks: what is timed, when ranks exchange it, and what follows.
 
 A window begins after a report and ends with the next one. When that is must be the same step on all ranks. A session
-agrees on it with the step's other decisions (:meth:`StragglerDetector.wishes_report`); without one, each report
+agrees on it with the step's other decisions (:meth:`StragglerDetector.wants_report`); without one, each report
 contains how fast the ranks go, from which all of them compute the step of the next (:meth:`StragglerDetector.is_due`):
 nothing is sent between two reports.
 """
@@ -53,7 +53,7 @@ class StragglerDetector:
     """Time the steps of this rank, compare them with those of all others, and name the slow ones.
 
     Args:
-        config: Settings; ``None`` = the defaults. It works whatever ``enabled`` says, which is for sessions.
+        config: Settings; ``None`` = the defaults. ``enabled`` is for sessions, and is ignored here.
         place: This rank's place; read from the environment when not given.
         journal: Where reports and incidents go, from rank 0; ``None`` = nowhere.
         role: What this rank does, such as its stage of a pipeline: ranks of one role are compared with each other.
@@ -111,7 +111,7 @@ class StragglerDetector:
         return self._sections[name]
 
     def waiting(self) -> StepSection:
-        """Return a context manager, also usable as a decorator, around waiting for other ranks: nobody's own time."""
+        """Return a context manager, also usable as a decorator, around waiting for other ranks: no rank's own time."""
         return self._waiting
 
     def leave_out(self) -> StepSection:
@@ -125,7 +125,7 @@ class StragglerDetector:
             owner: The object, class or module that has it.
             attribute: Its name there.
             name: The section's name; ``None`` = the attribute.
-            waits: It waits for other ranks: what it takes is nobody's own time.
+            waits: It waits for other ranks: what it takes is no rank's own time.
 
         Raises:
             OutlastError: There is no such callable.
@@ -188,7 +188,7 @@ class StragglerDetector:
             raise
         self.end_step()
 
-    def wishes_report(self) -> bool:
+    def wants_report(self) -> bool:
         """Return whether this rank's clock says that a report is due; ranks differ, so that they must agree on it."""
         elapsed_s = (clock.now_ns() - self._window_began_ns) / 1e9
         return self._num_timed >= MIN_SAMPLES and elapsed_s >= self.config.report_time_interval
@@ -198,7 +198,7 @@ class StragglerDetector:
         return self._num_steps >= self._due_at
 
     def report_if_due(self) -> Report | None:
-        """Make the report if it is due after this step, as :meth:`is_due` says.
+        """Make the report if it is due after this step, as :meth:`is_due` returns.
 
         Collective: all ranks of the default group, after each step.
         Blocks: at a report, until all ranks have come; up to the timeout.
@@ -212,7 +212,7 @@ class StragglerDetector:
         before, its machine is checked, if ``check_machine`` is on.
 
         Returns:
-            The report; what it says of ranks is the same on all of them.
+            The report; but for the time that it took, the same on all ranks.
 
         Raises:
             PeerLost: A peer is gone, or did not come in time.

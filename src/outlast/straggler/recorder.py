@@ -1,12 +1,12 @@
 """How long sections take on this rank, at well under two microseconds each.
 
 A section's time is its *own*: what sections within it took, and what was spent waiting or left out, is not part of it.
-On the host it is told by the performance counter; on a device by a pair of events in the stream of the work, read once
-both have happened, so that nothing ever waits for the device (:mod:`outlast.straggler.device_times`).
+On the host it is measured by the performance counter; on a device by a pair of events in the stream of the work, read
+once both have happened, so that nothing ever waits for the device (:mod:`outlast.straggler.device_times`).
 
 What is open is a stack of small lists: section, when it began (0: it is not timed), time that is not its own, and the
-device's span. Rejected: one object a span with methods (twice as slow), and reading the thread's processor time to tell
-waiting from work (a system call of 1 us, measured, and a busy neighbour looks like waiting).
+device's span. Rejected: one object a span with methods (twice as slow), and reading the thread's processor time to
+distinguish waiting from work (a system call of 1 us, measured, and a busy neighbour looks like waiting).
 
 Sections are marked by context managers and decorators, and by hooks of modules and optimizers.
 """
@@ -151,7 +151,7 @@ class SectionRecorder:
             self._device.poll()
 
     def take(self, best_s: dict[str, float]) -> tuple[Timing, ...]:
-        """Return the sections' summaries in the order in which they end within a step, and begin anew.
+        """Return the sections' summaries in the order in which they end within a step, and start over.
 
         Args:
             best_s: The own best of earlier windows, by section.
@@ -257,7 +257,7 @@ class Wrappings:
 
         Args:
             state: A module, an optimizer, or a mapping of them; everything else in it is ignored. Of a module in
-                ``DistributedDataParallel`` the module within is timed, which waits for nobody.
+                ``DistributedDataParallel`` the module within is timed, which does not wait for other ranks.
             section: Makes a section of a name.
         """
         import torch

@@ -182,7 +182,7 @@ def publish(
         config: What is printed, and where.
         place: This rank's place.
         journal: The journal; ``None`` = none.
-        log_metrics: Gets metrics; ``None`` = nobody does.
+        log_metrics: Gets metrics; ``None`` = none.
     """
     log, findings = logging.getLogger(config.logger_name), report.findings
     if config.num_gpu_perf_scores_to_print > 0:

@@ -184,12 +184,12 @@ class Cluster:
         self.close()
 
     def add_node(self, name: str | None = None, *, options: Sequence[str] = (), device: str | None = None) -> Agent:
-        """Start one more agent, as another node or as one that comes back.
+        """Start one more agent, as another node or as one that returns.
 
         Args:
             name: The node's name; a new one when not given.
             options: More options of ``outlast run`` for this agent alone.
-            device: Name of the hardware that it computes on; by default what ``devices`` says, else the node's name.
+            device: Name of the hardware that it computes on; by default as in ``devices``, else the node's name.
         """
         name = name or f"node-{len(self.agents)}"
         command = [*_COMMAND, *self._options, f"--node-name={name}", *options, *self._script]
@@ -226,7 +226,7 @@ class Cluster:
         """Wait until a text is printed by any node, or an event fulfils a condition; earlier ones count too.
 
         Args:
-            what: The text, or a function that says whether an event is the one.
+            what: The text, or a function that returns whether an event is the one.
             timeout_s: Seconds to wait at most.
 
         Returns:
@@ -245,9 +245,9 @@ class Cluster:
             elif (event := next(filter(what, self.events()), None)) is not None:
                 return event
             if over or clock.now_s() >= deadline:
-                said = repr(what) if isinstance(what, str) else "the event"
+                wanted = repr(what) if isinstance(what, str) else "the event"
                 why = "all agents ended" if over else f"{timeout_s} s passed"
-                raise DeadlineExceeded(f"{why} without {said}\n{self.tails()}")
+                raise DeadlineExceeded(f"{why} without {wanted}\n{self.tails()}")
             time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float) -> list[int]:

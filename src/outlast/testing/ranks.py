@@ -87,7 +87,7 @@ class RankProcesses:
         if environments is not None and len(environments) != world_size:
             raise ValueError(f"environments has {len(environments)} entries for {world_size} ranks; give each rank one")
         if module and code:
-            raise ValueError("module and code exclude each other; say which of both the first argument is")
+            raise ValueError("module and code exclude each other; choose one of them")
         self.world_size = world_size
         self._command = [sys.executable, *(["-m"] * module), *(["-c"] * code), os.fspath(script), *args]
         self._nodes = nodes
@@ -153,7 +153,7 @@ class RankProcesses:
         return self._ranks[rank].pid
 
     def running(self, rank: int) -> bool:
-        """Say whether a rank still runs (or is stopped)."""
+        """Return whether a rank still runs (or is stopped)."""
         return self._ranks[rank].poll() is None
 
     def signal(self, rank: int, number: int) -> None:

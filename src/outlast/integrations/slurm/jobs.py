@@ -141,7 +141,7 @@ def end_job(run_dir: Path, job_id: str, exit_code: int, *, num_job_retries_on_fa
     """Decide about a job that ended, remember it in the run directory, and give the job back if it is to be.
 
     Args:
-        run_dir: The run directory; its ``ladder.json`` tells progress, quarantine, and whether the run is finished.
+        run_dir: The run directory; its ``ladder.json`` has progress, quarantine, and whether the run is finished.
         job_id: Slurm's number of the job.
         exit_code: Of the job's step.
         num_job_retries_on_failure: Failures in a row, without progress in between, after which it is given back.
