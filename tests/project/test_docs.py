@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import pkgutil
 import re
 import runpy
 import tomllib
@@ -71,6 +72,32 @@ def test_contracts_are_paragraphs_in_the_reference() -> None:
     assert convert(
         "Save, as :meth:`~Session.save` and ``x`` do.\n\nCollective: all ranks.\nBlocks: up to a second."
     ) == ("Save, as `Session.save` and `x` do.\n\n\n**Collective**: all ranks.\n\n**Blocks**: up to a second.")
+
+
+def test_the_map_of_modules_is_the_code() -> None:
+    """ARCHITECTURE.md lists, package by package, exactly the modules that there are."""
+    source = ROOT / "src" / "outlast"
+    table = (ROOT / "ARCHITECTURE.md").read_text("utf-8").partition("## Modules\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `?([\w.]+)`? \| (.*?) \|", table, re.MULTILINE)[1:]
+    assert len(rows) > 20
+    for package, listed in rows:
+        folder = source if package == "ground" else source.joinpath(*package.split("."))
+        there = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+        assert set(re.findall(r"`(\w+)`", listed)) == there, f"the row of {package} in ARCHITECTURE.md"
+    packages = {".".join(path.parent.relative_to(source).parts) for path in source.rglob("*.py")} - {""}
+    assert {package for package, _ in rows} == {"ground"} | packages - {"integrations"}
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    """Each file and module that ARCHITECTURE.md names is there, so that a path can be followed."""
+    source = ROOT / "src" / "outlast"
+    text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+)(?:\.py)?`", text):
+        found = (source / f"{name}.py").exists() or (ROOT / f"{name}.py").exists() or (ROOT / name).is_dir()
+        assert found, f"ARCHITECTURE.md names {name}"
+    packages = "|".join(sorted(path.name for path in source.iterdir() if path.is_dir()))
+    for name in re.findall(rf"`((?:{packages})(?:\.[A-Za-z_]+)+)`", text):
+        pkgutil.resolve_name(f"outlast.{name}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
