@@ -77,7 +77,7 @@ WRONG = [
     # nodes
     ("run --standalone --nnodes=2 train.py", "--standalone is for one node, and --nnodes=2", "leave one out"),
     ("run --ft-min-nodes=2 train.py", "--ft-min-nodes=2 is more than the 1 node", "lower it"),
-    ("run --nnodes=2 --rdzv-endpoint=host:http train.py", "'http' is no port", "host:port"),
+    ("run --nnodes=2 --rdzv-endpoint=host:http train.py", "'http' is not a port", "host:port"),
     ("run --nnodes=2 --rdzv-endpoint=:29400 train.py", "--rdzv-endpoint=':29400' names no host", "host:port"),
     ("run --nnodes=2 --rdzv-endpoint=host:0 train.py", "port 0 is another on each node", "29400"),
     ("run --nnodes=2 --master-addr= train.py", "--master-addr is empty", "give it a value"),

@@ -101,7 +101,7 @@ def settled(config: FaultToleranceConfig) -> JobSettings:
     )
     try:
         server._take_script_settings(m.ScriptSettings(node="n", epoch="e", fault_tolerance=config.to_json()))
-        assert server._coordinator._rulings.limits == server._coordinator.settings.limits
+        assert server._coordinator._ladder.limits == server._coordinator.settings.limits
         assert server._coordinator._forming.settings is server._coordinator.settings
         return server._coordinator.settings
     finally:

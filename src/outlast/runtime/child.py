@@ -44,6 +44,7 @@ class ChildProcess:
         interpreter: Options of the interpreter and the code that it runs instead of the module.
         environment: The child's whole environment, as it is; ``None``: that of this process, and where this package is.
         quiet: Discard what the child prints and logs; otherwise both go where this process's go.
+        stdin: Where the child reads, as for :class:`subprocess.Popen`; ``None``: where this process does.
         stdout: Where the child prints instead, as for :class:`subprocess.Popen`.
         own_session: In a session and process group of its own: Ctrl-C does not reach it, and :meth:`kill` ends what
             it started, too.
@@ -66,6 +67,7 @@ class ChildProcess:
         interpreter: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         quiet: bool = False,
+        stdin: int | None = subprocess.DEVNULL,
         stdout: int | None = None,
         own_session: bool = True,
     ) -> None:
@@ -78,7 +80,7 @@ class ChildProcess:
             channel_fds = [] if theirs is None else [theirs.fileno()]
             self._process = subprocess.Popen(
                 [sys.executable, *(interpreter or ("-P", "-m", module)), *map(str, channel_fds), *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=subprocess.DEVNULL if quiet else stdout,
                 stderr=subprocess.DEVNULL if quiet else None,
                 pass_fds=[*channel_fds, *fds],

@@ -160,6 +160,7 @@ class Zygote:
             environment=env,
             task=Preload(modules=tuple(preload), own_modules=tuple(own_preload), folder=folder),
             receives=Reply,
+            stdin=None,  # the agent's is the workers', as under torchrun
         )
         self._has_spawned = False
         self.pid = self._child.pid
