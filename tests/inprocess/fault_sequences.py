@@ -133,12 +133,12 @@ class Script:
 
     def plugin(self, where: str) -> Any:
         """Return a plug-in that meets its faults."""
-        return lambda state: self.meet(where, state.rank, state.restart_count)
+        return lambda state: self.meet(where, state.rank, state.iteration)
 
     def initialize(self, state: State) -> None:
         """Check the limits, then meet what is to be met."""
         RetryController(max_iterations=8)(state)
-        self.meet("initialize", state.rank, state.restart_count)
+        self.meet("initialize", state.rank, state.iteration)
 
     def train(self, handle: Handle) -> str:
         """Return what the weights are in the end."""
@@ -148,7 +148,7 @@ class Script:
         weights = torch.zeros(1 << 10)
         for step in range(NUM_STEPS):
             gradient = torch.linspace(0.1, 1.7, 1 << 10) * (rank + 1) / (step + 3)
-            self.meet("step", rank, handle.restart_count, step)
+            self.meet("step", rank, handle.iteration, step)
             dist.all_reduce(gradient)
             weights += gradient / 7
             time.sleep(0.002)
