@@ -77,7 +77,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Start all processes of a test that is marked ``cold``, and of its fixtures, in the ordinary way."""
+    """Start all processes of a test that is marked ``cold``, and of its fixtures, in the ordinary way.
+
+    Ray sets a handler of SIGTERM that ends this process; it does not stay for other tests.
+    """
+    if item.path.parent.name != "ray":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with fork_server.cold() if item.get_closest_marker("cold") else contextlib.nullcontext():
         return (yield)
 

@@ -22,14 +22,19 @@ CUT_SHORT = """
 from outlast.checkpoint import protocol
 manager = manage(config=CONFIG)
 ask = manager._writer.ask
+if EARLIER:
+    train()
+    manager.save(state, 1, tiers=["memory"]).wait(100)
 def ask_or_die(request, *rest, **more):
-    if rank == 1 and isinstance(request, protocol.KeepPart):
+    if rank == DYING and isinstance(request, getattr(protocol, BEFORE)):
         kill_self()
-    return ask(request, *rest, **more)
+    reply = ask(request, *rest, **more)
+    if rank != DYING and isinstance(request, getattr(protocol, REACHED)):
+        kill_self()
+    return reply
 manager._writer.ask = ask_or_die
 train()
-manager.save(state, 1).wait(100)
-kill_self()
+manager.save(state, 2, tiers=["memory"]).wait(100)
 """
 LOAD = """
 warnings = []
@@ -80,16 +85,42 @@ def replace(nodes: dict[str, WriterProcess], name: str) -> None:
 def test_a_first_save_in_one_ranks_memory_only_lets_the_run_begin_anew(
     tmp_path: Path, nodes: dict[str, WriterProcess]
 ) -> None:
-    """Rank 1 is killed before its writer keeps the first generation: the run begins anew, warns, saves, and that
+    """Rank 1 is killed before its writer prepares the first generation: the run begins anew, warns, saves, and that
     generation is loaded in the next cycle."""
     config: dict[str, Any] = {"local_directory": None, "directory": str(tmp_path / "global"), "replication": False}
-    run(tmp_path / "ckpt", CUT_SHORT, nodes, 0, **config)
-    shutil.rmtree(tmp_path / "global", ignore_errors=True)  # rank 0 may have begun the global save
+    cut = "EARLIER, DYING, BEFORE, REACHED = False, 1, 'PreparePart', 'PreparePart'"
+    run(tmp_path / "ckpt", cut + CUT_SHORT, nodes, 0, **config)
     first = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
     assert [told["loaded"] for told in first] == [None, None]
     assert any("the run begins anew" in text for text in first[0]["warnings"])
     assert not any("the run begins anew" in text for text in first[1]["warnings"])
     assert [told["loaded"] for told in run(tmp_path / "ckpt", LOAD, nodes, 2, **config)] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("num_nodes", "dying", "before", "reached", "loaded"),
+    [
+        (1, 0, "PreparePart", "Discard", 1),
+        (2, 0, "PreparePart", "PreparePart", 1),
+        (2, 1, "PreparePart", "PreparePart", 1),
+        *((num_nodes, dying, "KeepPart", "KeepPart", 2) for num_nodes in (1, 2) for dying in (0, 1)),
+    ],
+)
+def test_a_rank_killed_while_a_save_is_kept_costs_no_generation(
+    tmp_path: Path, nodes: dict[str, WriterProcess], num_nodes: int, dying: int, before: str, reached: str, loaded: int
+) -> None:
+    """Memory alone: one rank dies before its node's writer prepares or keeps the second generation, the other just
+    after its own did that, or leaves by itself. Either all ranks have the second, or all still have the first."""
+    config: dict[str, Any] = {"local_directory": None, "directory": str(tmp_path / "global"), "replication": False}
+    if num_nodes == 1:
+        nodes.pop("two").close()
+    cut = f"EARLIER, DYING, BEFORE, REACHED = True, {dying}, {before!r}, {reached!r}"
+    run(tmp_path / "ckpt", cut + CUT_SHORT, nodes, 0, **config)
+    told = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
+    assert [one["loaded"] for one in told] == [loaded] * 2
+    assert [one["loaded"] for one in run(tmp_path / "ckpt", LOAD, nodes, 2, **config)] == [loaded + 1] * 2
 
 
 @pytest.mark.slow

@@ -119,7 +119,8 @@ class Node:
         os.pwrite(memory, data, 0)
         self.client.ask(f.Write(key=own, num_bytes=len(data), path=None), f.Written, timeout_s=60, fd=memory)
         os.close(memory)
-        self.client.ask(f.KeepPart(key=own, manifest=self.manifest), f.Done, timeout_s=60)
+        self.client.ask(f.PreparePart(key=own, manifest=self.manifest), f.Done, timeout_s=60)
+        self.client.ask(f.KeepPart(key=own), f.Done, timeout_s=60)
 
 
 class World:

@@ -25,7 +25,7 @@ def keep(vault: Vault, key: CopyKey, data: bytes) -> Image:
     assert image is not None
     os.pwrite(image.fd, data, 0)
     vault.stage(image.fd, key, len(data))
-    vault.keep(key, None, in_memory=True)
+    vault.keep(key, in_memory=True)
     return image
 
 
@@ -48,7 +48,7 @@ class Restaged(Vault):
             self.stage(image.fd, NEW, NUM_BYTES)
             if self.open_of(OLD) is None:
                 return image.fd
-            self.keep(NEW, None, in_memory=True)
+            self.keep(NEW, in_memory=True)
         raise AssertionError("the old image was not taken")
 
     def open_of(self, key: CopyKey) -> tuple[int, int] | None:

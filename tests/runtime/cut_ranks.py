@@ -47,6 +47,7 @@ def cut_soon() -> None:
 
 def leave_alone() -> None:
     """Rank 0 waits in a collective, leaves it and puts its tensors back; rank 1 comes afterwards."""
+    dist.barrier()  # rank 1 may still be about to connect, and would find what rank 0 cuts
     works, tensors = [], [torch.ones(1000) for _ in range(3)]
     if dist.get_rank() == 0:
         threading.Thread(target=cut_soon, daemon=True).start()

@@ -75,8 +75,9 @@ def test_a_trainer_that_is_killed_goes_on_bit_identically(tmp_path: Path) -> Non
     kill = '[[faults]]\nname = "kill"\nkind = "kill"\nrank = 1\niteration = 12'
     killed, begins, text = play(tmp_path / "killed", kill)
     assert begins[:2] == [0, 0], text
-    assert set(begins[2:]) <= {5, 10}, text
     assert len(begins) == 4, text
+    promised = max(map(int, re.findall(r"resuming from iteration (\d+)", text)), default=0)  # none: no save had time
+    assert begins[2] == begins[3] >= promised, text
     assert killed == undisturbed
 
 

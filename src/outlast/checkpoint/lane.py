@@ -131,6 +131,8 @@ class Lane(ABC):
         self._must_sweep = True
         self._end_ns = 0
         """When the save under way has to be decided."""
+        self._is_decided = True
+        """Whether the outcome of the save under way is known, or other ranks cannot have committed it."""
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._exchange = SaveExchange(store, f"{places.token}/{self._name}", self._stop, rank=rank)
@@ -231,6 +233,7 @@ class Lane(ABC):
     def _conclude(self, save: Save, what: str) -> None:
         """Wait for the outcome that rank 0 posts. Raises: CheckpointError, when the save failed."""
         outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S)
+        self._is_decided = True
         if outcome.is_refused:
             self._exchange.part(save.attempt.ordinal, self._world_size, deadline(GRACE_S))
         if outcome.error is not None:

@@ -72,11 +72,12 @@ class NearLane(Lane):
     def _commit_near(self, save: Save) -> tuple[f.CopyFailure, ...]:
         self._end_ns = save.started_ns + int(self._timeout_s * 1e9)
         ready, failures = self._write(save)
+        self._is_decided = False
         self._post(save, f"ready/{self._rank}", ready)
         leads = self._places.is_leader(self._rank)
-        manifest, infinite = self._lead(save) if leads else (None, {})
+        infinite = self._lead(save) if leads else {}
         self._conclude(save, f"iteration {save.iteration} is not saved")
-        self._keep(save, manifest)
+        self._keep(save)
         if leads and not save.suspect:
             self._note_infinite(save.iteration, infinite)
         if leads and (folder := self._folder(save)) is not None:
@@ -145,18 +146,20 @@ class NearLane(Lane):
         if self._claim is not None and self._folder(save) is not None:
             self._claim.hold()
 
-    def _keep(self, save: Save, manifest: bytes | None) -> None:
-        """Have the writer keep this rank's part, and the node's copies of others' parts."""
-        in_memory = Tier.MEMORY in save.tiers and not save.suspect
-        keep = f.KeepPart(key=self._key(save), manifest=manifest if in_memory else None, in_memory=in_memory)
+    def _keep(self, save: Save) -> None:
+        """Have the writer note that the generation is committed."""
+        keep = f.KeepPart(key=self._key(save), in_memory=_is_kept_in_memory(save))
         try:
             self._writer.ask(keep, f.Done, timeout_s=KEEP_TIMEOUT_S)
         except CheckpointError as error:
             log.warning("iteration %d is committed, but not kept in memory: %s", save.iteration, error)
 
     def _clear_up(self, save: Save) -> None:
-        """Forget what a failed attempt left: its room may be what the next one lacks."""
-        if self._stop.is_set():
+        """Forget what a failed attempt left: its room may be what the next one lacks.
+
+        While the outcome is unknown, others may have committed, and this rank's part may be what they resume from.
+        """
+        if self._stop.is_set() or not self._is_decided:
             return
         try:
             discard = f.Discard(iteration=save.iteration, attempt=str(save.attempt))
@@ -174,16 +177,20 @@ class NearLane(Lane):
 
     # -- the node's part ---------------------------------------------------------------------------------------
 
-    def _lead(self, save: Save) -> tuple[bytes | None, _Infinite]:
-        """Write the manifest and rename; tell how it went. Errors of this rank are told.
+    def _lead(self, save: Save) -> _Infinite:
+        """Have the writer prepare the generation, write the manifest and rename; post how it went, errors, too.
 
         Returns:
-            The manifest, and the tensors that hold numbers that are infinite or NaN.
+            The tensors that hold numbers that are infinite or NaN.
         """
-        manifest, infinite, mine = None, _Infinite(), SaveOutcome()
+        infinite, mine = _Infinite(), SaveOutcome()
         try:
             described, infinite = self._describe(save)
             manifest = encode_manifest(described)
+            if _is_kept_in_memory(save):
+                self._writer.ask(
+                    f.PreparePart(key=self._key(save), manifest=manifest), f.Done, timeout_s=self._left_s()
+                )
             self._place(save, manifest)
         except (OSError, CheckpointError) as failure:
             text = f"rank {self._rank}: {failure}" if isinstance(failure, OSError) else str(failure)
@@ -198,7 +205,7 @@ class NearLane(Lane):
                     except CheckpointError as failure:
                         outcome = SaveOutcome.of(failure)
             self._post(save, "outcome", outcome)
-        return manifest, infinite
+        return infinite
 
     def _describe(self, save: Save) -> tuple[Manifest, _Infinite]:
         """Gather all ranks' shards."""
@@ -265,6 +272,10 @@ class NearLane(Lane):
 
     def _key(self, save: Save) -> CopyKey:
         return CopyKey(save.iteration, str(save.attempt), self._rank)
+
+
+def _is_kept_in_memory(save: Save) -> bool:
+    return Tier.MEMORY in save.tiers and not save.suspect
 
 
 def _numbers(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, int, int], ...]:

@@ -29,6 +29,7 @@ __all__ = [
     "Listed",
     "Open",
     "Opened",
+    "PreparePart",
     "Reply",
     "Request",
     "Serve",
@@ -98,11 +99,17 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failures: tuple[CopyFailure, ...] = ()
 
 
-class KeepPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A staged part is committed. Reply: :class:`Done`."""
+class PreparePart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All ranks have staged their parts of a generation; it may be committed from now on. Reply: :class:`Done`."""
 
     key: CopyKey
-    manifest: bytes | None = None
+    manifest: bytes
+
+
+class KeepPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A generation is committed, or all ranks resume from it. Reply: :class:`Done`."""
+
+    key: CopyKey
     in_memory: bool = True
 
 
@@ -201,5 +208,5 @@ class WriterRefusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: str
 
 
-Request: TypeAlias = Take | Write | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
+Request: TypeAlias = Take | Write | PreparePart | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
 Reply: TypeAlias = Taken | Written | Listed | Opened | Serving | Fetched | GotPart | Done | WriterRefusal | Assembled

@@ -18,13 +18,15 @@ from typing import Any
 
 import msgspec
 
+from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.layouts import OtherLayout
+from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
-from outlast.checkpoint.restore import CopyProver, ProvenCopy
+from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
 from outlast.checkpoint.save import Committed
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
@@ -166,6 +168,7 @@ class CheckpointRecovery:
             rejected = list(table.rejected)
             proven = self._agree(table, self._places, state, distrusted, rejected, kept)
             if proven is not None:
+                self._settle_memory(proven.point)
                 return proven, True
             if table.is_durable or any(rejection.kind != Incomplete.__name__ for rejection in rejected):
                 raise _nothing_left(self._places, rejected)
@@ -180,6 +183,16 @@ class CheckpointRecovery:
         other = self._other_place(self._config.load)
         table = self._gather(other)
         return self._prove(table, other, state, distrusted), False
+
+    def _settle_memory(self, point: RecoveryPoint) -> None:
+        """Have the node's writer count the generation as committed, and drop what was only prepared beside it."""
+        if not self._places.memory:
+            return
+        part = CopyKey(point.generation, point.attempt, self._peers.rank)
+        try:
+            self._writer.ask(f.KeepPart(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
+        except CheckpointError as error:
+            log.debug("memory is not settled on generation %d: %s", point.generation, error)  # the next save does it
 
     def suspect(
         self, state: Mapping[str, Any], iteration: int, distrusted: Sequence[Distrusted]

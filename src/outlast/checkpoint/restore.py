@@ -34,7 +34,7 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
 
-__all__ = ["CopyProver", "ProvenCopy", "read_tensors"]
+__all__ = ["OPEN_TIMEOUT_S", "CopyProver", "ProvenCopy", "read_tensors"]
 
 log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
@@ -288,8 +288,8 @@ class CopyProver:
         """Have the writer keep what came from another node: it is this node's memory copy now."""
         try:
             if self.writer.outlives_worker:
-                keep = f.KeepPart(key=self._key(copy), manifest=manifest)
-                self.writer.ask(keep, f.Done, timeout_s=OPEN_TIMEOUT_S)
+                self.writer.ask(f.PreparePart(key=self._key(copy), manifest=manifest), f.Done, timeout_s=OPEN_TIMEOUT_S)
+                self.writer.ask(f.KeepPart(key=self._key(copy)), f.Done, timeout_s=OPEN_TIMEOUT_S)
         except CheckpointError:
             pass  # the next save makes another
         finally:

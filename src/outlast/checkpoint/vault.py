@@ -4,9 +4,15 @@ An *image* is the memory in which a rank stages its shard. Two belong to a rank;
 
 * free, or
 * staged: a save of its rank is under way, or was when that worker died, or
-* kept: it is that rank's part of a committed generation, and can be given out.
+* kept: it is that rank's part of a generation that is prepared or committed, and can be given out.
 
-Kept is the newest generation; while that one has fewer copies elsewhere than it should, also the newest that has all.
+A generation is *prepared* on a node when all ranks everywhere have staged it, and committed when all nodes have
+prepared it. Nothing older is dropped before the commit: whenever a rank or a node's workers die, each node still has
+its parts of the newest generation that any node counts as committed. What is prepared only is given out
+like the rest; the ranks resume from it if all of them have it, and forget it otherwise.
+
+Of the committed generations the newest is kept; while it has fewer copies elsewhere than it should, also the newest
+that has all.
 Copies of other nodes' shards go into the node's folder when there is a local tier, else into memory, by the same rules.
 Nothing here imports torch.
 """
@@ -17,7 +23,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from outlast.checkpoint.directory import Directory, part_name
@@ -68,7 +74,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class KeptGeneration:
-    """A committed generation of which parts are held in memory."""
+    """A generation, prepared or committed, of which parts are held in memory."""
 
     manifest: bytes
     parts: tuple[CopyKey, ...]
@@ -78,7 +84,7 @@ class KeptGeneration:
 class _MemoryGeneration:
     manifest: bytes
     facts: Manifest
-    held: set[CopyKey] = field(default_factory=set)
+    is_committed: bool = False
 
     @property
     def is_replicated(self) -> bool:
@@ -157,25 +163,39 @@ class Vault:
 
     # -- the memory tier ---------------------------------------------------------------------------------------
 
-    def keep(self, key: CopyKey, manifest: bytes | None, *, in_memory: bool) -> None:
-        """Note that a rank's staged part belongs to a committed generation.
+    def prepare(self, key: CopyKey, manifest: bytes) -> None:
+        """Keep all parts of a generation that the node has, beside those of older ones.
 
         Args:
-            key: The part.
+            key: Any part of it.
             manifest: The generation's manifest, from one rank of the node.
-            in_memory: Keep the image as a copy; otherwise it only becomes free.
         """
+        facts, _ = decode_manifest(manifest)
+        identity = key.iteration, key.attempt
         with self._lock:
-            if manifest is not None:
-                facts, _ = decode_manifest(manifest)
-                self._generations[key.iteration, key.attempt] = _MemoryGeneration(manifest, facts)
+            self._generations.setdefault(identity, _MemoryGeneration(manifest, facts))
             for image in self._images:
-                if image.key is None or (image.key.iteration, image.key.attempt) != (key.iteration, key.attempt):
-                    continue
-                if image.key == key and not in_memory:
-                    self._forget(image)
-                elif image.key == key or image.rank is None:
+                if image.key is not None and (image.key.iteration, image.key.attempt) == identity:
                     image.kept = True
+
+    def keep(self, key: CopyKey, *, in_memory: bool) -> None:
+        """Note that a generation is committed, or that all ranks resume from it, and drop what it replaces.
+
+        Args:
+            key: A rank's part.
+            in_memory: The generation is a copy; otherwise the part's image only becomes free.
+        """
+        identity = key.iteration, key.attempt
+        with self._lock:
+            generation = self._generations.get(identity)
+            if generation is not None and not generation.is_committed:
+                generation.is_committed = True
+                self._generations[identity] = self._generations.pop(identity)  # in the order of the commits
+            for image in self._images:
+                if image.key == key and in_memory:
+                    image.kept = True
+                elif image.key == key:
+                    self._forget(image)
             self._drop_old()
 
     def discard(self, iteration: int, attempt: str) -> None:
@@ -250,17 +270,19 @@ class Vault:
 
     # -- within ------------------------------------------------------------------------------------------------
 
-    def _worth(self, image: Image) -> tuple[bool, int]:
+    def _worth(self, image: Image) -> tuple[bool, bool, int]:
         assert image.key is not None
         generation = self._generations.get((image.key.iteration, image.key.attempt))
-        return generation is not None and generation.is_replicated, image.key.iteration
+        if generation is None:
+            return False, False, image.key.iteration
+        return generation.is_committed, generation.is_replicated, image.key.iteration
 
     def _drop_old(self) -> None:
-        """Forget generations that newer ones replace, in the order of their commits."""
-        order = list(self._generations)
+        """Forget generations that newer ones replace, in the order of their commits, and what was only prepared."""
+        order = [identity for identity, generation in self._generations.items() if generation.is_committed]
         needed = set(order[-1:])
         needed.update([identity for identity in order if self._generations[identity].is_replicated][-1:])
-        for identity in order:
+        for identity in list(self._generations):
             if identity not in needed:
                 self.discard(*identity)
 

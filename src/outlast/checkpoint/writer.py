@@ -80,8 +80,10 @@ class Writer:
                     return (f.Taken(num_bytes=0), None) if image is None else _give(image)
                 case f.Write():
                     return self._write(request, _needed(fd)), None
+                case f.PreparePart():
+                    self._vault.prepare(request.key, request.manifest)
                 case f.KeepPart():
-                    self._vault.keep(request.key, request.manifest, in_memory=request.in_memory)
+                    self._vault.keep(request.key, in_memory=request.in_memory)
                 case f.Discard():
                     self._vault.discard(request.iteration, request.attempt)
                 case f.List():
