@@ -34,20 +34,6 @@ if TYPE_CHECKING:
     from outlast.inprocess.progress import Page
     from outlast.runtime.interruption import SignalInterruption
 
-__all__ = [
-    "Background",
-    "Handle",
-    "IterationStore",
-    "current_handle",
-    "describe",
-    "drop",
-    "end_groups",
-    "handle_parameter",
-    "is_consequence",
-    "leave",
-    "set_current",
-]
-
 
 _current: Handle | None = None
 

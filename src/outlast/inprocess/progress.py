@@ -21,10 +21,8 @@ from enum import IntEnum
 from typing import Protocol
 
 from outlast.clock import now_ns
-from outlast.inprocess.protocol import MonitorTask, RankFaultKind
-
-__all__ = ["MainThreadProgress", "Page", "RankPhase", "RankWatch", "SoftTimeout", "Stuck"]
-
+from outlast.inprocess.protocol import MonitorTask
+from outlast.policy.inprocess_protocol import RankFaultKind
 
 _PAGE_BYTES = 4096
 _BEAT, _PROGRESS, _PHASE, _ITERATION, _PAUSES, _ATOMICS = range(6)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outlast.checkpoint.catalogue.entries import DirectoryListing, Leftover, ListedGeneration, ListedLeftover
 from outlast.errors import Corrupt, Incomplete
-from outlast.policy.retention import choose_kept
+from outlast.policy.checkpoint_plan import choose_kept
 
 __all__ = ["Plan", "Rule", "plan_pruning"]
 
