@@ -27,8 +27,8 @@ from outlast.inprocess import protocol as m
 from outlast.inprocess.bootstrap import Bootstrap, own_address
 from outlast.inprocess.call import (
     Background,
+    CallStore,
     Handle,
-    IterationStore,
     RestartRequested,
     current_handle,
     describe,
@@ -37,6 +37,7 @@ from outlast.inprocess.call import (
     handle_parameter,
     is_consequence,
     leave,
+    open_handle,
     set_current,
 )
 from outlast.inprocess.monitor_client import Instruction, MonitorLink, MonitorThread
@@ -287,7 +288,7 @@ class WrappedRank:
         self._returned: _CallResult | None = None
         self._kept: dict[str, Any] = {}
         self._handle: Handle | None = None
-        self._store: IterationStore | None = None
+        self._store: CallStore | None = None
         self._interruption = SignalInterruption(RestartRequested, WrappedRank._enter.__code__)
         self._function: Callable[..., Any]
         self._handle_name: str | None
@@ -409,7 +410,7 @@ class WrappedRank:
                 log.warning("the health check failed: %s", describe(error))
                 self._part(describe(error), report=True)
         self._close_store()
-        self._store = IterationStore(self._host)
+        self._store = CallStore(self._host)
         self._ready_for = restart_count
         self._page.set_phase(RankPhase.WAITING)
         self._link.send(p.RankReady(restart_count=restart_count, store_address=self._store.address))
@@ -448,7 +449,7 @@ class WrappedRank:
         rank = go.ranks[self._place.global_rank]
         if rank is None:
             return  # a spare: it waits for the next order
-        handle = self._handle = Handle(
+        handle = self._handle = open_handle(
             self._context.describe(),
             interruption=self._interruption,
             page=self._page,
