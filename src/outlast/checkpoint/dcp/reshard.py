@@ -20,15 +20,12 @@ import torch
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import ROOT, TORCH_TYPES, Path
-from outlast.checkpoint.dcp.load import Wanted, fill, read_tree, tensors_of
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item
-from outlast.checkpoint.layouts import own_part
-from outlast.checkpoint.state import Wrapped, check_fit, decode, is_stateful, may_be_absent, restore_into
+from outlast.checkpoint.dcp.reader import Wanted, fill, read_tree, tensors_of
+from outlast.checkpoint.state import Wrapped, check_fit, decode, is_stateful, may_be_absent, own_part, restore_into
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Mismatch
 from outlast.wording import count
-
-__all__ = ["Resharded", "Stored", "find_all", "load_resharded", "replace_all", "saved_structure"]
 
 
 @dataclass(frozen=True, slots=True)
