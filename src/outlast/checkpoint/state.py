@@ -30,6 +30,8 @@ import torch
 from outlast.checkpoint.shard import DTYPE_NAMES
 from outlast.errors import CheckpointError, Mismatch
 
+log = logging.getLogger(__name__)
+
 Layout: TypeAlias = list[Any]
 """Placements, shape and names of the mesh, shape and stride of the whole. A placement is the dimension that is sharded,
 ``None`` for a replica, or ``[dimension, split factor]`` where other shards of the dimension were cut first (FSDP2 over
@@ -170,9 +172,7 @@ def meshes_of(value: Any) -> list[Any]:
         return [cast(Any, value).device_mesh] if is_distributed(value) else []
     if isinstance(value, Mapping):
         return [mesh for inner in value.values() for mesh in meshes_of(inner)]
-    if isinstance(value, list | tuple):
-        return [mesh for inner in value for mesh in meshes_of(inner)]
-    return []
+    return [mesh for inner in value for mesh in meshes_of(inner)] if isinstance(value, list | tuple) else []
 
 
 def check_same_layouts(saved: Mapping[str, Layout | None], live: Mapping[str, Layout | None]) -> None:
@@ -215,10 +215,6 @@ _MAX_DEPTH = 100
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _DTYPES = frozenset(getattr(torch, name.removeprefix("torch.")) for name in DTYPE_NAMES)
 _ZEROS = tuple((0,) * dim for dim in range(65))
-
-
-_named_tensor = tuple.__new__
-"""Makes a :class:`NamedTensor` in half the time; there may be very many."""
 
 
 class NamedTensor(NamedTuple):
@@ -505,7 +501,7 @@ class _Flattener:
             path += "'"  # keys 1 and "1" of one dict
         self._names.add(path)
         what = (tensor, path, tensor.dtype, tensor.device, tensor.shape, global_shape, global_offset)
-        self.tensors.append(_named_tensor(NamedTensor, what))
+        self.tensors.append(tuple.__new__(NamedTensor, what))  # in half the time; there may be very many
         return path
 
     def _pickled(self, value: Any, path: str) -> Any:
@@ -534,9 +530,8 @@ def _load_pickled(data: bytes) -> Any:
 
 def _type_name(value: object) -> str:
     kind = type(value)
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"
 
 
 def _remedy(value: Any) -> str:
@@ -572,8 +567,7 @@ def _remedy(value: Any) -> str:
 
 def _explain_depth(value: Any, path: str) -> CheckpointError:
     """Return the error of a state that has too many containers within one another."""
-    stack: list[tuple[int, str, Any]] = [(0, path, value)]
-    above: list[int] = []
+    stack, above = [(0, path, value)], list[int]()
     while stack:
         depth, here, one = stack.pop()
         del above[depth:]
@@ -589,9 +583,9 @@ def _explain_depth(value: Any, path: str) -> CheckpointError:
     return CheckpointError("the state is nested too deeply for this call stack; save it in fewer levels")
 
 
-def _explain_text(value: Any, path: str = "") -> CheckpointError:
+def _explain_text(value: Any) -> CheckpointError:
     """Return the error of a state with text that is not Unicode."""
-    found = next(_find_bad_text(value, path, 0), path)
+    found = next(_find_bad_text(value, "", 0), "")
     return CheckpointError(
         f"state {ascii(found)[1:-1]!r} has text with lone surrogates, which is not Unicode; "
         'save its encode("utf-8", "surrogateescape") instead'
@@ -600,9 +594,7 @@ def _explain_text(value: Any, path: str = "") -> CheckpointError:
 
 def _find_bad_text(value: Any, path: str, depth: int) -> Iterator[str]:
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
+        if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
             yield path
     elif depth <= _MAX_DEPTH:
         for here, inner in _children(value, path):
@@ -622,7 +614,7 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
 def decode(
     tree: bytes,
     get: Callable[[str], torch.Tensor],
-    meshes: list[Any] | None = None,
+    meshes: Sequence[Any] = (),
     *,
     rewrap: Callable[[Wrapped], Any] = Wrapped.made,
 ) -> Any:
@@ -638,50 +630,34 @@ def decode(
         CheckpointError: The tree is not one, or holds a tensor subclass that this process does not know.
         OtherLayout: It holds a DTensor over a mesh that the live state does not use.
     """
-    return _Decoder(get, meshes or [], rewrap).value(_decoded(tree))
 
-
-def _decoded(tree: bytes) -> Any:
-    try:
-        return msgspec.msgpack.decode(tree)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise CheckpointError(f"the tree of plain values cannot be read ({error})") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoder:
-    get: Callable[[str], torch.Tensor]
-    meshes: list[Any]
-    rewrap: Callable[[Wrapped], Any]
-
-    def value(self, node: list[Any]) -> Any:
+    def value(node: list[Any]) -> Any:
         match node:
-            case ["v" | "L", value]:
-                return value
+            case ["v" | "L", plain]:
+                return plain
             case ["P", items]:
                 return tuple(items)
             case ["l", items]:
-                return [self.value(item) for item in items]
+                return [value(item) for item in items]
             case ["p", items]:
-                return tuple([self.value(item) for item in items])
+                return tuple([value(item) for item in items])
             case ["d", items]:
-                return {key: self.value(item) for key, item in items}
+                return {key: value(item) for key, item in items}
             case ["D", items, metadata]:
-                ordered = collections.OrderedDict((key, self.value(item)) for key, item in items)
-                if (found := self.value(metadata)) is not None:
+                ordered = collections.OrderedDict((key, value(item)) for key, item in items)
+                if (found := value(metadata)) is not None:
                     ordered._metadata = found  # type: ignore[attr-defined]
                 return ordered
             case ["T", name]:
-                return self.get(name)
+                return get(name)
             case ["T", name, layout]:
-                return distribute(self.get(name), layout, self.meshes)
+                return distribute(get(name), layout, meshes)
             case ["w", kind, dtype, shape, stride, context, parts, _, layout]:
-                found = {attribute: self.value(part) for attribute, part in parts}
-                saved = Wrapped(kind, _dtype(dtype), tuple(shape), tuple(stride), self.value(context), found)
-                local = self.rewrap(saved)
-                return local if layout is None else distribute(local, layout, self.meshes)
+                found = {attribute: value(part) for attribute, part in parts}
+                local = rewrap(Wrapped(kind, _dtype(dtype), tuple(shape), tuple(stride), value(context), found))
+                return local if layout is None else distribute(local, layout, meshes)
             case ["n", name]:
-                return self.get(name).numpy().copy()
+                return get(name).numpy().copy()
             case ["a", data]:
                 return np.load(io.BytesIO(data), allow_pickle=False)
             case ["g", dtype, data]:
@@ -691,6 +667,16 @@ class _Decoder:
             case ["o", data]:
                 return _load_pickled(data)
         raise CheckpointError(f"the tree of plain values has an unknown node {str(node)[:80]}")
+
+    return value(decoded_tree(tree))
+
+
+def decoded_tree(tree: bytes) -> Any:
+    """Return the nodes of a tree that :func:`flatten` made. Raises: CheckpointError, when it is none."""
+    try:
+        return msgspec.msgpack.decode(tree)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CheckpointError(f"the tree of plain values cannot be read ({error})") from error
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -713,14 +699,11 @@ def layouts_of(tree: bytes) -> dict[str, Layout | None]:
             case ["w", *_, parts, False, layout]:
                 for _, part in parts:
                     visit([*part[:2], layout] if layout is not None and part[0] == "T" else part)
-            case ["d" | "D", items, *_]:
-                for _, item in items:
-                    visit(item)
-            case ["l" | "p", items]:
+            case ["d" | "D" | "l" | "p" as kind, items, *_]:
                 for item in items:
-                    visit(item)
+                    visit(item[1] if kind in "dD" else item)
 
-    visit(_decoded(tree))
+    visit(decoded_tree(tree))
     return found
 
 
@@ -730,12 +713,8 @@ def _find_class(name: str) -> Any:
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = getattr(found, part, None)
-    if isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__"):
-        return found
-    return None
-
-
-log = logging.getLogger(__name__)
+    is_known = isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
+    return found if is_known else None
 
 
 def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
@@ -758,7 +737,7 @@ def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
             if not isinstance(found, torch.Tensor) or found.shape != value.shape or found.dtype != value.dtype:
                 shape = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found)
                 raise Mismatch(f"{here} was saved as {shape}, here it is {value.dtype} {tuple(value.shape)}")
-        elif _is_nested(value):
+        elif is_nested(value):
             check_fit(value, saved[name], here)
         elif not isinstance(live, MutableMapping):
             raise Mismatch(f"{here} is a plain value in a mapping that takes none back; give a dict")
@@ -785,7 +764,7 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             if not _is_same_memory(value, found):
                 with torch.no_grad():
                     value.copy_(found)
-        elif _is_nested(value):
+        elif is_nested(value):
             restore_into(value, found)
         else:
             assert isinstance(live, MutableMapping)
@@ -796,16 +775,16 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         )
 
 
-def _is_nested(value: Any) -> bool:
+def is_nested(value: Any) -> bool:
     """Whether a mapping is walked into, instead of being a plain value as a whole."""
-    if not isinstance(value, Mapping):
-        return False
-    return any(is_stateful(inner) or isinstance(inner, torch.Tensor) or _is_nested(inner) for inner in value.values())
+    return isinstance(value, Mapping) and any(
+        is_stateful(inner) or isinstance(inner, torch.Tensor) or is_nested(inner) for inner in value.values()
+    )
 
 
 def _is_same_memory(live: torch.Tensor, found: torch.Tensor) -> bool:
     """Whether what was saved was read straight into the live tensor."""
-    if type(live) not in (torch.Tensor, torch.nn.Parameter):
+    if type(live) not in _PLAIN_TYPES:
         return False  # a DTensor or a subclass: its memory is that of its parts
     return live.device.type == "cpu" and live.data_ptr() == found.data_ptr() and live.stride() == found.stride()
 
