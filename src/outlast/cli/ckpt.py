@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from outlast import clock
-from outlast.cli.completion import complete_folder
-from outlast.cli.group import HELP, CommandGroup, ending_on_signals
+from outlast.cli.main import HELP, CommandGroup, complete_folder, ending_on_signals
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 
 if TYPE_CHECKING:
