@@ -10,27 +10,21 @@ import json
 import os
 import sys
 import threading
+
 import torch
 import torch.distributed as dist
-from lanes import LONG_S
-from lanes import flat_state
-from lanes import open_lane
-from lanes import stage
-from lanes import staged_save
+from lanes import LONG_S, flat_state, open_lane, stage, staged_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
 from outlast.checkpoint.dcp.assemble import assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.reader import read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.state import capture
-from outlast.checkpoint.state import decode
+from outlast.checkpoint.state import capture, decode, meshes_of
 from outlast.policy.checkpoint_plan import RetentionRules
-from outlast.checkpoint.dcp.reader import read_rank
-from outlast.checkpoint.state import meshes_of
-
-
 
 
 def _model() -> torch.nn.Module:
