@@ -125,8 +125,8 @@ class FakeRank:
         return False
 
     def assign(self, question: p.Assign) -> p.Assigned:
-        living = [member for member in question.members if member.is_alive]
-        ranks = {member.initial_rank: member.active_rank for member in living}
+        living = [member for member in question.members if member.alive]
+        ranks = {member.initial_rank: member.rank for member in living}
         free = sorted(set(range(self.active_world_size)) - set(ranks.values()))
         for rank in sorted(ranks):
             if ranks[rank] is None and free:

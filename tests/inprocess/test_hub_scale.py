@@ -63,7 +63,7 @@ class Members:
                 case p.Restart(restart_count=restart_count):
                     self.links[rank].send(p.RankReady(restart_count=restart_count, store_address=f"s {rank}"))
                 case p.Assign(ordinal=ordinal, members=members):
-                    living = [member.initial_rank for member in members if member.is_alive]
+                    living = [member.initial_rank for member in members if member.alive]
                     ranks = {number: at if at < self.num_active else None for at, number in enumerate(living)}
                     self.links[rank].send(p.Assigned(ordinal=ordinal, ranks=ranks))
             if isinstance(message, p.Go | p.Restart | p.Finish | p.Abort | p.Expel):

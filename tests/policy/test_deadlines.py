@@ -251,7 +251,11 @@ def test_sleeping_watchdog_never_oversleeps(scripts, first, beat, step, setup, o
 
 def restarting(state: InProcessState, iteration: int = 1, **facts) -> RankState:
     return rank(
-        in_process=state, in_process_iteration=iteration, in_process_since_ns=50 * S, in_process_patience_s=7.0, **facts
+        in_process=state,
+        in_process_restart_count=iteration,
+        in_process_since_ns=50 * S,
+        in_process_patience_s=7.0,
+        **facts,
     )
 
 

@@ -14,7 +14,7 @@ OFF, ACTIVE, RESTARTING, RETURNED, LEFT, GAVE_UP, SPARE, COMPLETED = InProcessSt
 @dataclass(frozen=True)
 class Worker:
     in_process: InProcessState
-    in_process_iteration: int = 0
+    in_process_restart_count: int = 0
     in_process_call: int = 0
 
 

@@ -223,7 +223,7 @@ def test_members_that_are_late_are_expelled() -> None:
     assert expelled.to == (1,)
     assert isinstance(expelled.order, o.Expel)
     assert isinstance(asked.order, o.Assign)
-    assert {(f.initial_rank, f.is_alive) for f in asked.order.members} == {(0, True), (1, False), (2, True), (3, True)}
+    assert {(f.initial_rank, f.alive) for f in asked.order.members} == {(0, True), (1, False), (2, True), (3, True)}
 
 
 def test_silence_on_the_question_is_bounded() -> None:

@@ -167,7 +167,7 @@ class World:
                 elif number not in order.ranks:
                     rank.ended = True
             case o.Assign():
-                living = [member for member in order.members if member.is_alive]
+                living = [member for member in order.members if member.alive]
                 ranks = {member.initial_rank: at for at, member in enumerate(living)}
                 if len(ranks) > 2:
                     ranks[max(ranks)] = None  # a spare

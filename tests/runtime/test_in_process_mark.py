@@ -28,7 +28,7 @@ def mark(board: Board) -> Iterator[InProcessMark]:
     mark.close()
 
 
-def test_the_agent_reads_state_iteration_and_patience(board: Board, mark: InProcessMark) -> None:
+def test_the_agent_reads_state_restart_and_patience(board: Board, mark: InProcessMark) -> None:
     """What the process says is on its page, with the time, and on nobody else's."""
     mark.arm(2, patience_s=124.0)
     mark.activate(0)
@@ -36,13 +36,13 @@ def test_the_agent_reads_state_iteration_and_patience(board: Board, mark: InProc
     mark.restart(1)
     state = board.read(1)
     assert state.in_process == InProcessState.RESTARTING
-    assert (state.in_process_call, state.in_process_iteration, state.in_process_patience_s) == (2, 1, 124.0)
+    assert (state.in_process_call, state.in_process_restart_count, state.in_process_patience_s) == (2, 1, 124.0)
     assert state.in_process_since_ns >= before > 0
     assert board.read(0).in_process == InProcessState.OFF
 
 
 def test_the_last_state_is_kept_to_the_end(board: Board, mark: InProcessMark) -> None:
-    """Completing, finishing, leaving and giving up keep the restart iteration."""
+    """Completing, finishing, leaving and giving up keep the restart."""
     mark.arm(0, patience_s=1.0)
     mark.wait(3)
     for say, expected in (
@@ -52,7 +52,7 @@ def test_the_last_state_is_kept_to_the_end(board: Board, mark: InProcessMark) ->
         (mark.give_up, InProcessState.GAVE_UP),
     ):
         say()
-        assert (board.read(1).in_process, board.read(1).in_process_iteration) == (expected, 3)
+        assert (board.read(1).in_process, board.read(1).in_process_restart_count) == (expected, 3)
 
 
 def test_attaching_to_the_page_keeps_the_mark(board: Board, mark: InProcessMark) -> None:
@@ -64,7 +64,7 @@ def test_attaching_to_the_page_keeps_the_mark(board: Board, mark: InProcessMark)
     state = board.read(1)
     assert state.attached
     assert state.in_process == InProcessState.ACTIVE
-    assert (state.in_process_iteration, state.in_process_patience_s) == (4, 9.0)
+    assert (state.in_process_restart_count, state.in_process_patience_s) == (4, 9.0)
 
 
 def test_the_agent_is_told_with_the_faults(board: Board, mark: InProcessMark) -> None:
@@ -76,7 +76,7 @@ def test_the_agent_is_told_with_the_faults(board: Board, mark: InProcessMark) ->
         agent.recv(1 << 16)
         mark.activate(1, [InProcessFault(rank=3, kind=IncidentKind.WORKER_DIED, summary="x" * 9999)] * 20)
         change = msgspec.msgpack.decode(agent.recv(1 << 16), type=Change)
-    assert (change.local_rank, change.iteration, change.state) == (1, 1, InProcessState.ACTIVE)
+    assert (change.local_rank, change.restart_count, change.state) == (1, 1, InProcessState.ACTIVE)
     assert len(change.faults) == 8
     assert change.faults[0].rank == 3
     assert len(change.faults[0].summary) == 500

@@ -49,10 +49,7 @@ def calls_the_function_as_it_is(_: Scene) -> None:
 def assigned(config: InProcessRestartConfig) -> Any:
     """Return who of four ranks is active."""
     one = rank.WrappedRank(config, Wrapper(config)._plugins)
-    members = tuple(
-        SimpleNamespace(initial_rank=number, node=f"n{number // 2}", active_rank=None, is_alive=True, labels={})
-        for number in range(4)
-    )
+    members = tuple(Member(initial_rank=number, node=f"n{number // 2}") for number in range(4))
     order: Any = SimpleNamespace(members=members, restart_count=0, ordinal=0)
     return one._assign(order).ranks
 

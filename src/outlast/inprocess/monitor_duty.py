@@ -28,8 +28,7 @@ from outlast import clock, logs
 from outlast.decoding import from_json
 from outlast.inprocess import protocol as m
 from outlast.inprocess.bootstrap import BootstrapProxy
-from outlast.inprocess.failover import PeerFailover
-from outlast.inprocess.hub_client import HubClient
+from outlast.inprocess.hub_client import HubClient, PeerFailover
 from outlast.inprocess.progress import Page, RankWatch, SoftTimeout
 from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks

@@ -47,7 +47,7 @@ from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_restart import add_fault, count_causes
-from outlast.policy.rank_assignment import Member, assign
+from outlast.policy.rank_assignment import assign
 from outlast.runtime import connections, device
 from outlast.runtime.in_process_mark import InProcessFault, InProcessMark
 from outlast.runtime.interruption import SignalInterruption
@@ -416,20 +416,10 @@ class WrappedRank:
         self._link.send(p.RankReady(restart_count=restart_count, store_address=self._store.address))
 
     def _assign(self, order: p.Assign) -> p.Assigned:
-        members = [
-            Member(
-                initial_rank=facts.initial_rank,
-                node=facts.node,
-                rank=facts.active_rank,
-                alive=facts.is_alive,
-                labels=facts.labels,
-            )
-            for facts in order.members
-        ]
         try:
             ranks = assign(
                 self._plugins.rank_assignment,
-                members,
+                order.members,
                 iteration=order.restart_count,
                 active_world_size=self._config.active_world_size,
             )

@@ -344,6 +344,6 @@ class InProcessRecovery:
                 log.warning("a worker's report about restarts in process cannot be read: %s", error)
                 continue
             if change.state in HAS_BEGUN:  # before that a cause may not be known yet
-                self._told.add((change.call, change.iteration))
+                self._told.add((change.call, change.restart_count))
                 if change.faults:
-                    self._faults.setdefault((change.call, change.iteration), change.faults)
+                    self._faults.setdefault((change.call, change.restart_count), change.faults)

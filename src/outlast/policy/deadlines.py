@@ -75,7 +75,7 @@ class RankFacts(Protocol):
     @property
     def in_process(self) -> InProcessState: ...
     @property
-    def in_process_iteration(self) -> int: ...
+    def in_process_restart_count(self) -> int: ...
     @property
     def in_process_since_ns(self) -> int: ...
     @property
@@ -217,7 +217,7 @@ def _of(rank: RankFacts, timeouts: Timeouts) -> Iterator[_PassingTimeout]:
         return
     if not rank.attached or rank.finished or rank.in_process in _WAITS:
         return
-    is_restarted = rank.in_process == InProcessState.ACTIVE and rank.in_process_iteration > 0
+    is_restarted = rank.in_process == InProcessState.ACTIVE and rank.in_process_restart_count > 0
     anew_ns = rank.in_process_since_ns if is_restarted else 0
     beat = Subject.HEARTBEAT if rank.last_heartbeat_ns else Subject.INITIAL_HEARTBEAT
     seconds = timeouts.heartbeat_s if rank.last_heartbeat_ns else timeouts.initial_heartbeat_s

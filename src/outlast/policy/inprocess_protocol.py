@@ -15,6 +15,8 @@ from typing import Protocol
 
 import msgspec
 
+from outlast.policy.rank_assignment import Member
+
 
 class InProcessState(IntEnum):
     """How a worker stands with restarts inside its process."""
@@ -60,7 +62,7 @@ class WorkerStanding(Protocol):
     @property
     def in_process_call(self) -> int: ...
     @property
-    def in_process_iteration(self) -> int: ...
+    def in_process_restart_count(self) -> int: ...
 
 
 def is_survivable(
@@ -88,7 +90,7 @@ def needs_restart(worker: WorkerStanding) -> bool:
 
 def newest_begun(workers: Iterable[WorkerStanding]) -> tuple[int, int]:
     """Return the newest call and restart call that a worker has begun, whatever it does in it."""
-    begun = [(one.in_process_call, one.in_process_iteration) for one in workers if one.in_process in HAS_BEGUN]
+    begun = [(one.in_process_call, one.in_process_restart_count) for one in workers if one.in_process in HAS_BEGUN]
     return max(begun, default=(0, 0))
 
 
@@ -101,7 +103,7 @@ def has_resumed(worker: WorkerStanding, reached: tuple[int, int]) -> bool:
     """
     return reached >= (
         worker.in_process_call,
-        worker.in_process_iteration + (worker.in_process == InProcessState.ACTIVE),
+        worker.in_process_restart_count + (worker.in_process == InProcessState.ACTIVE),
     )
 
 
@@ -195,19 +197,6 @@ class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 Report = RankReady | RankFault | Completed | Left | Assigned
 
 
-class MemberFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A member, for those who assign ranks."""
-
-    initial_rank: int
-    node: str
-    active_rank: int | None
-    """In the call before; ``None``: it was a spare, or there was none."""
-    is_alive: bool = True
-    """Whether it can be given a rank; one that had a rank and is gone leaves a gap."""
-    labels: dict[str, str] = {}
-    """What it reports of its place beyond its node."""
-
-
 class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Leave the function (a spare: stop waiting), and report :class:`RankReady` for the next call."""
 
@@ -222,7 +211,7 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ordinal: int
     """To be repeated in the answer."""
     restart_count: int
-    members: tuple[MemberFacts, ...]
+    members: tuple[Member, ...]
     """By initial rank; also those that had an active rank in the call before and are gone."""
 
 

@@ -20,6 +20,7 @@ from enum import StrEnum
 import msgspec
 
 from outlast.policy import inprocess_protocol as p
+from outlast.policy.rank_assignment import Member
 
 _MAX_FAULTS = 16
 """Faults that are sent to every member; a thousand ranks may all report that they lost a connection."""
@@ -79,15 +80,9 @@ class HubMember(msgspec.Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str] = {}
     """What it reports of its place beyond its node."""
 
-    def facts(self, rank: int, *, is_alive: bool = True) -> p.MemberFacts:
+    def as_member(self, rank: int, *, alive: bool = True) -> Member:
         """Return it as those who assign ranks see it."""
-        return p.MemberFacts(
-            initial_rank=rank,
-            node=self.node,
-            active_rank=self.active_rank,
-            is_alive=is_alive,
-            labels=dict(self.labels),
-        )
+        return Member(initial_rank=rank, node=self.node, rank=self.active_rank, alive=alive, labels=self.labels)
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +103,7 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     """Living ones by initial rank."""
     began_s: float
     """When the phase began."""
-    gone: tuple[p.MemberFacts, ...] = ()
+    gone: tuple[Member, ...] = ()
     """Those that have gone since the last order to go and had an active rank; they leave gaps."""
     go: p.Go | None = None
     """The order to enter the call that runs, where this hub gave it."""
@@ -216,7 +211,7 @@ def take_over(
         began_s=at_s,
         num_questions=int(at_s * 1e6),
         gone=tuple(
-            p.MemberFacts(initial_rank=rank, node="", active_rank=active, is_alive=False)
+            Member(initial_rank=rank, node="", rank=active, alive=False)
             for rank, active in newest.ranks.items()
             if active is not None and rank not in nodes
         ),
@@ -471,7 +466,7 @@ class _RestartTransition:
     def _ask_again(self) -> None:
         state = self.state
         assert state.question is not None
-        members = [member.facts(rank) for rank, member in state.members.items()] + list(state.gone)
+        members = [member.as_member(rank) for rank, member in state.members.items()] + list(state.gone)
         self.send(
             state.question.to,
             p.Assign(
@@ -552,7 +547,7 @@ class _RestartTransition:
         """Take a member out; ranks that were being assigned are out of date then."""
         members = {**self.state.members}
         member = members.pop(rank)
-        gap = () if member.active_rank is None else (member.facts(rank, is_alive=False),)
+        gap = () if member.active_rank is None else (member.as_member(rank, alive=False),)
         self.replace(members=members, gone=(*self.state.gone, *gap), question=None)
 
     def set_member(self, rank: int, **changes: object) -> None:

@@ -70,7 +70,7 @@ MAX_ATTEMPT_BYTES = 8 * ATTEMPT_WORDS - 1
 # How the worker stands with restarts inside its process; written by :mod:`outlast.runtime.in_process_mark`. These words
 # belong to the process, and outlive each attachment of it.
 IN_PROCESS = LOAD_ATTEMPT + ATTEMPT_WORDS
-IN_PROCESS_ITERATION, IN_PROCESS_CALL, IN_PROCESS_SINCE, IN_PROCESS_PATIENCE = range(IN_PROCESS + 1, IN_PROCESS + 5)
+IN_PROCESS_RESTART_COUNT, IN_PROCESS_CALL, IN_PROCESS_SINCE, IN_PROCESS_PATIENCE = range(IN_PROCESS + 1, IN_PROCESS + 5)
 # What the worker's own config sets, as text: its length is written last.
 SETTINGS_LENGTH = IN_PROCESS_PATIENCE + 1
 # What its session protects against, as text; the same way.
@@ -442,8 +442,8 @@ class RankState:
     """How the worker stands with restarts inside its process."""
     in_process_call: int = 0
     """Which of the process's calls of a wrapped function that is about, from 0."""
-    in_process_iteration: int = 0
-    """The restart iteration that the worker is in, or goes to."""
+    in_process_restart_count: int = 0
+    """The restart that the worker is in, or goes to; 0 = the first call of its function."""
     in_process_since_ns: int = 0
     """When one of these changed last."""
     in_process_patience_s: float = 0.0
@@ -701,7 +701,7 @@ def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState
         longest_heartbeat_gap_s=words[LONGEST_GAP] / 1e9,
         in_process=_decode_in_process(words[IN_PROCESS]),
         in_process_call=words[IN_PROCESS_CALL],
-        in_process_iteration=words[IN_PROCESS_ITERATION],
+        in_process_restart_count=words[IN_PROCESS_RESTART_COUNT],
         in_process_since_ns=words[IN_PROCESS_SINCE],
         in_process_patience_s=words[IN_PROCESS_PATIENCE] / 1e9,
         torn=torn,

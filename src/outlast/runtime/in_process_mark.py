@@ -45,7 +45,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     local_rank: int
     call: int
-    iteration: int
+    restart_count: int
     state: InProcessState
     faults: tuple[InProcessFault, ...] = ()
 
@@ -94,33 +94,33 @@ class InProcessMark:
         self._words[layout.IN_PROCESS_CALL] = call
         self._write(InProcessState.SPARE, 0, ())
 
-    def activate(self, iteration: int, faults: Sequence[InProcessFault] = ()) -> None:
+    def activate(self, restart_count: int, faults: Sequence[InProcessFault] = ()) -> None:
         """Record that the function begins, with the faults that ended the call before."""
-        self._write(InProcessState.ACTIVE, iteration, faults)
+        self._write(InProcessState.ACTIVE, restart_count, faults)
 
-    def wait(self, iteration: int, faults: Sequence[InProcessFault] = ()) -> None:
+    def wait(self, restart_count: int, faults: Sequence[InProcessFault] = ()) -> None:
         """Record that this process waits as a spare in a call."""
-        self._write(InProcessState.SPARE, iteration, faults)
+        self._write(InProcessState.SPARE, restart_count, faults)
 
-    def restart(self, iteration: int, faults: Sequence[InProcessFault] = ()) -> None:
-        """Record that a fault is known and all leave the function, to begin call ``iteration``."""
-        self._write(InProcessState.RESTARTING, iteration, faults)
+    def restart(self, restart_count: int, faults: Sequence[InProcessFault] = ()) -> None:
+        """Record that a fault is known and all leave the function, to begin call ``restart_count``."""
+        self._write(InProcessState.RESTARTING, restart_count, faults)
 
     def complete(self) -> None:
         """Record that the function returned here; others may still run it."""
-        self._write(InProcessState.COMPLETED, self._words[layout.IN_PROCESS_ITERATION], ())
+        self._write(InProcessState.COMPLETED, self._words[layout.IN_PROCESS_RESTART_COUNT], ())
 
     def finish(self) -> None:
         """Record that all are done: an end of this process is from now on what any other worker's is."""
-        self._write(InProcessState.RETURNED, self._words[layout.IN_PROCESS_ITERATION], ())
+        self._write(InProcessState.RETURNED, self._words[layout.IN_PROCESS_RESTART_COUNT], ())
 
     def leave(self) -> None:
         """Record that this process leaves its peers permanently, and that they resume without it."""
-        self._write(InProcessState.LEFT, self._words[layout.IN_PROCESS_ITERATION], ())
+        self._write(InProcessState.LEFT, self._words[layout.IN_PROCESS_RESTART_COUNT], ())
 
     def give_up(self, faults: Sequence[InProcessFault] = ()) -> None:
         """Record that what happened cannot be recovered inside the processes: the agent starts them again."""
-        self._write(InProcessState.GAVE_UP, self._words[layout.IN_PROCESS_ITERATION], faults)
+        self._write(InProcessState.GAVE_UP, self._words[layout.IN_PROCESS_RESTART_COUNT], faults)
 
     def close(self) -> None:
         """Let go of the board; what was written last stays. Idempotent."""
@@ -128,17 +128,17 @@ class InProcessMark:
         self._words.release()
         self._board.close()
 
-    def _write(self, state: InProcessState, iteration: int, faults: Sequence[InProcessFault]) -> None:
+    def _write(self, state: InProcessState, restart_count: int, faults: Sequence[InProcessFault]) -> None:
         if os.getpid() != self._pid:  # a forked child is not the worker
             return
         words = self._words
-        words[layout.IN_PROCESS_ITERATION] = iteration
+        words[layout.IN_PROCESS_RESTART_COUNT] = restart_count
         words[layout.IN_PROCESS_SINCE] = now_ns()
         words[layout.IN_PROCESS] = state
         change = Change(
             local_rank=self._local_rank,
             call=words[layout.IN_PROCESS_CALL],
-            iteration=iteration,
+            restart_count=restart_count,
             state=state,
             faults=tuple(
                 msgspec.structs.replace(fault, summary=fault.summary[:_MAX_SUMMARY]) for fault in faults[:_MAX_FAULTS]
