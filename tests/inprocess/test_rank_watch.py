@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from outlast.inprocess.progress import Page, RankPhase, RankWatch, SoftTimeout, Stuck
+from outlast.inprocess.progress import Page, RankPhase, RankWatch
 from outlast.inprocess.protocol import MonitorTask
 from outlast.policy.inprocess_protocol import RankFaultKind, RestartLimits
 
@@ -55,7 +55,8 @@ def test_soft_timeout_is_said_once() -> None:
     words = Words(progress_ns=s(10.0), beat_ns=s(11.9))
     watch = RankWatch(words, TASK)
     found, again_ns = watch.look(s(12.0))
-    assert isinstance(found, SoftTimeout)
+    assert found is not None
+    assert found.kind == RankFaultKind.SOFT_TIMEOUT
     assert (found.restart_count, again_ns) == (3, s(14.0))
     words.beat_ns = s(12.4)
     assert watch.look(s(12.5)) == (None, s(14.0))
@@ -68,7 +69,7 @@ def test_stopped_rank_is_stuck_at_the_hard_timeout() -> None:
     assert watch.look(s(12.0))[0] is None
     assert watch.look(s(13.9))[0] is None
     found, _ = watch.look(s(14.0))
-    assert isinstance(found, Stuck)
+    assert found is not None
     assert found.kind == RankFaultKind.HARD_TIMEOUT
     assert "stopped" in found.summary
 
@@ -81,7 +82,7 @@ def test_long_hold_of_the_interpreters_lock_that_ends_is_a_soft_timeout() -> Non
     assert again_ns is not None
     assert again_ns < s(12.2)
     words.beat_ns = again_ns
-    assert isinstance(watch.look(again_ns)[0], SoftTimeout)
+    assert watch.look(again_ns)[0].kind == RankFaultKind.SOFT_TIMEOUT
 
 
 def test_order_to_leave_bounds_a_busy_rank() -> None:
@@ -93,7 +94,8 @@ def test_order_to_leave_bounds_a_busy_rank() -> None:
     watch.note_leave(s(13.0))
     assert watch.look(s(13.9)) == (None, s(14.0))
     found, _ = watch.look(s(14.0))
-    assert isinstance(found, Stuck)
+    assert found is not None
+    assert found.kind == RankFaultKind.HARD_TIMEOUT
     assert "interrupted" in found.summary
 
 
@@ -127,7 +129,7 @@ def test_rank_stopped_outside_the_function_is_stuck_at_the_hard_timeout(phase: R
     watch = RankWatch(words, TASK)
     assert watch.look(s(999.9)) == (None, s(1000.0))
     found, _ = watch.look(s(1000.0))
-    assert isinstance(found, Stuck)
+    assert found is not None
     assert found.kind == RankFaultKind.HARD_TIMEOUT
     watch.note_end()
     assert watch.look(s(1000.0)) == (None, None)
@@ -150,7 +152,7 @@ def test_start_is_bounded() -> None:
     assert watch.look(s(20.0)) == (None, s(24.0))
     words.phase, words.restart_count, words.beat_ns = RankPhase.STARTING, 3, s(129.0)
     assert watch.look(s(129.0)) == (None, s(130.0))
-    assert isinstance(watch.look(s(130.0))[0], Stuck)
+    assert watch.look(s(130.0))[0].kind == RankFaultKind.HARD_TIMEOUT
 
 
 def test_silence_before_the_function_is_bounded() -> None:
@@ -160,7 +162,7 @@ def test_silence_before_the_function_is_bounded() -> None:
     watch.note_go(3, s(10.0))
     assert watch.look(s(14.4)) == (None, s(14.5))
     found, _ = watch.look(s(14.5))
-    assert isinstance(found, Stuck)
+    assert found is not None
     assert found.kind == RankFaultKind.HARD_TIMEOUT
 
 

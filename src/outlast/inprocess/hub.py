@@ -268,17 +268,13 @@ class Hub:
 
     # -- links -------------------------------------------------------------------------------------------------
 
-    def _on_event(self, rank: int, channel: m.HubChannel, events: int) -> None:
+    def _on_event(self, rank: int, channel: m.HubChannel, _: int) -> None:
         peer = self._peers.get(rank)
         if peer is None or peer.channel is not channel:
             return
         try:
-            if events & selectors.EVENT_WRITE:
-                channel.flush()
-                m.watch(self._selector, peer.channel)
-            if events & selectors.EVENT_READ:
-                for message in channel.receive():
-                    self._take(rank, peer, message)
+            for message in m.exchange(self._selector, channel):
+                self._take(rank, peer, message)
         except OSError as error:
             self._broken.setdefault(rank, str(error))
         self._settle()

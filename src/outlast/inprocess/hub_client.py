@@ -179,19 +179,16 @@ class HubClient:
 
     # -- the link ----------------------------------------------------------------------------------------------
 
-    def _on_event(self, channel: m.HubChannel, events: int) -> None:
+    def _on_event(self, channel: m.HubChannel, _: int) -> None:
         if channel is not self._channel:
-            return
+            return None
         try:
-            if events & selectors.EVENT_WRITE:
-                channel.flush()
-                m.watch(self._selector, channel)
-            if events & selectors.EVENT_READ:
-                for message in channel.receive():
-                    self._take(message)
+            came = m.exchange(self._selector, channel)
         except OSError as error:
-            if channel is self._channel:
-                self._lose_link(str(error))
+            return self._lose_link(str(error))
+        for message in came:
+            self._take(message)
+        return None
 
     def _take(self, message: m.OnLink) -> None:
         match message:
@@ -592,9 +589,7 @@ class _Search:
         if channel is None:
             return None
         try:
-            channel.flush()
-            found = channel.receive()
-            m.watch(self._selector, channel)
+            found = m.exchange(self._selector, channel)
         except OSError as error:
             return self._give_up(str(error), is_gone=True)
         if not found:
@@ -661,9 +656,7 @@ class _PeerProbes:
         if channel not in self._channels:
             return
         try:
-            channel.flush()
-            is_answered = bool(channel.receive())
-            m.watch(self._selector, channel)
+            is_answered = bool(m.exchange(self._selector, channel))
         except OSError as error:
             log.debug("a probe ended: %s", error)
             is_answered = True

@@ -20,7 +20,6 @@ import selectors
 import signal
 import socket
 import time
-from dataclasses import dataclass
 
 import msgspec
 
@@ -29,7 +28,7 @@ from outlast.decoding import from_json
 from outlast.inprocess import protocol as m
 from outlast.inprocess.bootstrap import BootstrapProxy
 from outlast.inprocess.hub_client import HubClient, PeerFailover
-from outlast.inprocess.progress import Page, RankWatch, SoftTimeout
+from outlast.inprocess.progress import Page, RankWatch
 from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
@@ -44,24 +43,10 @@ _LATE_S = 0.5
 _STACK_POLL_S = 0.002
 
 
-@dataclass(frozen=True, slots=True)
-class StackPosition:
-    """Where a rank's main thread stood when its stack was taken."""
+def read_stack_position(pid: int, timeout_s: float = 0.1) -> tuple[str, bool | None] | None:
+    """Return the main thread's innermost line of user code, and whether it waits for others (``None``: unknown).
 
-    line: str
-    """The innermost line of the user's code."""
-    waits: bool | None
-    """It waits for other ranks; ``None`` = that cannot be determined."""
-
-    @property
-    def evidence(self) -> dict[str, str]:
-        """What a fault states of it."""
-        waits = {True: "yes", False: "no", None: "unknown"}[self.waits]
-        return {"stack_line": self.line, WAITS: waits}
-
-
-def read_stack_position(pid: int, timeout_s: float = 0.1) -> StackPosition | None:
-    """Return where the main thread of a process stands; ``None`` where it does not answer.
+    ``None`` where the process does not answer, or stands in no such line.
 
     Blocks: usually a few milliseconds, at most ``timeout_s``.
     """
@@ -74,7 +59,7 @@ def read_stack_position(pid: int, timeout_s: float = 0.1) -> StackPosition | Non
             return None
         time.sleep(_STACK_POLL_S)  # nothing signals that the file grows
     stack = stacks.parse(dump.text())
-    return StackPosition(stack.line, stack.waits_in_collective) if stack.line is not None else None
+    return (stack.line, stack.waits_in_collective) if stack.line is not None else None
 
 
 class _MonitorDuty:
@@ -165,12 +150,12 @@ class _MonitorDuty:
             self._hub.report(self._self_report)
             self._self_report = None
         found, next_ns = self._watch.look(clock.now_ns())
-        if isinstance(found, SoftTimeout):
+        if found is not None and found.kind == p.RankFaultKind.SOFT_TIMEOUT:
             log.warning("rank %d: %s", self._task.initial_rank, found.summary)
-            self._hub.report(self._soft_timeout(found))
+            self._hub.report(self._add_position(found))
         elif found is not None and self._stuck is None:
             log.warning("rank %d is ended: %s", self._task.initial_rank, found.summary)
-            self._stuck = self._fault(found.restart_count, found.kind, found.summary)
+            self._stuck = found
             self._signal(signal.SIGKILL)
         if next_ns is not None:
             due.append(next_ns / 1e9)
@@ -219,7 +204,12 @@ class _MonitorDuty:
             self._on_report(data)  # what it sent before it ended
         if not self._hub.is_over and not self._has_left:
             log.info("rank %d (pid %d) is gone", self._task.initial_rank, self._task.pid)
-        fault = self._fault(self._hub.restart_count, p.RankFaultKind.DIED, "its process is gone")
+        fault = p.RankFault(
+            initial_rank=self._task.initial_rank,
+            restart_count=self._hub.restart_count,
+            kind=p.RankFaultKind.DIED,
+            summary="its process is gone",
+        )
         self._lose_rank(m.Gone(fault=self._stuck or fault))
 
     def _lose_rank(self, final_report: m.Gone | p.Left) -> None:
@@ -305,21 +295,17 @@ class _MonitorDuty:
         if not faults or not all(fault.is_victims for fault in faults):
             return None
         idle = self._watch.describe_idle(clock.now_ns())
-        fault = None if idle is None else self._soft_timeout(idle)
+        fault = None if idle is None else self._add_position(idle)
         return None if fault is None or fault.is_victims else fault
 
-    def _soft_timeout(self, found: SoftTimeout) -> p.RankFault:
-        fault = self._fault(found.restart_count, p.RankFaultKind.SOFT_TIMEOUT, found.summary)
-        position = read_stack_position(self._task.pid)
-        if position is None:
+    def _add_position(self, fault: p.RankFault) -> p.RankFault:
+        """Return the fault with where the rank's main thread stands."""
+        if (position := read_stack_position(self._task.pid)) is None:
             return fault
-        what = "waiting for other ranks at" if position.waits else "at"
-        summary = f"{found.summary}, {what} {position.line}"
-        return msgspec.structs.replace(fault, summary=summary, evidence=position.evidence)
-
-    def _fault(self, restart_count: int, kind: p.RankFaultKind, summary: str) -> p.RankFault:
-        rank = self._task.initial_rank
-        return p.RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, summary=summary)
+        line, waits = position
+        summary = f"{fault.summary}, {'waiting for other ranks at' if waits else 'at'} {line}"
+        evidence = {"stack_line": line, WAITS: {True: "yes", False: "no", None: "unknown"}[waits]}
+        return msgspec.structs.replace(fault, summary=summary, evidence=evidence)
 
 
 def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> None:

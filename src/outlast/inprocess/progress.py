@@ -16,13 +16,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 from outlast.clock import now_ns
 from outlast.inprocess.protocol import MonitorTask
-from outlast.policy.inprocess_protocol import RankFaultKind
+from outlast.policy.inprocess_protocol import RankFault, RankFaultKind
 
 _PAGE_BYTES = 4096
 _BEAT, _PROGRESS, _PHASE, _RESTART_COUNT, _PAUSES, _ATOMICS = range(6)
@@ -197,38 +195,6 @@ _BEAT_SLACK_S = 0.25
 """How late a monitor thread may be on a busy machine and still count as running."""
 
 
-class Words(Protocol):
-    """What is read of a page."""
-
-    @property
-    def beat_ns(self) -> int: ...
-    @property
-    def progress_ns(self) -> int: ...
-    @property
-    def phase(self) -> RankPhase: ...
-    @property
-    def restart_count(self) -> int: ...
-    @property
-    def is_paused(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SoftTimeout:
-    """The main thread makes no progress, though the interpreter is free."""
-
-    restart_count: int
-    summary: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """The rank has to be ended."""
-
-    restart_count: int
-    kind: RankFaultKind
-    summary: str
-
-
 class RankWatch:
     """Watch one rank.
 
@@ -237,7 +203,7 @@ class RankWatch:
         task: Timeouts.
     """
 
-    def __init__(self, page: Words, task: MonitorTask) -> None:
+    def __init__(self, page: Page, task: MonitorTask) -> None:
         self._page, self._task = page, task
         self._soft_ns, self._hard_ns = int(task.soft_timeout_s * 1e9), int(task.hard_timeout_s * 1e9)
         self._start_ns = int(task.limits.barrier_timeout_s * 1e9)
@@ -262,7 +228,7 @@ class RankWatch:
         if self._ordered_to_leave_ns is None:
             self._ordered_to_leave_ns = now_ns
 
-    def describe_idle(self, now_ns: int) -> SoftTimeout | None:
+    def describe_idle(self, now_ns: int) -> RankFault | None:
         """Return how long a rank in the function has made no progress, if half a soft timeout, and unreported."""
         page = self._page
         since_ns = now_ns - page.progress_ns
@@ -270,10 +236,14 @@ class RankWatch:
         if not is_judged or self._ordered_to_leave_ns is not None or since_ns < self._soft_ns // 2:
             return None
         self._reported_soft = page.restart_count
-        return SoftTimeout(page.restart_count, f"no progress for {since_ns / 1e9:.1f} s while others waited")
+        summary = f"no progress for {since_ns / 1e9:.1f} s while others waited"
+        return self._fault(page.restart_count, RankFaultKind.SOFT_TIMEOUT, summary)
 
-    def look(self, now_ns: int) -> tuple[SoftTimeout | Stuck | None, int | None]:
-        """Return what is found, and when to look again; ``None``: when anything else happens."""
+    def look(self, now_ns: int) -> tuple[RankFault | None, int | None]:
+        """Return what is found, and when to look again; ``None``: when anything else happens.
+
+        After a soft timeout the interpreter is free; after a hard one the rank has to be ended.
+        """
         page, restart_count = self._page, self._page.restart_count
         phase = page.phase
         if self._went is not None:
@@ -281,7 +251,7 @@ class RankWatch:
                 self._went = None
             elif now_ns >= (due := self._went[1] + self._start_ns):
                 text = f"the function was not entered within {self._task.limits.barrier_timeout_s:g} s"
-                return Stuck(self._went[0], RankFaultKind.HARD_TIMEOUT, text), None
+                return self._fault(self._went[0], RankFaultKind.HARD_TIMEOUT, text), None
             else:
                 found, silent_ns = self._look_at_beat(self._went[0], now_ns, "before the function was entered")
                 return found, due if silent_ns is None else min(due, silent_ns)
@@ -295,7 +265,7 @@ class RankWatch:
         base_ns = progress_ns if self._ordered_to_leave_ns is None else min(progress_ns, self._ordered_to_leave_ns)
         hard_ns = base_ns + self._hard_ns
         if now_ns >= hard_ns:
-            return Stuck(restart_count, RankFaultKind.HARD_TIMEOUT, self._describe(now_ns, hard=True)), None
+            return self._fault(restart_count, RankFaultKind.HARD_TIMEOUT, self._describe(now_ns, hard=True)), None
         if self._ordered_to_leave_ns is not None or self._reported_soft >= restart_count:
             return None, hard_ns
         soft_ns = progress_ns + self._soft_ns
@@ -304,11 +274,12 @@ class RankWatch:
         fresh_until_ns = page.beat_ns + self._fresh_ns
         if now_ns <= fresh_until_ns:
             self._reported_soft = restart_count
-            return SoftTimeout(restart_count, self._describe(now_ns, hard=False)), hard_ns
+            fault = self._fault(restart_count, RankFaultKind.SOFT_TIMEOUT, self._describe(now_ns, hard=False))
+            return fault, hard_ns
         # The monitor thread does not run either: it may come back (a long call that holds the interpreter's lock).
         return None, min(hard_ns, now_ns + self._fresh_ns // 4)
 
-    def _look_at_beat(self, restart_count: int, now_ns: int, where: str) -> tuple[Stuck | None, int | None]:
+    def _look_at_beat(self, restart_count: int, now_ns: int, where: str) -> tuple[RankFault | None, int | None]:
         """Judge a rank whose main thread may wait as long as it likes, such as a spare: its monitor thread beats."""
         if self._is_over:
             return None, None
@@ -317,9 +288,11 @@ class RankWatch:
             return None, silent_ns
         since_s = (now_ns - self._page.beat_ns) / 1e9
         text = f"no thread of it has run for {since_s:.1f} s {where}; it was stopped, or held the interpreter's lock"
-        return Stuck(
-            restart_count, RankFaultKind.HARD_TIMEOUT, f"{text} (hard_timeout={self._task.hard_timeout_s:g})"
-        ), None
+        text += f" (hard_timeout={self._task.hard_timeout_s:g})"
+        return self._fault(restart_count, RankFaultKind.HARD_TIMEOUT, text), None
+
+    def _fault(self, restart_count: int, kind: RankFaultKind, summary: str) -> RankFault:
+        return RankFault(initial_rank=self._task.initial_rank, restart_count=restart_count, kind=kind, summary=summary)
 
     def _describe(self, now_ns: int, *, hard: bool) -> str:
         since_s = (now_ns - self._page.progress_ns) / 1e9

@@ -250,6 +250,18 @@ def watch(selector: selectors.BaseSelector, channel: HubChannel) -> None:
         selector.modify(channel, wanted, key.data)
 
 
+def exchange(selector: selectors.BaseSelector, channel: HubChannel) -> list[OnLink]:
+    """Send what waits on a registered channel, and return what has come on it.
+
+    Raises:
+        OSError: The channel is broken.
+    """
+    channel.flush()
+    came = channel.receive()
+    watch(selector, channel)
+    return came
+
+
 class MemberRecord:
     """Note orders and reports, from which follows where the member stands.
 

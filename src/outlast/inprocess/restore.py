@@ -58,8 +58,14 @@ class Parts:
 
 def parts_of(state: Mapping[str, Any]) -> Parts:
     """Return the modules and optimizers in a state; of a wrapped module the one within."""
+    from torch.nn.parallel import DistributedDataParallel
+
     parts = Parts()
-    _collect(state, "", parts)
+    for path, value in _walk(state, ""):
+        if isinstance(value, torch.nn.Module):
+            parts.modules[path] = value.module if isinstance(value, DistributedDataParallel) else value
+        elif isinstance(value, torch.optim.Optimizer):
+            parts.optimizers[path] = value
     return parts
 
 
@@ -313,21 +319,6 @@ class KeptTrainingState:
         if any(index not in self._copies for index in self._changed([tensor._version for tensor in self._loose])):
             return f"buffers were changed in iteration {self._iteration}, and are not copied"
         return ""
-
-
-def _collect(state: Mapping[str, Any], path: str, parts: Parts) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    for name, value in state.items():
-        here = f"{path}.{name}" if path else str(name)
-        if isinstance(value, DistributedDataParallel):
-            parts.modules[here] = value.module
-        elif isinstance(value, torch.nn.Module):
-            parts.modules[here] = value
-        elif isinstance(value, torch.optim.Optimizer):
-            parts.optimizers[here] = value
-        elif isinstance(value, Mapping):
-            _collect(value, here, parts)
 
 
 def _why_not(state: Mapping[str, Any], parts: Parts) -> str:
