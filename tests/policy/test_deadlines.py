@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.config import FaultToleranceConfig
-from outlast.policy.deadlines import Subject, Timeouts, deadlines, expired, wake_at_ns
+from outlast.policy.deadlines import BoardSection, Subject, Timeouts, deadlines, expired, wake_at_ns
 from outlast.policy.inprocess_protocol import InProcessState
-from outlast.runtime.board import BoardSection, RankState
+from outlast.runtime.board import RankState
 
 S = 1_000_000_000
 ALL = Timeouts(

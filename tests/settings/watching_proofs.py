@@ -26,9 +26,9 @@ from outlast.monitor import RankMonitor, rank_guard
 from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation
 from outlast.monitor.watchdog import HangReport
 from outlast.policy import ladder
-from outlast.policy.deadlines import Expired, Subject, Timeouts, deadlines
+from outlast.policy.deadlines import BoardSection, Expired, Subject, Timeouts, deadlines
 from outlast.policy.ladder import CycleEnd, LadderState
-from outlast.runtime.board import Board, BoardSection, RankState
+from outlast.runtime.board import Board, RankState
 from outlast.runtime.journal import Journal
 
 S = 1_000_000_000

@@ -16,16 +16,18 @@ At the end: one line for people of what a run is protected against (:class:`Prot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from outlast.config.launching import FaultToleranceConfig
-from outlast.policy.inprocess_protocol import InProcessState
+from outlast.policy.inprocess_protocol import InProcessState, WorkerStanding
 from outlast.wording import count
+
+if TYPE_CHECKING:
+    from outlast.config.launching import FaultToleranceConfig
 
 STEP = "step"
 """The section that is not enforced in a cycle's first iterations."""
@@ -34,52 +36,38 @@ DEFAULT_HEARTBEAT_S = 1800.0
 is."""
 
 
-class SectionFacts(Protocol):
-    """An open section, as on the heartbeat board."""
+@dataclass(frozen=True, slots=True)
+class BoardSection:
+    """A section that a worker is in."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def start_ns(self) -> int: ...
-    @property
-    def ordinal(self) -> int: ...
+    name: str
+    start_ns: int
+    ordinal: int = 0
+    """How many sections of this name the worker had entered before in this cycle."""
 
 
-class RankFacts(Protocol):
-    """What must be known of a rank; times in monotonic nanoseconds of its node, 0 = never."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts(WorkerStanding):
+    """What must be known of a rank to judge it; times in monotonic nanoseconds of its node, 0 = never."""
 
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def global_rank(self) -> int: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def attached(self) -> bool: ...
-    @property
-    def finished(self) -> bool: ...
-    @property
-    def attached_ns(self) -> int: ...
-    @property
-    def last_heartbeat_ns(self) -> int: ...
-    @property
-    def promises_heartbeats(self) -> bool: ...
-    @property
-    def sections(self) -> Sequence[SectionFacts]: ...
-    @property
-    def depth(self) -> int: ...
-    @property
-    def left_ns(self) -> int: ...
-    @property
-    def in_process(self) -> InProcessState: ...
-    @property
-    def in_process_restart_count(self) -> int: ...
-    @property
-    def in_process_since_ns(self) -> int: ...
-    @property
-    def in_process_patience_s(self) -> float: ...
+    local_rank: int
+    global_rank: int = -1
+    """-1 = not known yet."""
+    pid: int = 0
+    iteration: int = 0
+    attached: bool = False
+    """The worker has a monitor; a plain script never does."""
+    finished: bool = False
+    attached_ns: int = 0
+    last_heartbeat_ns: int = 0
+    promises_heartbeats: bool = False
+    """As long as the worker is healthy, it sends them."""
+    sections: tuple[BoardSection, ...] = ()
+    """Open sections, outermost first, as many as the board records."""
+    depth: int = 0
+    """Number of open sections, also of those too deep to be recorded."""
+    left_ns: int = 0
+    """When the last outermost section was left."""
 
 
 class Subject(StrEnum):
@@ -336,22 +324,22 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def combine(observations: Iterable[Observation]) -> Observation:
     """Return what several ranks or nodes saw together: the maximum of everything."""
-    longest: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    together = Observation()
-    for one in observations:
-        for name, seconds in one.longest_s.items():
-            longest[name] = max(seconds, longest.get(name, 0.0))
-        for name, times in one.counts.items():
-            counts[name] = max(times, counts.get(name, 0))
-        together = msgspec.structs.replace(
-            together,
-            restored=together.restored or one.restored,
-            initial_heartbeat_s=max(together.initial_heartbeat_s, one.initial_heartbeat_s),
-            heartbeat_gap_s=max(together.heartbeat_gap_s, one.heartbeat_gap_s),
-            num_heartbeats=max(together.num_heartbeats, one.num_heartbeats),
-        )
-    return msgspec.structs.replace(together, longest_s=longest, counts=counts)
+    seen = list(observations)
+
+    def highest(of: Iterable[Mapping[str, float]]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, value in (pair for one in of for pair in one.items()):
+            found[name] = max(value, found.get(name, value))
+        return found
+
+    return Observation(
+        longest_s=highest(one.longest_s for one in seen),
+        counts={name: int(times) for name, times in highest(one.counts for one in seen).items()},
+        restored=any(one.restored for one in seen),
+        initial_heartbeat_s=max((one.initial_heartbeat_s for one in seen), default=0.0),
+        heartbeat_gap_s=max((one.heartbeat_gap_s for one in seen), default=0.0),
+        num_heartbeats=max((one.num_heartbeats for one in seen), default=0),
+    )
 
 
 def learn(

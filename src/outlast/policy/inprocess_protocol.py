@@ -10,8 +10,8 @@ For its agent a worker that runs a function which :class:`outlast.inprocess.Wrap
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Protocol
 
 import msgspec
 
@@ -54,15 +54,19 @@ HAS_BEGUN = frozenset({InProcessState.ACTIVE, InProcessState.SPARE, InProcessSta
 _DISPENSABLE = _SURVIVABLE - {InProcessState.ACTIVE, InProcessState.RESTARTING}
 
 
-class WorkerStanding(Protocol):
-    """What must be known of a worker, as on the heartbeat board."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStanding:
+    """How a worker stands with restarts inside its process, as its page of the board shows it."""
 
-    @property
-    def in_process(self) -> InProcessState: ...
-    @property
-    def in_process_call(self) -> int: ...
-    @property
-    def in_process_restart_count(self) -> int: ...
+    in_process: InProcessState = InProcessState.OFF
+    in_process_call: int = 0
+    """Which of the process's calls of a wrapped function that is about, from 0."""
+    in_process_restart_count: int = 0
+    """The restart that the worker is in, or goes to; 0 = the first call of its function."""
+    in_process_since_ns: int = 0
+    """When one of these changed last, in monotonic nanoseconds of the node."""
+    in_process_patience_s: float = 0.0
+    """Seconds that a restart inside the process may take; 0 = it was never armed."""
 
 
 def is_survivable(

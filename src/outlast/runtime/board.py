@@ -31,6 +31,7 @@ from types import MappingProxyType
 
 from outlast.clock import now_ns
 from outlast.errors import ConfigError, OutlastError
+from outlast.policy.deadlines import BoardSection, RankFacts
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Tier
 
@@ -381,29 +382,11 @@ class RankPage:
         return len(self._stack)
 
 
-@dataclass(frozen=True, slots=True)
-class BoardSection:
-    """A section that a worker is in."""
-
-    name: str
-    start_ns: int
-    ordinal: int = 0
-    """How many sections of this name the worker had entered before in this cycle."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankState:
+class RankState(RankFacts):
     """One worker's page at one moment. Times are monotonic nanoseconds of the node; 0 = never."""
 
-    local_rank: int
-    global_rank: int = -1
-    """-1 = not known yet."""
-    pid: int = 0
     cycle: int = 0
-    attached: bool = False
-    """The worker has a monitor; a plain script never does."""
-    finished: bool = False
-    iteration: int = 0
     durable_iteration: int | None = None
     """Highest iteration known to be saved for good."""
     reports_progress: bool = False
@@ -414,17 +397,7 @@ class RankState:
     """Which one, if known."""
     leaving_with: int = 0
     """Exit code that the worker announced; 0 = none."""
-    attached_ns: int = 0
-    last_heartbeat_ns: int = 0
     num_heartbeats: int = 0
-    promises_heartbeats: bool = False
-    """As long as the worker is healthy, it sends them."""
-    sections: tuple[BoardSection, ...] = ()
-    """Open sections, outermost first, the first :data:`MAX_DEPTH`."""
-    depth: int = 0
-    """Number of open sections, also of those too deep to be recorded."""
-    left_ns: int = 0
-    """When the last outermost section was left."""
     num_entries: int = 0
     """Sections entered in this cycle."""
     num_entries_in_iteration: int = 0
@@ -438,16 +411,6 @@ class RankState:
     initial_heartbeat_s: float = 0.0
     """Seconds from the attachment to the first heartbeat; 0 = none yet."""
     longest_heartbeat_gap_s: float = 0.0
-    in_process: InProcessState = InProcessState.OFF
-    """How the worker stands with restarts inside its process."""
-    in_process_call: int = 0
-    """Which of the process's calls of a wrapped function that is about, from 0."""
-    in_process_restart_count: int = 0
-    """The restart that the worker is in, or goes to; 0 = the first call of its function."""
-    in_process_since_ns: int = 0
-    """When one of these changed last."""
-    in_process_patience_s: float = 0.0
-    """Seconds that a restart inside the process may take; 0 = it was never armed."""
     torn: bool = False
     """The writer stopped in the middle of an update; sections may not fit together."""
 
