@@ -17,7 +17,7 @@ import queue
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from outlast.errors import OutlastError
 from outlast.inprocess import protocol as m
@@ -218,7 +218,7 @@ class MonitorLink:
                 self._is_over = True
             self._send(message)
 
-    def receive(self) -> tuple[m.Listening | p.Order, ...]:
+    def receive(self) -> list[m.Listening | p.Order]:
         """Return what the monitor process has sent since the last call; call it when :meth:`fileno` is readable.
 
         Raises:
@@ -226,20 +226,18 @@ class MonitorLink:
 
         Blocks: hardly; while another monitor process is started, some milliseconds.
         """
-        return tuple(self._received())
-
-    def _received(self) -> Iterator[m.Listening | p.Order]:
+        found: list[m.Listening | p.Order] = []
         while True:
             try:
                 data = self._duty.line.recv(m.MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return
+                return found
             except OSError as error:
                 log.debug("the monitor process's socket broke: %s", error)
                 data = b""
             if not data:
                 self._replace()
-                return
+                return found
             message = m.decode_from_monitor(data)
             with self._lock:
                 if isinstance(message, m.HubCandidates):
@@ -251,7 +249,7 @@ class MonitorLink:
                     self._record.note_order(message)
             if isinstance(message, m.Listening) and self._num_starts > 1:
                 continue  # the rank has used the address of the first one
-            yield message
+            found.append(message)
 
     def _replace(self) -> None:
         """Have the rank watched by another process in place of one that is gone."""

@@ -23,23 +23,9 @@ from outlast.config.files import load_config
 from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError, ExitReason, OutlastError, RestartAbort
 from outlast.incidents import EventKind, IncidentKind
+from outlast.inprocess import call as calls
 from outlast.inprocess import protocol as m
 from outlast.inprocess.bootstrap import Bootstrap, own_address
-from outlast.inprocess.call import (
-    Background,
-    CallStore,
-    Handle,
-    RestartRequested,
-    current_handle,
-    describe,
-    drop,
-    end_groups,
-    handle_parameter,
-    is_consequence,
-    leave,
-    open_handle,
-    set_current,
-)
 from outlast.inprocess.monitor_client import Instruction, MonitorLink, MonitorThread
 from outlast.inprocess.plugins import Plugins, State, labels_of
 from outlast.inprocess.progress import Page, RankPhase
@@ -287,13 +273,13 @@ class WrappedRank:
         self._ready_for = -1
         self._returned: _CallResult | None = None
         self._kept: dict[str, Any] = {}
-        self._handle: Handle | None = None
-        self._store: CallStore | None = None
-        self._interruption = SignalInterruption(RestartRequested, WrappedRank._enter.__code__)
+        self._handle: calls.Handle | None = None
+        self._store: calls.CallStore | None = None
+        self._interruption = SignalInterruption(calls.RestartRequested, WrappedRank._enter.__code__)
         self._function: Callable[..., Any]
         self._handle_name: str | None
         self._reporter: StatusReporter
-        self._background: Background
+        self._background: calls.Background
         self._page: Page
         self._link: MonitorLink
         self._thread: MonitorThread
@@ -306,9 +292,9 @@ class WrappedRank:
             RestartAbort: The ranks cannot be restarted in process.
             RankLeft: This rank is permanently removed.
         """
-        if current_handle() is not None:
+        if calls.current_handle() is not None:
             raise ConfigError("a wrapped function was called within another one; wrap only the outer one")
-        name = handle_parameter(function)
+        name = calls.handle_parameter(function)
         self._handle_name = None if name in kwargs else name
         self._function = partial(function, *args, **kwargs)
         logs.configure_worker(self._place.global_rank, self._place.node)
@@ -329,7 +315,7 @@ class WrappedRank:
         stack.callback(self._close_store)
         self._reporter = StatusReporter(place, config)
         stack.callback(self._reporter.close)
-        self._background = Background()
+        self._background = calls.Background()
         stack.callback(self._background.thaw)
         self._host = own_address(place)
         bootstrap = Bootstrap(place, timeout_s=config.barrier_timeout)
@@ -352,7 +338,7 @@ class WrappedRank:
         noting = connections.Noting(self._check_group)
         noting.start()
         stack.callback(noting.stop)
-        stack.callback(set_current, None)
+        stack.callback(calls.set_current, None)
         self._background.freeze()
         stack.callback(bootstrap.close)
         return bootstrap
@@ -407,10 +393,10 @@ class WrappedRank:
             except RestartAbort as error:
                 self._give_up(error)
             except Exception as error:  # noqa: BLE001 - whatever a health check raises: it failed
-                log.warning("the health check failed: %s", describe(error))
-                self._part(describe(error), report=True)
+                log.warning("the health check failed: %s", calls.describe(error))
+                self._part(calls.describe(error), report=True)
         self._close_store()
-        self._store = CallStore(self._host)
+        self._store = calls.CallStore(self._host)
         self._ready_for = restart_count
         self._page.set_phase(RankPhase.WAITING)
         self._link.send(p.RankReady(restart_count=restart_count, store_address=self._store.address))
@@ -424,7 +410,7 @@ class WrappedRank:
                 active_world_size=self._config.active_world_size,
             )
         except Exception as error:  # noqa: BLE001 - a plug-in's error stops all ranks, with its text
-            log.warning("no ranks can be assigned: %s", describe(error))
+            log.warning("no ranks can be assigned: %s", calls.describe(error))
             return p.Assigned(ordinal=order.ordinal, error=str(error) or type(error).__name__)
         return p.Assigned(ordinal=order.ordinal, ranks=ranks)
 
@@ -439,7 +425,7 @@ class WrappedRank:
         rank = go.ranks[self._place.global_rank]
         if rank is None:
             return  # a spare: it waits for the next order
-        handle = self._handle = open_handle(
+        handle = self._handle = calls.open_handle(
             self._context.describe(),
             interruption=self._interruption,
             page=self._page,
@@ -450,7 +436,7 @@ class WrappedRank:
         self._page.reset_depths()
         self._page.set_phase(RankPhase.STARTING, go.restart_count)
         self._thread.begin_call()
-        set_current(handle)
+        calls.set_current(handle)
         given = {} if self._handle_name is None else {self._handle_name: handle}
         outcome = self._enter(go, rank, given)
         self._interruption.leave()
@@ -463,7 +449,7 @@ class WrappedRank:
         This frame is the boundary of what is interrupted: it is not, whatever it calls is.
         """
         if not self._interruption.enter(go.restart_count):
-            return RestartRequested()
+            return calls.RestartRequested()
         try:
             self._prepare(go, rank)
             self._page.set_phase(RankPhase.IN_FN)
@@ -499,7 +485,7 @@ class WrappedRank:
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
             if outcome.leaving is not None:
-                drop(outcome.leaving)
+                calls.drop(outcome.leaving)
             self._reporter.complete()
             self._link.send(p.Completed(restart_count=self._context.restart_count))
             return
@@ -510,7 +496,7 @@ class WrappedRank:
         if isinstance(outcome, RestartAbort):
             self._leave(None)
             self._give_up(outcome)
-        if not isinstance(outcome, RestartRequested):
+        if not isinstance(outcome, calls.RestartRequested):
             self._report_fault(outcome)
         self._leave(outcome)
 
@@ -519,8 +505,8 @@ class WrappedRank:
             initial_rank=self._place.global_rank,
             restart_count=self._context.restart_count,
             kind=p.RankFaultKind.EXCEPTION,
-            summary=describe(error),
-            is_consequence=is_consequence(error),
+            summary=calls.describe(error),
+            is_consequence=calls.is_consequence(error),
         )
         self._context.note_faults((fault,))
         self._link.send(fault)
@@ -535,16 +521,16 @@ class WrappedRank:
         self._page.set_phase(RankPhase.OUT)
         self._close_store()
         try:
-            leave(handle.take_callbacks(), error, self._background)
-            set_current(None)
+            calls.leave(handle.take_callbacks(), error, self._background)
+            calls.set_current(None)
             self._plugins.finalize(self._context.describe())
         except RestartAbort as failure:
             self._give_up(failure)
         except Exception as failure:
             log.exception("this rank cannot continue")
-            self._part(describe(failure), report=True)
+            self._part(calls.describe(failure), report=True)
         finally:
-            set_current(None)
+            calls.set_current(None)
         if self._config.empty_cuda_cache:
             device.empty_cache()
 
@@ -554,11 +540,11 @@ class WrappedRank:
         self._reporter.finish()
         state = self._context.describe()
         self._handle = None
-        set_current(None)
+        calls.set_current(None)
         self._plugins.completion(state)
         if self._returned is None:
             return None
-        end_groups()
+        calls.end_groups()
         if self._returned.leaving is not None:
             raise self._returned.leaving
         return self._returned.value
@@ -731,7 +717,7 @@ class Wrapper:
 
 
 def _check_needs_no_handle(function: Callable[..., Any]) -> None:
-    name = handle_parameter(function)
+    name = calls.handle_parameter(function)
     if name is not None and inspect.signature(function).parameters[name].default is inspect.Parameter.empty:
         raise ConfigError(
             f"in_process_restart.enabled is off, but {function.__qualname__}() takes a Handle, which only a protected "

@@ -409,15 +409,8 @@ def apply(configured: Timeouts, learned: Learned) -> Timeouts:
 
     heartbeat = choose(configured.heartbeat_s, learned.heartbeat_s)
     initial = choose(configured.initial_heartbeat_s, learned.initial_heartbeat_s)
-    if (
-        initial is not None
-        and heartbeat is not None
-        and (initial, heartbeat)
-        != (
-            configured.initial_heartbeat_s,
-            configured.heartbeat_s,
-        )
-    ):
+    is_learned = (initial, heartbeat) != (configured.initial_heartbeat_s, configured.heartbeat_s)
+    if initial is not None and heartbeat is not None and is_learned:
         initial = max(initial, heartbeat)  # the first heartbeat also waits for start-up
     return replace(
         configured,
