@@ -28,7 +28,26 @@ _HOMES = {
     "current_handle": "outlast.inprocess.call",
 }
 
-__all__ = [*_HOMES]
+__all__ = [
+    "ActiveWorldSizeDivisibleBy",
+    "Assignment",
+    "Compose",
+    "FaultCounter",
+    "FillGaps",
+    "Handle",
+    "Level",
+    "MaxActiveWorldSize",
+    "Member",
+    "RankLeft",
+    "RestartRequested",
+    "Restore",
+    "RetryController",
+    "ShiftRanks",
+    "State",
+    "Tree",
+    "Wrapper",
+    "current_handle",
+]
 
 # On first use: a monitor process imports single modules of this package, and no torch.
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -289,8 +289,9 @@ _LOST_WORDS = ("connection closed", "connection reset", "broken pipe", "connecti
 def describe(error: BaseException) -> str:
     """Return an exception in one line, with where it was raised."""
     text = str(error).strip().split("\n")[0][:300]
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):  # extract_tb() would read each frame's source file
+        where = f" (at {frame.f_code.co_filename}:{line})"
     return f"{type(error).__name__}: {text}{where}"
 
 
