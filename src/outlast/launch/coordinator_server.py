@@ -178,7 +178,7 @@ class CoordinatorServer:
             run_dir=self._run_dir,
             host=self._node,
         )
-        self._store.set(m.STATUS_KEY, status.encode())
+        self._store.set(m.STATUS_KEY, m.encode(status))
 
     def _judge_beats(self, now_s: float) -> list[tuple[str, str, m.ToNode]]:
         nodes = list(self._coordinator.nodes)
