@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from outlast.integrations.slurm import BatchScript
     from outlast.launch.run_parser import RunCommand
 
-__all__ = ["slurm"]
-
 
 @click.group(
     "slurm",

@@ -44,8 +44,6 @@ from outlast.launch.verdicts import (
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState
 
-__all__ = ["Coordinator"]
-
 log = logging.getLogger(__name__)
 
 

@@ -31,8 +31,6 @@ from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore
 
-__all__ = ["ControlLink", "CoordinatorClient", "JobInProgress", "Lifeline", "LinkDown", "LinkFailed", "LinkUp"]
-
 
 class CoordinatorClient:
     """Report for one node.

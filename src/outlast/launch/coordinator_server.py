@@ -44,9 +44,6 @@ from outlast.policy.ladder import LadderState
 from outlast.runtime.journal import Journal
 from outlast.runtime.store import TCPStore
 
-__all__ = ["PATIENCE_S", "CoordinatorServer", "LifelineServer", "beat_key", "channel_key"]
-
-
 log = logging.getLogger(__name__)
 _FOREVER = datetime.timedelta(days=365)
 

@@ -18,26 +18,8 @@ from dataclasses import dataclass, field
 
 from outlast.errors import ExitReason
 from outlast.launch import protocol as m
-from outlast.policy.causes import OWN_VERDICTS, root_cause
 from outlast.policy.ladder import LadderState, Limits
 from outlast.wording import count
-
-__all__ = [
-    "OWN_VERDICTS",
-    "Adoption",
-    "Forming",
-    "JobSettings",
-    "Node",
-    "Nodes",
-    "Outbox",
-    "Slot",
-    "SlotCandidate",
-    "fill_slots",
-    "name_job",
-    "root_cause",
-    "shrink",
-    "why_it_waits",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

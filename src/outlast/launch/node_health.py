@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from outlast.launch.agent_events import NodeJournal
     from outlast.launch.coordinator_client import CoordinatorClient
 
-__all__ = ["CheckedUp", "Checkups", "NodeHealth", "Occasion"]
-
 
 _CLOSE_S = 3.0
 

@@ -24,8 +24,6 @@ from outlast.runtime.addresses import parse_endpoints
 from outlast.runtime.device import why_absent
 from outlast.wording import count
 
-__all__ = ["Checked", "RunOptions", "check_values", "parse_options", "why_not_there"]
-
 NO_TERMINATION_SIGNAL = "outlast run ends a hung worker with SIGKILL; leave it out"
 """Why ``rank_termination_signal`` has no effect."""
 _BACKENDS = ("static", "c10d", "outlast")

@@ -29,22 +29,6 @@ from outlast import env
 from outlast.config.flags import add_ft_arguments, ft_config_from, ft_typed, unknown_flag_message
 from outlast.errors import ConfigError
 
-__all__ = [
-    "OptionGroup",
-    "RunCommand",
-    "describe_options",
-    "find_event_handlers",
-    "given_options",
-    "hint_at",
-    "make_parser",
-    "make_torchrun_parser",
-    "option_name",
-    "parse_command",
-    "takes_value",
-    "words_before_script",
-]
-
-
 log = logging.getLogger(__name__)
 
 

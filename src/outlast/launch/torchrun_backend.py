@@ -36,8 +36,6 @@ from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint, own_address, parse_endpoints
 from outlast.runtime.store import TCPStore, open_cycle_store
 
-__all__ = ["OutlastRendezvous", "create_handler"]
-
 log = logging.getLogger(__name__)
 _UNLIMITED = 1 << 31
 

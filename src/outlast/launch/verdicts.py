@@ -27,21 +27,6 @@ from outlast.policy.quarantine import Distrusted
 from outlast.policy.rerun import Diagnosis
 from outlast.runtime.files import write_atomically
 
-__all__ = [
-    "CycleEnding",
-    "ExcludedNodes",
-    "LadderClient",
-    "Record",
-    "copy_untrusted",
-    "departure",
-    "diagnosis_in",
-    "highest_durable",
-    "load_ladder",
-    "name_culprit",
-    "observations",
-    "save_ladder",
-]
-
 
 @dataclass(slots=True, kw_only=True)
 class CycleEnding:

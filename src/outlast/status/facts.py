@@ -36,9 +36,6 @@ from outlast.status.report import (
 )
 from outlast.wording import count, duration
 
-__all__ = ["MAX_TROUBLES", "JobEvents", "RankProgress", "judge", "list_troubles"]
-
-
 RATE_WINDOW_NS = 60_000_000_000
 _TELLING = (EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.RESTORED, EventKind.SESSION_ENDED)
 """What a rank writes with the iteration at which it is."""

@@ -15,22 +15,6 @@ import msgspec
 
 from outlast.wording import count, duration
 
-__all__ = [
-    "SCHEMA",
-    "BudgetReport",
-    "Budgets",
-    "GenerationReport",
-    "NodeReport",
-    "NodeState",
-    "RunState",
-    "StatusReport",
-    "Trouble",
-    "WaitingReport",
-    "render",
-    "terminal_width",
-]
-
-
 SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""
 
