@@ -250,7 +250,7 @@ def decode_to_coordinator(data: bytes) -> ToCoordinator:
     Raises:
         RendezvousError: It is not one that this version sends.
     """
-    return _decode(_to_coordinator, data, "an agent")
+    return _decode(_to_coordinator, data, "unreadable message from an agent")
 
 
 def decode_to_node(data: bytes) -> ToNode:
@@ -259,16 +259,14 @@ def decode_to_node(data: bytes) -> ToNode:
     Raises:
         RendezvousError: It is not one that this version sends.
     """
-    return _decode(_to_node, data, "the coordinator")
+    return _decode(_to_node, data, "unreadable message from the coordinator")
 
 
-def _decode(decoder: msgspec.json.Decoder[T], data: bytes, sender: str) -> T:
+def _decode(decoder: msgspec.json.Decoder[T], data: bytes, fault: str) -> T:
     try:
         return decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise RendezvousError(
-            f"unreadable message from {sender}: {error}; do all nodes run the same outlast?"
-        ) from error
+        raise RendezvousError(f"{fault}: {error}; do all nodes run the same outlast?") from error
 
 
 # -- how a job is, for whoever asks -----------------------------------------------------------------------------
