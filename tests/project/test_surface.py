@@ -38,7 +38,6 @@ PUBLIC = [
     "outlast.testing",
 ]
 STILL_INTERNAL = {
-    "outlast.checkpoint.CheckpointManager.__init__",
     "outlast.health.check_gpu",
     "outlast.health.check_node",
     "outlast.inprocess.Handle.__init__",

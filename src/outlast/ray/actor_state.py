@@ -140,12 +140,12 @@ class StateTracker:
 
         Collective: all ranks.
         """
-        from outlast.checkpoint import CheckpointManager
+        from outlast.checkpoint.manager import open_manager
 
         self._incarnation, self._world_size = place.cycle, place.world_size
         if self._config is None:
             return
-        self._manager = CheckpointManager(self._config, env=place, journal=journal)
+        self._manager = open_manager(self._config, env=place, journal=journal)
         self._manager.treat_failures_as_abandoned(lambda: self._interruption.is_left(place.cycle))
         self._rhythm = SaveSchedule(
             self._config,

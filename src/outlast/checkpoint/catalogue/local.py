@@ -29,8 +29,7 @@ from outlast.checkpoint.catalogue.entries import (
     describe_manifest,
     list_leftovers,
 )
-from outlast.checkpoint.claim import RUN, owner_of
-from outlast.checkpoint.directory import SUSPECT, TRACKER, Directory
+from outlast.checkpoint.directory import RUN, SUSPECT, TRACKER, Directory, owner_of
 from outlast.checkpoint.manifest import MANIFEST, Manifest
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.verification import PIECE_BYTES, StoredFile, check_origin, check_shard, read_path, shard_file
