@@ -17,17 +17,19 @@ import errno
 import json
 import mmap
 import os
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
 import msgspec
 import numpy as np
 import xxhash
-
 from outlast.decoding import from_json
 from outlast.errors import Corrupt
 from outlast.runtime.injection import reach
@@ -60,6 +62,8 @@ DTYPE_NAMES = {
     "torch.bool": "BOOL",
 }
 """torch's name of an element type to safetensors'."""
+ELEMENT_BYTES = {name: 1 if name == "BOOL" else int(re.findall(r"\d+", name)[0]) // 8 for name in DTYPE_NAMES.values()}
+"""safetensors' name of an element type, which has its bits, to the bytes of an element."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):

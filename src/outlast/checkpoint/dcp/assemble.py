@@ -21,8 +21,6 @@ from outlast.checkpoint.dcp.store import ObjectStore, is_remote, local_path, ope
 from outlast.checkpoint.shard import CHUNK_BYTES, MAY_BE_INFINITE, is_finite
 from outlast.errors import CheckpointError
 
-__all__ = ["Assemble", "Assembled", "Range", "assemble"]
-
 PART_BYTES = CHUNK_BYTES
 """Of an upload; a store takes 10,000 of them, which makes 80 GB a file."""
 MAX_PARTS = 10_000
