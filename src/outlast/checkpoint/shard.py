@@ -19,17 +19,16 @@ import mmap
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
 import msgspec
 import numpy as np
 import xxhash
+
 from outlast.decoding import from_json
 from outlast.errors import Corrupt
 from outlast.runtime.injection import reach
