@@ -14,7 +14,7 @@ from outlast.checkpoint.manager import open_manager
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
-from outlast.policy.quarantine import Distrusted, encode_distrusted
+from outlast.policy.recovery_point import Distrusted, encode_distrusted
 from outlast.runtime.injection import armed
 
 pytestmark = pytest.mark.process

@@ -40,7 +40,6 @@ PUBLIC = [
 STILL_INTERNAL = {
     "outlast.health.check_gpu",
     "outlast.health.check_node",
-    "outlast.inprocess.Handle.__init__",
     "outlast.monitor.RankMonitor.__init__",
     "outlast.monitor.RankMonitor.board_state",
     "outlast.numerics.RerunStateMachine.__init__",

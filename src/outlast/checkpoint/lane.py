@@ -30,8 +30,8 @@ from outlast.checkpoint.save import Outcomes, PeerSilent, Save
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError
+from outlast.policy.checkpoint_plan import RetentionRules, choose_removed
 from outlast.policy.recovery_point import Tier
-from outlast.policy.retention import RetentionRules, choose_removed
 from outlast.runtime.injection import reach
 
 log = logging.getLogger(__name__)

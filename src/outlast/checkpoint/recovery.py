@@ -31,8 +31,16 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Mismatch, NotFinite, OutlastError, Untrusted
-from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
-from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_best_point, choose_recovery_point
+from outlast.policy.recovery_point import (
+    Copy,
+    Distrusted,
+    RecoveryPoint,
+    Tier,
+    choose_best_point,
+    choose_recovery_point,
+    is_distrusted,
+    is_doubtful,
+)
 from outlast.runtime.random_numbers import restore_random
 
 log = logging.getLogger(__name__)
