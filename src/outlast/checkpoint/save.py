@@ -25,8 +25,7 @@ from outlast.checkpoint.recovery import Restored
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, DeadlineExceeded
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.policy.quarantine import tier_of_load
-from outlast.policy.recovery_point import Tier
+from outlast.policy.recovery_point import Tier, tier_of_load
 from outlast.runtime.board import Board, LoadedCopy
 from outlast.runtime.journal import Journal
 from outlast.wording import count
