@@ -44,9 +44,6 @@ STILL_INTERNAL = {
     "outlast.inprocess.Handle.__init__",
     "outlast.monitor.RankMonitor.__init__",
     "outlast.monitor.RankMonitor.board_state",
-    "outlast.numerics.RerunStateMachine.__init__",
-    "outlast.ray.train.TrainWatches.__init__",
-    "outlast.ray.train.TrainWatches.standing",
     "outlast.straggler.Report.incidents",
     "outlast.straggler.StragglerDetector.__init__",
 }

@@ -19,8 +19,7 @@ import xxhash
 from outlast.errors import OutlastError
 from outlast.inprocess.call import Handle, current_handle
 from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer
-from outlast.numerics.replica_digest import find_replicated
-from outlast.numerics.tensor_digest import digest_tensors
+from outlast.numerics.replica_digest import digest_tensors, find_replicated
 from outlast.runtime import device
 
 __all__ = ["KeptTrainingState", "Parts", "digest_parts", "parts_of"]
