@@ -42,9 +42,6 @@ STILL_INTERNAL = {
     "outlast.health.check_node",
     "outlast.monitor.RankMonitor.__init__",
     "outlast.monitor.RankMonitor.board_state",
-    "outlast.numerics.RerunStateMachine.__init__",
-    "outlast.ray.train.TrainWatches.__init__",
-    "outlast.ray.train.TrainWatches.standing",
     "outlast.straggler.Report.incidents",
     "outlast.straggler.StragglerDetector.__init__",
 }
