@@ -18,8 +18,7 @@ from outlast.errors import CheckpointError, ConfigError, ExitReason
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from outlast.checkpoint.catalogue.entries import DirectoryListing, Generation, Leftover, ListedPlace
-    from outlast.checkpoint.catalogue.pruning import Plan
+    from outlast.checkpoint.catalogue.entries import DirectoryListing, Generation, Leftover, ListedPlace, Plan
 
 __all__ = ["ckpt"]
 
@@ -203,7 +202,7 @@ def prune(
 
     Exit code 0: done; 1: something could not be deleted, or a directory cannot be read; 2: bad input.
     """
-    from outlast.checkpoint.catalogue.pruning import Rule, plan_pruning
+    from outlast.checkpoint.catalogue.entries import Rule, plan_pruning
 
     if keep is None and not suspects and not leftovers:
         raise ConfigError("nothing to prune: give --keep N, --suspect or --leftovers")

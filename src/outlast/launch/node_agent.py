@@ -63,7 +63,7 @@ from outlast.launch.options import RunOptions
 from outlast.launch.verdicts import name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
-from outlast.policy.protection import Protection, describe_nodes
+from outlast.policy.deadlines import Protection, describe_nodes
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
