@@ -21,8 +21,6 @@ from typing import TextIO
 from outlast import env
 from outlast.errors import ConfigError
 
-__all__ = ["LEVELS", "OUTCOME", "LogSettings", "configure", "configure_worker", "read_settings"]
-
 LEVELS = ("debug", "info", "warning", "error")
 """What ``--log-level`` and ``OUTLAST_LOG_LEVEL`` take."""
 _FORMATS = ("text", "json")

@@ -47,8 +47,6 @@ STILL_INTERNAL = {
     "outlast.numerics.RerunStateMachine.__init__",
     "outlast.ray.train.TrainWatches.__init__",
     "outlast.ray.train.TrainWatches.standing",
-    "outlast.straggler.Report.incidents",
-    "outlast.straggler.StragglerDetector.__init__",
 }
 """Public signatures that still name a type that is not public; this list only becomes shorter."""
 COMMITTED = Path(__file__).with_name("surface.txt")

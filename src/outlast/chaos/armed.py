@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outlast import clock
-from outlast.chaos.fault import Fault, FaultKind, FaultTarget
-from outlast.chaos.plan import FaultPlan, Occurrence, planned_faults
+from outlast.chaos.plan import Fault, FaultKind, FaultPlan, FaultTarget, Occurrence, planned_faults
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
     from outlast.chaos.model_faults import Damage, Slowing
 
-__all__ = ["ArmedFaults", "FiredFault", "SimulatedError", "arm_configured", "arm_here", "simulated_fault"]
 
 log = logging.getLogger(__name__)
 LossT = TypeVar("LossT")

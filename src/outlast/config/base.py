@@ -25,22 +25,6 @@ import msgspec
 from outlast.decoding import convert
 from outlast.errors import ConfigError
 
-__all__ = [
-    "KNOWN_NAMES",
-    "FieldDoc",
-    "Partial",
-    "Translation",
-    "as_written",
-    "describe_fields",
-    "from_mapping",
-    "is_none",
-    "nearest",
-    "parse_text",
-    "require",
-    "require_finite",
-]
-
-
 T = TypeVar("T")
 P = TypeVar("P", bound="Partial")
 

@@ -13,15 +13,6 @@ from outlast.config.base import (
     require_one_of,
 )
 
-__all__ = [
-    "InProcessRestartConfig",
-    "RecoveryConfig",
-    "ReplicaDigestConfig",
-    "RerunStateMachineConfig",
-    "StragglerDetectionConfig",
-]
-
-
 _SMALLER = (
     ("soft_timeout", "hard_timeout", "a rank is interrupted before it is ended"),
     ("hard_timeout", "barrier_timeout", "the others wait until a stuck rank has been ended"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from outlast.config import Config
-from outlast.config.files import load_config
+from outlast.config.sources import load_config
 from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError
 from outlast.inprocess.call import handle_parameter

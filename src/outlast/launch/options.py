@@ -17,7 +17,7 @@ from pathlib import Path
 
 from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
 from outlast.runtime.addresses import Endpoint, parse_endpoints
@@ -227,7 +227,7 @@ def _read_config(path: str | None) -> Config:
     """Return the run's settings from the file of ``--config``."""
     if path is None:
         return Config()
-    from outlast.config.files import load_config
+    from outlast.config.sources import load_config
 
     return load_config(path)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
-from outlast.config.flags import DEFAULT
+from outlast.config.sources import DEFAULT
 from outlast.errors import ConfigError, ExitReason
 from outlast.launch.agent_events import Mailbox, RunDirectoryLost, SignalReceived, WriterDied
 from outlast.launch.membership import JobSettings, name_job

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from outlast.config import HealthConfig, ReplicaDigestConfig, StragglerDetectionConfig
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from outlast.numerics.comparison import Agreement
     from outlast.straggler import Report
 
-__all__ = ["RankLiveness", "ReplicaWatch", "SlowRanks"]
 
 log = logging.getLogger(__name__)
 NO_PART_OF_A_STEP = frozenset({"setup", "checkpointing", "evaluation", "validation"})
@@ -202,15 +202,19 @@ class SlowRanks:
         self, config: StragglerDetectionConfig, place: WorkerEnv, journal: Journal, consensus: Consensus
     ) -> None:
         from outlast.straggler import StragglerDetector
+        from outlast.straggler.report import record
 
         self._place, self._consensus = place, consensus
-        self._detector: StragglerDetector = StragglerDetector(config, place=place, journal=journal)
-        self._detector.wrap(consensus, "agree", waits=True)
+        self.detector: StragglerDetector = StragglerDetector(
+            config,
+            global_rank=place.global_rank,
+            local_rank=place.local_rank,
+            node=place.node,
+            on_report=partial(record, place=place, journal=journal),
+        )
+        """What times and compares."""
+        self.detector.wrap(consensus, "agree", waits=True)
         self._waited_before_s = 0.0
-
-    def watch(self, state: Any) -> None:
-        """Time the forward of the modules in a state, and the step of the optimizers."""
-        self._detector.watch(state)
 
     def timed(self, name: str, section: SectionTimer) -> SectionTimer:
         """Return a section that is timed too; one that is no part of a step is left out instead.
@@ -221,7 +225,7 @@ class SlowRanks:
         """
         if name == STEP:
             return section
-        mark = self._detector.leave_out() if name in NO_PART_OF_A_STEP else self._detector.section(name)
+        mark = self.detector.leave_out() if name in NO_PART_OF_A_STEP else self.detector.section(name)
 
         def open_(_: int) -> None:
             section.__enter__()
@@ -236,36 +240,17 @@ class SlowRanks:
     @contextmanager
     def left_out(self, section: AbstractContextManager[None]) -> Iterator[None]:
         """Return a section of the session's own that is no part of a step."""
-        with section, self._detector.leave_out():
+        with section, self.detector.leave_out():
             yield
 
     def begin_step(self, iteration: int) -> None:
         """Begin to time a step, ``iteration`` of which are done."""
         self._waited_before_s = self._consensus.waited_s
-        self._detector.begin_step(iteration)
-
-    def end_step(self) -> None:
-        """End the step's time: this rank is done, and has not yet waited for the others."""
-        self._detector.end_step()
+        self.detector.begin_step(iteration)
 
     def note_wait(self) -> None:
         """Take in how long this rank has waited for the others, now that they have come."""
-        self._detector.note_wait(self._consensus.waited_s - self._waited_before_s)
-
-    def wants_report(self) -> bool:
-        """Return whether it is time for a report, as far as this rank knows."""
-        return self._detector.wants_report()
-
-    def report(self) -> Report:
-        """Compare the ranks; see :meth:`outlast.straggler.StragglerDetector.report`.
-
-        Raises:
-            PeerLost: A peer is gone, or did not come in time.
-
-        Collective: all ranks, after the same step.
-        Blocks: until all ranks have come, and while the machine of a rank that is named is looked at.
-        """
-        return self._detector.report()
+        self.detector.note_wait(self._consensus.waited_s - self._waited_before_s)
 
     def diagnose(self, report: Report) -> None:
         """Name to the launcher the rank for which all of them leave; where there are several, the slowest."""
@@ -282,7 +267,3 @@ class SlowRanks:
             message="; ".join((one.describe(), *causes)),
         )
         leave_diagnosis(place, diagnosis)
-
-    def close(self) -> None:
-        """Take away what was put around modules, optimizers and functions. Idempotent. Blocks: never."""
-        self._detector.close()

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from outlast.inprocess.restore import Restore
     from outlast.policy.in_place import Origin
 
-__all__ = ["InProcessScope"]
 
 log = logging.getLogger(__name__)
 _KEPT = "outlast.session"
