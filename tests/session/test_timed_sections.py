@@ -46,7 +46,7 @@ def slow_ranks(consensus: Consensus) -> Iterator[SlowRanks]:
     """The search of a single rank."""
     made = watch_for_slow_ranks(WorkerEnv(), consensus)
     yield made
-    made.close()
+    made.detector.close()
 
 
 def watch_for_slow_ranks(place: WorkerEnv, consensus: Consensus) -> SlowRanks:
@@ -145,7 +145,7 @@ def report_of(ranks: SlowRanks, *stop_for: int) -> Report:
         Straggler(rank=rank, node=f"node-{rank}", section="forward", z=9.0, num_windows=3, **facts) for rank in stop_for
     )
     findings = Findings(relative={}, individual={}, named=named)
-    return replace(ranks.report(), iteration=40, findings=findings, stop_for=stop_for)
+    return replace(ranks.detector.report(), iteration=40, findings=findings, stop_for=stop_for)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

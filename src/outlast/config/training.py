@@ -65,7 +65,7 @@ class InProcessRestartConfig(Partial):
 
     barrier_timeout: float = 120.0
     """Longest time in seconds that the ranks wait for one of them to come back from the function; then it is ended,
-    and they go on without."""
+    and they continue without."""
 
     completion_timeout: float = 120.0
     """Longest time in seconds between the first active rank's return from the function and the last one's."""
@@ -154,7 +154,7 @@ class RecoveryConfig:
     """Seconds in which actors have to be gone when the group is closed."""
 
     allow_shrink: bool = False
-    """When no spare is left, go on at once with fewer data shards, from a generation of the global tier."""
+    """When no spare is left, continue at once with fewer data shards, from a generation of the global tier."""
 
     max_rounds: int = 4
     """Attempts of one recovery: each failure in it needs another one."""
