@@ -147,7 +147,7 @@ class NotFinite(OutlastError):
 
 
 class UnhealthyRank(OutlastError):
-    """A rank must not take part any longer; raised by a health check, it is permanently removed, and the others continue."""
+    """A rank must not take part any longer; if a health check raises it, the rank is permanently removed."""
 
 
 class RestartAbort(OutlastError):

@@ -13,8 +13,7 @@ from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import GlobalManifest
 from outlast.checkpoint.directory import TRACKER, part_name
 from outlast.checkpoint.manifest import SHARD_PART, CopyKey, Manifest, decode_manifest
-from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places, group_of
+from outlast.checkpoint.places import Peers, Places, group_of
 from outlast.checkpoint.replica.parity import PARITY_PART
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.verification import check_origin, check_shard
@@ -22,8 +21,6 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
-
-__all__ = ["PARITY", "HeldGeneration", "Rejection", "Table", "check_manifest", "gather_copies", "reject"]
 
 LIST_TIMEOUT_S = 30.0
 NUM_LISTERS = 8

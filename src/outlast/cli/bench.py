@@ -9,10 +9,8 @@ from typing import Any
 
 import click
 
-from outlast.cli.group import HELP, CommandGroup, ending_on_signals
+from outlast.cli.main import HELP, CommandGroup, ending_on_signals
 from outlast.errors import ExitReason, OutlastError
-
-__all__ = ["bench"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ from outlast.launch.agent_events import (
     HangSeen,
     Mailbox,
     NodeChecked,
+    NodeJournal,
     NodeRefused,
     RunDirectoryLost,
     SignalReceived,
@@ -58,16 +59,13 @@ from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, Link
 from outlast.launch.cycle import ALONE_S, Cycle
 from outlast.launch.membership import REMIND_S
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
-from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
 from outlast.launch.verdicts import name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
-from outlast.policy.protection import Protection, describe_nodes
+from outlast.policy.deadlines import Protection, describe_nodes
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
-
-__all__ = ["AgentState", "NodeAgent"]
 
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
@@ -222,7 +220,7 @@ class NodeAgent(SimpleElasticAgent):
         match event:
             case Started() if self._cycle is not None:
                 if self._cycle.note_started(event):
-                    self._journal.write_started(self._cycle)
+                    self._journal.write_started(self._cycle.start, list(self._cycle.workers.values()))
             case FailedToStart():
                 self._fail(self._journal.incident(IncidentKind.CANNOT_START, event.error))
             case Exited():
@@ -237,7 +235,7 @@ class NodeAgent(SimpleElasticAgent):
         match event:
             case m.Prepare():
                 self._cycle_store = open_cycle_store(self._client.addr)
-                self._client.host_cycle(event.cycle, self._cycle_store.port)
+                self._client.send(m.Master(cycle=event.cycle, addr=self._client.addr, port=self._cycle_store.port))
             case m.Start():
                 self._timers.cancel("answer")
                 self._start = event
@@ -466,7 +464,7 @@ class NodeAgent(SimpleElasticAgent):
             return
         self._state = AgentState.FINISHED
         incident = cycle.in_process.describe_unfinished()
-        self._journal.write_ended(cycle, "finished" if incident is None else incident.describe())
+        self._write_ended(cycle, "finished" if incident is None else incident.describe())
         self._client.finish(cycle.facts(incident))
 
     def _fail(self, incident: Incident) -> None:
@@ -478,6 +476,9 @@ class NodeAgent(SimpleElasticAgent):
         self._log_incident(incident)
         self._end_cycle(cycle, cycle.facts(incident), incident.describe())
 
+    def _write_ended(self, cycle: Cycle, reason: str) -> None:
+        self._journal.write(EventKind.CYCLE_ENDED, reason=reason, iterations=cycle.iterations())
+
     def _log_incident(self, incident: Incident) -> None:
         """Log what was seen on this node; on the coordinator's node its verdict follows, with the same and more."""
         log.log(logging.DEBUG if self.is_host else logging.WARNING, "%s", incident.describe())
@@ -488,7 +489,7 @@ class NodeAgent(SimpleElasticAgent):
             return
         incident = cycle.describe_hang(hang.report)
         # The other nodes look at their ranks while this one does.
-        self._client.report_hang(incident, hang.report.expired, cycle.number)
+        self._client.send(m.Hung(cycle=cycle.number, incident=incident, expired=tuple(hang.report.expired)))
         positions = cycle.examine(hang.report)
         if is_alone := cycle.start.num_nodes == 1:
             incident = name_culprit(incident, positions)
@@ -528,7 +529,7 @@ class NodeAgent(SimpleElasticAgent):
     def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str) -> None:
         cycle.over = True
         self._timers.cancel("clear")
-        self._journal.write_ended(cycle, reason)
+        self._write_ended(cycle, reason)
         self._join(facts)
         grace_s = self.options.restart_grace_s
         gently = grace_s > 0 and not cycle.all_ended
@@ -552,7 +553,7 @@ class NodeAgent(SimpleElasticAgent):
             cycle.over = True
             self._timers.cancel("clear")
             self._journal.write_incident(incident)
-            self._journal.write_ended(cycle, incident.describe())
+            self._write_ended(cycle, incident.describe())
             cycle.close()
             self._join(facts)
             self._health.suspect()
@@ -578,13 +579,15 @@ class NodeAgent(SimpleElasticAgent):
         if incident.node == self._client.node and not cycle.has_lost(incident.rank):
             self._journal.write_incident(incident)
         log.warning("restart %d in process, after: %s", recovered.restart_count, incident.describe())
-        self._client.report_restart(
-            cycle.number,
-            recovered.call,
-            recovered.restart_count,
-            incident,
-            durable_iteration=cycle.durable_iteration,
-            progress_known=cycle.progress_known,
+        self._client.send(
+            m.Restarted(
+                cycle=cycle.number,
+                call=recovered.call,
+                restart_count=recovered.restart_count,
+                incident=incident,
+                durable_iteration=cycle.durable_iteration,
+                progress_known=cycle.progress_known,
+            )
         )
 
     def _continue_without(self, worker: WorkerProcess, key: int, cycle: Cycle) -> None:
@@ -635,9 +638,9 @@ class NodeAgent(SimpleElasticAgent):
         saved = cycle is not None and cycle.can_be_resumed
         facts = cycle.facts(None) if cycle is not None else None
         if cycle is not None:
-            self._journal.write_ended(cycle, "left")
+            self._write_ended(cycle, "left")
         number = self._signal or signal.SIGTERM
-        self._client.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
+        self._client.send(m.Leave(saved=saved, signal=number, facts=facts, whole_job=whole_job))
         self._failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + number
         what = "a saved generation exists" if saved else "nothing was saved"

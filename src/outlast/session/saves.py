@@ -20,7 +20,7 @@ from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, Untrusted
 from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
-from outlast.policy.in_place import Origin
+from outlast.policy.recovery_point import Origin
 from outlast.runtime.journal import Journal
 from outlast.session.environment import has_near_tier
 from outlast.session.inprocess_scope import InProcessScope
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
+    from outlast.checkpoint import Restored, SaveHandle
 
 
 log = logging.getLogger(__name__)
@@ -160,10 +160,10 @@ class Saves:
     """
 
     def __init__(self, config: CheckpointConfig, place: WorkerEnv, journal: Journal, scope: InProcessScope) -> None:
-        from outlast.checkpoint import CheckpointManager
+        from outlast.checkpoint.manager import open_manager
 
         self._place = place
-        self.manager: CheckpointManager = CheckpointManager(config, env=place, journal=journal)
+        self.manager = open_manager(config, env=place, journal=journal)
         if scope.is_active:
             self.manager.treat_failures_as_abandoned(lambda: scope.is_left)
         self.schedule = SaveSchedule(

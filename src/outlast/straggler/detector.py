@@ -30,10 +30,17 @@ from outlast.config.training import StragglerDetectionConfig
 from outlast.decoding import from_msgpack
 from outlast.env import read_worker
 from outlast.errors import OutlastError, PeerLost
-from outlast.policy.machines import MachineTimes, MachineVerdict, SlownessCause, choose_others, judge_machine
-from outlast.policy.slowness import MIN_SAMPLES
-from outlast.policy.stragglers import Findings, Streaks, judge
-from outlast.policy.timings import RankTimings, Timing, lower_median
+from outlast.policy.slowness import MIN_SAMPLES, RankTimings, Timing, lower_median
+from outlast.policy.stragglers import (
+    Findings,
+    MachineTimes,
+    MachineVerdict,
+    SlownessCause,
+    Streaks,
+    choose_others,
+    judge,
+    judge_machine,
+)
 from outlast.runtime.device import device_word, time_on_device, timing_event, training_device
 from outlast.runtime.process_groups import Group, gather_bytes
 from outlast.straggler.recorder import (

@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from outlast.errors import OutlastError
-from outlast.policy.timings import Timing, summarise
+from outlast.policy.slowness import Timing, summarise
 from outlast.runtime.device import kernel_seconds, profiled_activities
 
 log = logging.getLogger(__name__)

@@ -13,19 +13,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from outlast import clock
-from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import Items, dump_metadata
 from outlast.checkpoint.dcp.layout import FILE_BYTES, Duty, Inventory, Packing, WriteReport, assign, compose
 from outlast.checkpoint.dcp.manifest import METADATA, SCHEMA, FileEntry, GlobalManifest
+from outlast.checkpoint.directory import DirectoryRefused
 from outlast.checkpoint.lane import GRACE_S, Lane, RankAnswer, Reached, SaveOutcome
 from outlast.checkpoint.save import PeerSilent, Save
 from outlast.checkpoint.shard import digests
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
-
-__all__ = ["GlobalLane"]
 
 log = logging.getLogger(__name__)
 NUM_FILES_AT_ONCE = 3
