@@ -208,10 +208,7 @@ def add_ft_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.Acti
     """
     others, complete = set(parser._actions), parser._get_option_tuples
     group = parser.add_argument_group("fault tolerance", "what is watched, for how long, how often to restart")
-    shown = {
-        field.name: (_add_switch if field.type_name == "bool" else _add_option)(group, field)
-        for field in describe_fields(FaultToleranceConfig)
-    }
+    shown = {field.name: _add_option(group, field) for field in describe_fields(FaultToleranceConfig)}
     whole = set(parser._actions) - others
     parser._get_option_tuples = lambda option_string: [  # type: ignore[method-assign]
         match for match in complete(option_string) if match[0] not in whole
@@ -220,25 +217,17 @@ def add_ft_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.Acti
 
 
 def _add_option(group: argparse._ArgumentGroup, field: FieldDoc) -> argparse.Action:
-    shown, *others = _spellings(field.name)
+    spellings, is_switch = _spellings(field.name), field.type_name == "bool"
+    kept: dict[str, Any] = {"dest": _dest(field.name), "default": argparse.SUPPRESS}
+    kept |= {"action": "store_const"} if is_switch else {"metavar": _metavar(field)}
+    bare: dict[str, Any] = {"const": "true"} if is_switch else {}
     # Strings that argparse does not show are an option of their own: it lists all spellings of one that it shows.
-    action = group.add_argument(
-        shown, dest=_dest(field.name), default=argparse.SUPPRESS, metavar=_metavar(field), help=_help(field)
-    )
-    if others:
-        group.add_argument(*others, dest=_dest(field.name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    return action
-
-
-def _add_switch(group: argparse._ArgumentGroup, field: FieldDoc) -> argparse.Action:
+    action = group.add_argument(spellings[0], help=_help(field), **bare, **kept)
+    if spellings[1:]:
+        group.add_argument(*spellings[1:], help=argparse.SUPPRESS, **bare, **kept)
     # An option with an optional value would swallow the script's name after a bare `--ft-simulate-fault`, so
     # `--ft-simulate-fault=true` and the like are option names of their own: argparse looks for those first.
-    spellings = _spellings(field.name)
-    kept: dict[str, Any] = {"dest": _dest(field.name), "action": "store_const", "default": argparse.SUPPRESS}
-    action = group.add_argument(spellings[0], const="true", help=_help(field), **kept)
-    if spellings[1:]:
-        group.add_argument(*spellings[1:], const="true", help=argparse.SUPPRESS, **kept)
-    for truth in _TRUTHS:
+    for truth in _TRUTHS if is_switch else ():
         written = (truth, truth.capitalize()) if truth.isalpha() else (truth,)
         names = [f"{spelling}={word}" for spelling in spellings for word in written]
         group.add_argument(*names, const=truth, help=argparse.SUPPRESS, **kept)

@@ -334,13 +334,9 @@ class StragglerDetectionConfig:
         require_at_least(self, 1, "profiling_interval", "confirmations")
         require(bool(self.logger_name), "logger_name must not be empty: that is the root logger, which is the script's")
         calculates = self.calc_relative_gpu_perf or self.calc_individual_gpu_perf
-        require(
-            not self.enabled or calculates,
-            "enabled is on, but calc_relative_gpu_perf and calc_individual_gpu_perf are both off: "
-            "nothing would be found; switch one of them on",
-        )
-        require(
-            not self.stop_if_detected or calculates,
-            "stop_if_detected is on, but calc_relative_gpu_perf and calc_individual_gpu_perf are both off: "
-            "nothing would be detected; switch one of them on",
-        )
+        for switch, what in (("enabled", "found"), ("stop_if_detected", "detected")):
+            require(
+                not getattr(self, switch) or calculates,
+                f"{switch} is on, but calc_relative_gpu_perf and calc_individual_gpu_perf are both off: "
+                f"nothing would be {what}; switch one of them on",
+            )

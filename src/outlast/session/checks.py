@@ -87,9 +87,18 @@ class RankLiveness:
         reports = self._place.global_rank == next(answering, None)
         log.log(logging.ERROR if reports else logging.DEBUG, "%s", message)
         if ranks and reports and result.status != Status.LOST:
-            # Of one that is gone its launcher tells, with how it ended.
-            kind = IncidentKind.WRONG_ANSWER if is_wrong else IncidentKind.WORKER_HUNG
-            self._write(kind, ranks, message, iteration)
+            # The launcher records one that is gone, with how it ended.
+            is_neighbour = ranks[0] // max(1, self._place.local_world_size) == self._place.node_rank
+            incident = Incident(
+                kind=IncidentKind.WRONG_ANSWER if is_wrong else IncidentKind.WORKER_HUNG,
+                job=self._place.job,
+                cycle=self._place.cycle,
+                node=self._place.node if is_neighbour else "",
+                rank=ranks[0],
+                iteration=iteration,
+                evidence={"summary": message, "ranks": ranks},
+            )
+            self._journal.write(EventKind.INCIDENT, rank=ranks[0], iteration=iteration, incident=incident)
         if is_wrong:
             raise UnhealthyRank(
                 f"{message}; what it computes is not to be trusted: run outlast doctor on its node",
@@ -97,20 +106,6 @@ class RankLiveness:
                 iteration=iteration,
             )
         raise PeerLost(f"{message}; see the log of that rank", rank=rank, iteration=iteration)
-
-    def _write(self, kind: IncidentKind, ranks: list[int], message: str, iteration: int) -> None:
-        place = self._place
-        is_neighbour = ranks[0] // max(1, place.local_world_size) == place.node_rank
-        incident = Incident(
-            kind=kind,
-            job=place.job,
-            cycle=place.cycle,
-            node=place.node if is_neighbour else "",
-            rank=ranks[0],
-            iteration=iteration,
-            evidence={"summary": message, "ranks": ranks},
-        )
-        self._journal.write(EventKind.INCIDENT, rank=ranks[0], iteration=iteration, incident=incident)
 
 
 class ReplicaWatch:
@@ -165,15 +160,11 @@ class ReplicaWatch:
 
     def _judge(self, agreement: Agreement) -> ExitReason:
         """Write a diagnosis of whose replica differs. Without a majority only running the steps again can tell."""
-        if agreement.culprits:
-            blamed, others = agreement.culprits[0], agreement.culprits
-            finding, code = Finding.PERSISTENT, ExitReason.FAILED_VALIDATION
-        else:
-            blamed, others = agreement.undecided[0], agreement.undecided
-            finding, code = Finding.SPLIT, ExitReason.RESUME_TO_DISAMBIGUATE
-        is_known = finding == Finding.PERSISTENT
+        is_known = bool(agreement.culprits)
+        others = agreement.culprits or agreement.undecided
+        blamed = others[0]
         diagnosis = Diagnosis(
-            finding=finding,
+            finding=Finding.PERSISTENT if is_known else Finding.SPLIT,
             rank=blamed.rank,
             node=blamed.node if is_known else "",
             device=blamed.device if is_known else "",
@@ -183,7 +174,7 @@ class ReplicaWatch:
             rejected_ranks=tuple(one.rank for one in others),
         )
         leave_diagnosis(self._place, diagnosis, self._journal)
-        return code
+        return ExitReason.FAILED_VALIDATION if is_known else ExitReason.RESUME_TO_DISAMBIGUATE
 
 
 class SlowRanks:
