@@ -88,9 +88,7 @@ def measure_transfers(num_rounds: str, num_tensors: str) -> Iterator[dict[str, f
 
 def _hold(fd: int, tensors: list[torch.Tensor], rounds: int) -> None:
     key = secrets.token_bytes(32)
-    server = ReplicaServer(
-        _OnePart(fd, len(tensors) * TENSOR_BYTES), host="127.0.0.1", key=lambda: key, on_refused=_refused
-    )
+    server = ReplicaServer(_OnePart(fd, len(tensors) * TENSOR_BYTES), host="127.0.0.1", key=key, on_refused=_refused)
     dist.broadcast_object_list([server.port, key], src=1)
     for _ in range(rounds):
         dist.barrier()

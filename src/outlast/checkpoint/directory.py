@@ -69,7 +69,7 @@ class ClaimedPlace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DirectoryContent:
-    """What lay in a directory when a run began: nothing, unless it is said."""
+    """What lay in a directory when a run began; by default nothing."""
 
     hint: str | None = None
     generations: tuple[int, ...] = ()
@@ -348,7 +348,7 @@ class GenerationFolder:
 
     @property
     def url(self) -> str:
-        """The folder, as people are told of it."""
+        """The folder, as messages name it."""
         return os.fspath(self.path)
 
     @property
@@ -361,7 +361,7 @@ class GenerationFolder:
         try:
             return decode_hint((self.path / RUN).read_bytes())
         except OSError:
-            return None  # manifests tell it too; a disk that fails fails the save
+            return None  # manifests name it too; a disk that fails makes the save fail
 
     def named_runs(self) -> Iterator[str]:
         """Yield the runs that manifests name, newest generation first, those for diagnosis last."""

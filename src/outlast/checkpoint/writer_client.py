@@ -33,7 +33,7 @@ MAX_DEATHS = 5
 """Deaths within ``DEATHS_WITHIN_S`` after which no other writer is started: something else is wrong."""
 DEATHS_WITHIN_S = 60.0
 _NAME_FREE_S = 10.0
-"""Seconds in which the writer of an owner that is gone lets go of its name."""
+"""Seconds in which the writer of an owner that is gone releases its name."""
 _AGAIN_S = 0.05
 
 
@@ -214,7 +214,7 @@ class WriterClient:
             The reply, and the descriptor that came with it, now the caller's.
 
         Raises:
-            CheckpointError: The writer refused, died, or took too long; says which.
+            CheckpointError: The writer refused, died, or took too long; the text has the reason.
 
         Blocks: up to ``timeout_s``.
         """
