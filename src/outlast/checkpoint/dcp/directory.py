@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
-from outlast.checkpoint.claim import RUN, decode_hint, encode_hint, owner_of
+from outlast.checkpoint.claim import RUN, ClaimedPlace, decode_hint, encode_hint, owner_of
 from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, decode_global_manifest, encode_global_manifest
 from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
 from outlast.checkpoint.directory import SUSPECT, TRACKER, GenerationFolder, SaveAttempt
@@ -28,7 +28,7 @@ _RECORD = re.compile(r"(\d+)\.json")
 _FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
 
 
-class GlobalDirectory(ABC):
+class GlobalDirectory(ClaimedPlace, ABC):
     """A path, or any URL that fsspec knows, with generations in it. Thread: any.
 
     All methods raise CheckpointError where an object store, and OSError where a file system fails.
@@ -44,25 +44,11 @@ class GlobalDirectory(ABC):
         return ObjectDirectory(text) if is_remote(text) else FileDirectory(local_path(text))
 
     @property
-    @abstractmethod
-    def url(self) -> str:
-        """The place, as a path where it is one."""
-
-    @property
-    @abstractmethod
-    def owners(self) -> Records:
-        """The records of the place's owners."""
-
-    @property
     def suspects(self) -> GlobalDirectory:
         """Where saves for diagnosis go; none of them is ever the newest generation."""
         return GlobalDirectory.open(f"{self.url}/{SUSPECT}")
 
     # -- what is there -----------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def generations(self) -> list[int]:
-        """Return the iterations that have a folder of a committed name, newest first; whole or not."""
 
     def manifest(self, iteration: int) -> GlobalManifest:
         """Read a generation's manifest.
@@ -80,14 +66,6 @@ class GlobalDirectory(ABC):
         """Return the run that the place belongs to; ``None`` when it is new."""
         owner = owner_of(self)
         return None if owner is None else owner.run
-
-    @abstractmethod
-    def hint(self) -> str | None:
-        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""
-
-    @abstractmethod
-    def named_runs(self) -> Iterator[str]:
-        """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
 
     def latest(self) -> int | None:
         """Return what the tracker names, a hint for people; ``None``: nothing that can be read."""
@@ -136,14 +114,6 @@ class GlobalDirectory(ABC):
     @abstractmethod
     def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
         """Return the name of a rank's file of an attempt."""
-
-    @abstractmethod
-    def create_hint(self, run: str) -> bool:
-        """Name the run that the place belongs to, unless it is named; return whether this call did."""
-
-    @abstractmethod
-    def write_hint(self, run: str) -> None:
-        """Name the run that the place belongs to, whatever it was named before."""
 
     @abstractmethod
     def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
@@ -245,16 +215,15 @@ class ObjectDirectory(GlobalDirectory):
     is_remote = True
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
-        self._store = open_store(self._url)
+        self._store = open_store(url.rstrip("/"))
 
     @property
     def url(self) -> str:
-        return self._url
+        return self._store.url
 
     @property
     def owners(self) -> Records:
-        return StoreRecords(self._url)
+        return StoreRecords(self.url)
 
     def generations(self) -> list[int]:
         found = (_GENERATION.fullmatch(name) for name in self._store.names())
@@ -315,7 +284,7 @@ class ObjectDirectory(GlobalDirectory):
         self._store.write(TRACKER, f"step-{iteration}\n".encode())
 
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
-        folder = f"step-{iteration}"
+        folder = self.folder(iteration)
         self._remove(folder, {name for name in self._store.sizes(folder) if name.endswith(f".{attempt}.distcp")})
 
     def remove(self, iteration: int) -> None:
