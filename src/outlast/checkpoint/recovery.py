@@ -289,16 +289,17 @@ class CheckpointRecovery:
                 error = Untrusted("led to invalid results, or descends from what did")
                 rejected.append(reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}"))
         if any(kept):
-            table = dataclasses.replace(table, copies=_with_kept(table, kept, distrusted))
+            trusted = [{one} if one and not is_distrusted(one, table.lineage, distrusted) else set() for one in kept]
+            with_kept = [held | own for held, own in zip(table.copies, trusted, strict=True)]
+            table = dataclasses.replace(table, copies=with_kept)
         prover = CopyProver(
+            config=self._config,
             places=places,
             peers=self._peers,
             writer=self._writer,
             arenas=self._arenas,
             table=committed,
             state=state,
-            timeout_s=self._config.replication_timeout,
-            fetch_limit_s=self._config.save_timeout,
         )
         resharded: set[str] = set()
         doubtful = [{copy for copy in copies if is_doubtful(copy, distrusted)} for copies in table.copies]
@@ -398,14 +399,6 @@ def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list
         if one is not None and one in committed and table.world_sizes.get(one[1], peers.world_size) == peers.world_size
         else None
         for one in everyone
-    ]
-
-
-def _with_kept(table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> list[set[Copy]]:
-    """Return each rank's copies with what its live state is, unless that is distrusted."""
-    return [
-        copies | {one} if one is not None and not is_distrusted(one, table.lineage, distrusted) else set(copies)
-        for copies, one in zip(table.copies, kept, strict=True)
     ]
 
 

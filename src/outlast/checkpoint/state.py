@@ -140,7 +140,7 @@ def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> to
     Raises:
         OtherLayout: None of them is the one that the tensor was saved on.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     def place(saved: Any) -> Any:
@@ -151,19 +151,23 @@ def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> to
     placements, mesh_shape, mesh_names, shape, stride = layout
     for mesh in meshes:
         if _describe_mesh(mesh) == [mesh_shape, mesh_names]:
-            made = DTensor.from_local(
-                local.to(mesh.device_type),
-                mesh,
-                [place(saved) for saved in placements],
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=tuple(stride),
-            )
-            return cast(torch.Tensor, made)
+            return as_distributed(local, mesh, [place(saved) for saved in placements], shape, stride)
     raise OtherLayout(
         f"a tensor was saved as {_in_words(layout)}, and nothing here is on such a mesh; build the model with the same "
         "parallelism, or load it from the global tier"
     )
+
+
+def as_distributed(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Make the distributed tensor of which this rank has ``local``."""
+    from torch.distributed.tensor import DTensor
+
+    made = DTensor.from_local(
+        local.to(mesh.device_type), mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+    return cast(torch.Tensor, made)
 
 
 def meshes_of(value: Any) -> list[Any]:
