@@ -129,7 +129,7 @@ def main() -> None:
         directory = GlobalDirectory.open(folder)
         mine = read_rank(VerifiedFiles(directory, directory.manifest(to_save)), rank)
         meshes = meshes_of(capture(state))
-        again = decode(mine.tree, mine.tensor, meshes)
+        again = decode(mine.tree, mine.tensors.__getitem__, meshes)
         told["again"] = content(again["state"])
         told["rank"] = again["random"]["rank"]
     # It trains on: optimizer states have the right layout.

@@ -28,7 +28,7 @@ def _flat(value: float = 1.0):
 
 def _value_of(directory: GlobalDirectory, iteration: int) -> float:
     found = read_rank(VerifiedFiles(directory, directory.manifest(iteration)), 0)
-    return float(decode(found.tree, found.tensor)["state"]["w"][0])
+    return float(decode(found.tree, found.tensors.__getitem__)["state"]["w"][0])
 
 
 def test_one_ranks_failure_fails_the_save_for_all(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_rank_gets_back_exactly_what_it_had(tmp_path: Path) -> None:
         manifest = lanes.directory.manifest(12)
         for rank, state in enumerate(states):
             found = read_rank(VerifiedFiles(lanes.directory, manifest), rank)
-            saved = decode(found.tree, found.tensor)
+            saved = decode(found.tree, found.tensors.__getitem__)
             expected = decode(flats[rank].tree, {named.name: named.tensor for named in flats[rank].tensors}.__getitem__)
             assert saved["random"]["seed"] == rank
             assert torch.equal(saved["random"]["torch"], expected["random"]["torch"])

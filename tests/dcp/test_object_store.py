@@ -72,7 +72,7 @@ def _state(value: float = 1.0) -> dict[str, object]:
 
 def _value_of(lanes: Lanes, iteration: int) -> float:
     found = read_rank(VerifiedFiles(lanes.directory, lanes.directory.manifest(iteration)), 1)
-    saved = decode(found.tree, found.tensor)["state"]
+    saved = decode(found.tree, found.tensors.__getitem__)["state"]
     assert torch.equal(saved["model"]["weight"], torch.full((64, 64), saved["epoch"]))
     assert torch.equal(saved["model"]["bias"], torch.arange(64.0))
     return float(saved["epoch"])

@@ -17,6 +17,7 @@ import torch
 
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena, ArenaPool
+from outlast.checkpoint.dcp.items import TORCH_TYPES
 from outlast.checkpoint.dcp.reader import bytes_of, read_rank
 from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
 from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
@@ -46,7 +47,6 @@ from outlast.policy.recovery_point import Copy, Tier
 
 log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
-_TORCH_TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, short in DTYPE_NAMES.items()}
 
 
 class ProvenCopy:
@@ -111,7 +111,7 @@ class _ShardCopy(ProvenCopy):
     def _placeholder(self, name: str) -> torch.Tensor:
         """Return a tensor of the right type and shape that takes no memory."""
         span = _present(self._proof.spans, name)
-        return torch.empty((), dtype=_TORCH_TYPES[span.dtype]).expand(span.shape)
+        return torch.empty((), dtype=TORCH_TYPES[span.dtype]).expand(span.shape)
 
 
 class _GlobalCopy(ProvenCopy):
@@ -342,7 +342,7 @@ def read_tensors(
     Blocks: while all of it is read, by two threads.
     """
     tensors = {
-        name: into[name] if name in into else torch.empty(span.shape, dtype=_TORCH_TYPES[span.dtype])
+        name: into[name] if name in into else torch.empty(span.shape, dtype=TORCH_TYPES[span.dtype])
         for name, span in proof.spans.items()
     }
     read_shard(fd, manifest, rank, proof, {name: bytes_of(tensor) for name, tensor in tensors.items()})

@@ -20,7 +20,15 @@ from outlast.wording import count, number_ranges
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from outlast.checkpoint.catalogue.entries import DirectoryListing, Generation, Leftover, ListedPlace, Plan
+    from outlast.checkpoint.catalogue.entries import (
+        DirectoryListing,
+        Generation,
+        Leftover,
+        ListedGeneration,
+        ListedLeftover,
+        ListedPlace,
+        Plan,
+    )
 
 __all__ = ["ckpt"]
 
@@ -237,25 +245,19 @@ def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[s
     errors = []
     report: dict[str, list[object]] = {"generations": [], "suspects": [], "leftovers": []}
     num_bytes = 0
-    for found in plan.generations:
-        kind = "suspects" if found.entry.suspect else "generations"
+    doomed: list[tuple[ListedGeneration | ListedLeftover, str, int | str]] = [
+        (found, "suspects" if found.entry.suspect else "generations", found.entry.iteration)
+        for found in plan.generations
+    ]
+    doomed += [(remains, "leftovers", remains.entry.name) for remains in plan.remains]
+    for one, kind, name in doomed:
         try:
             if not dry_run:
-                found.remove()
+                one.remove()
+            report[kind].append(name)
+            num_bytes += one.entry.num_bytes
         except (OSError, CheckpointError) as error:
-            errors.append(f"generation {found.entry.iteration}: {error}")
-            continue
-        report[kind].append(found.entry.iteration)
-        num_bytes += found.entry.num_bytes
-    for remains in plan.remains:
-        try:
-            if not dry_run:
-                remains.remove()
-        except (OSError, CheckpointError) as error:
-            errors.append(f"{remains.entry.name}: {error}")
-            continue
-        report["leftovers"].append(remains.entry.name)
-        num_bytes += remains.entry.num_bytes
+            errors.append(f"{name if kind == 'leftovers' else f'generation {name}'}: {error}")
     for line in errors:
         click.echo(f"outlast: {looked.entry.path}: {line}", err=True)
     return {"path": looked.entry.path, **report, "num_bytes": num_bytes, "errors": errors}

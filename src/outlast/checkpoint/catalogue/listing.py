@@ -411,13 +411,12 @@ def look_into_store(url: str) -> DirectoryListing:
     for name, size in sizes.items():
         if match := _FILE.fullmatch(name):
             folders.setdefault((match["above"] is None, int(match["iteration"])), {})[match["name"]] = size
+
+    def examine(one: tuple[bool, int]) -> ListedGeneration | ListedLeftover:
+        return _examine_global(directory, one[1], folders[one], suspect=not one[0], run=run)
+
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outlast-list") as pool:
-        outcomes = list(
-            pool.map(
-                lambda one: _examine_global(directory, one[1], folders[one], suspect=not one[0], run=run),
-                sorted(folders, reverse=True),
-            )
-        )
+        outcomes = list(pool.map(examine, sorted(folders, reverse=True)))
     remains = [one for one in outcomes if isinstance(one, ListedLeftover)]
     if not directory.is_remote:  # in a store, what is unfinished has its final name already
         path = Path(directory.url)
@@ -519,16 +518,13 @@ def _all_files(manifest: GlobalManifest) -> tuple[FileEntry, ...]:
 
 def _remove(directory: GlobalDirectory, folder: str, iteration: int, listed: bytes | None) -> None:
     """Delete a generation, unless its manifest is another than the listed one."""
-    try:
+    data = None
+    with contextlib.suppress(FileNotFoundError):
         data = directory.read(f"{folder}/{MANIFEST}")
-    except FileNotFoundError:
-        data = None
     if data is not None and data != listed:
         raise CheckpointError(f"{folder} has changed meanwhile and is left alone")
-    try:
+    with contextlib.suppress(FileNotFoundError):  # the run that it belongs to was quicker
         (directory.suspects if folder.startswith(SUSPECT) else directory).remove(iteration)
-    except FileNotFoundError:
-        pass  # the run that it belongs to was quicker
 
 
 def _read_latest(directory: GlobalDirectory) -> int | None:

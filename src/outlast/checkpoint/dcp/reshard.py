@@ -36,6 +36,8 @@ from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Mismatch
 from outlast.wording import count
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -124,9 +126,6 @@ def find_all(value: Any, path: Path, kind: type = torch.Tensor) -> list[tuple[Pa
     return []
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class _Shadow:
     """This rank's part of a tensor, beside the live one."""
@@ -164,18 +163,16 @@ class _WrappedShadow(_Shadow):
         return replace(self.wrapped, parts=parts).made()
 
 
+@dataclass(frozen=True, slots=True)
 class Resharded:
-    """A generation in tensors beside the live ones, verified.
+    """A generation in tensors beside the live ones, verified."""
 
-    Args:
-        state: The live state.
-        saved: What it is to become.
-        num_bytes_read: From the global tier.
-    """
-
-    def __init__(self, state: Mapping[str, Any], saved: dict[str, Any], num_bytes_read: int) -> None:
-        self._state, self._saved = state, saved
-        self.num_bytes_read = num_bytes_read
+    state: Mapping[str, Any]
+    """The live state."""
+    saved: dict[str, Any]
+    """What it is to become."""
+    num_bytes_read: int
+    """From the global tier."""
 
     def apply(self) -> None:
         """Put it into the live state.
@@ -183,7 +180,7 @@ class Resharded:
         Raises:
             CheckpointError: A ``load_state_dict`` refused it; the live state is then unusable.
         """
-        restore_into(self._state, replace_all(self._saved, lambda value, _: value.tensor(), _Shadow, ()))
+        restore_into(self.state, replace_all(self.saved, lambda value, _: value.tensor(), _Shadow, ()))
 
 
 def load_resharded(files: VerifiedFiles, state: Mapping[str, Any]) -> Resharded:
