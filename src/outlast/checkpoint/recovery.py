@@ -366,10 +366,9 @@ class CheckpointRecovery:
             proven.check(prover.state)
         except OtherLayout as error:
             return proven, _Vote(no(error), other_layout=True)
-        except CheckpointError as error:
-            return proven, _Vote(fatal=str(error))
         except Exception as error:  # noqa: BLE001 - a state_dict() may raise anything; the peers wait for the vote
-            return proven, _Vote(fatal=f"{type(error).__name__}: {error}")
+            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            return proven, _Vote(fatal=f"{kind}{error}")
         return proven, _Vote()
 
 

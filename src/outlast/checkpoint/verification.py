@@ -134,8 +134,7 @@ def verify(
     turns = ((file, index) for file in files for index in range(len(file.chunks)))
     flaws, unreadable, failures = list[Flaw](), set[int](), list[BaseException]()
     lock, stop = threading.Lock(), threading.Event()
-    ended = queue.SimpleQueue[None]()
-    """Has one entry for each reader that has ended."""
+    ended = queue.SimpleQueue[None]()  # has one entry for each reader that has ended
 
     def next_turn() -> tuple[StoredFile, int] | None:
         with lock:
@@ -253,11 +252,8 @@ def shard_file(
 
 def read_path(path: Path, start: int, end: int, room: memoryview) -> Iterator[memoryview]:
     """Yield the bytes of a local file; see :attr:`StoredFile.read`."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield from _read_fd(fd, start, end, room)
-    finally:
-        os.close(fd)
+    with open(path, "rb", buffering=0) as file:
+        yield from _read_fd(file.fileno(), start, end, room)
 
 
 def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = False) -> None:
@@ -273,18 +269,13 @@ def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = 
         CheckpointError: It is missing, torn, or another one.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(path, "rb", buffering=0) as file:
+            if read_head or os.fstat(file.fileno()).st_size != manifest.shards[rank].num_bytes:
+                _prove_head(file.fileno(), manifest, rank)
     except FileNotFoundError:
         raise Incomplete("is missing") from None
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error.strerror})") from error
-    try:
-        if read_head or os.fstat(fd).st_size != manifest.shards[rank].num_bytes:
-            _prove_head(fd, manifest, rank)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})") from error
-    finally:
-        os.close(fd)
 
 
 def prove_shard(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = False) -> Proof:

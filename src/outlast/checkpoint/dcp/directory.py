@@ -168,14 +168,12 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
             return file.read() if end is None else file.read(end - (start or 0))
 
     def read_into(self, name: str, start: int, target: memoryview) -> int:
-        fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with open(self.path / name, "rb", buffering=0) as file:
+            file.seek(start)
             done = 0
-            while done < len(target) and (count := os.preadv(fd, [target[done:]], start + done)):
+            while done < len(target) and (count := file.readinto(target[done:]) or 0):
                 done += count
             return done
-        finally:
-            os.close(fd)
 
     def sizes(self, folder: str) -> dict[str, int]:
         root, found = self.path / folder, dict[str, int]()
