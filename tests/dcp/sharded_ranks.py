@@ -25,7 +25,7 @@ from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.state import capture, decode, meshes_of
 from outlast.checkpoint.verification import VerifiedFiles
-from outlast.policy.retention import RetentionRules
+from outlast.policy.checkpoint_plan import RetentionRules
 
 
 def _model() -> torch.nn.Module:

@@ -18,8 +18,8 @@ from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, SparesExh
 from outlast.inprocess import Handle, Wrapper, rank
 from outlast.inprocess.protocol import MonitorTask
 from outlast.policy.rank_assignment import Assignment, Member
+from outlast.policy.slowness import RankTimings, summarise
 from outlast.policy.stragglers import Streaks, judge
-from outlast.policy.timings import RankTimings, summarise
 from outlast.straggler import Report, StragglerDetector
 from outlast.straggler.report import publish
 
@@ -277,8 +277,8 @@ STRAGGLER: dict[str, Proof] = {
 
 pytest.importorskip("ray", reason="groups of actors need Ray")
 from outlast.ray import actor_group, pool, recovery, watch  # noqa: E402
-from outlast.ray.mesh import Mesh  # noqa: E402
 from outlast.ray.pool import Pool, Reply, _SparePing  # noqa: E402
+from outlast.ray.protocol import Mesh  # noqa: E402
 from outlast.ray.recovery import Incarnation, Recovery, _Progress  # noqa: E402
 from outlast.ray.watch import Gathered, Watch, _AwaitedActor  # noqa: E402
 

@@ -41,17 +41,14 @@ from outlast.monitor.examination import examine
 from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
-from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
+from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs
 from outlast.policy.inprocess_protocol import InProcessState
-from outlast.policy.protection import describe_hangs
-from outlast.policy.quarantine import Load, encode_distrusted, tier_of_load
+from outlast.policy.recovery_point import Load, encode_distrusted, tier_of_load
 from outlast.policy.rerun import Diagnosis, encode_replay
 from outlast.runtime.board import Board
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Exited, Spawn, Started
-
-__all__ = ["ALONE_S", "Cycle", "make_logs_specs"]
 
 log = logging.getLogger(__name__)
 _FATAL_SIGNALS = {

@@ -18,13 +18,13 @@ from typing import Literal
 
 import msgspec
 
-from outlast.checkpoint.claim import RUN
 from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.directory import RUN
 from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.verification import StoredFile
 from outlast.errors import CheckpointError, Corrupt, Incomplete
+from outlast.policy.checkpoint_plan import choose_kept
 from outlast.policy.lease import DirectoryRun
-from outlast.policy.retention import choose_kept
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

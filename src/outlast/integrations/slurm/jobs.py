@@ -34,17 +34,6 @@ from outlast.slurm_notation import expand_nodes
 if TYPE_CHECKING:
     from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, ListedPlace
 
-__all__ = [
-    "Submission",
-    "call_slurm",
-    "end_job",
-    "load_requeue_state",
-    "prepare",
-    "resolve_resume_path",
-    "submit",
-    "with_known_exclusions",
-]
-
 
 def call_slurm(command: Sequence[str], *, timeout_s: float = 60.0, stdin: str | None = None) -> str:
     """Run a command of Slurm's and return what it printed.
@@ -266,8 +255,7 @@ def _why_not(entry: Generation, distrusted: frozenset[str]) -> str | None:
 def _distrusted_attempts(run_dir: str | os.PathLike[str] | None, place: ListedPlace) -> frozenset[str]:
     """Return the attempts in this place that the run's ladder does not load any more."""
     from outlast.launch.verdicts import load_ladder
-    from outlast.policy.quarantine import is_distrusted
-    from outlast.policy.recovery_point import Copy, Tier
+    from outlast.policy.recovery_point import Copy, Tier, is_distrusted
 
     distrusted = load_ladder(None if run_dir is None else Path(run_dir), is_new_job=False).distrusted
     tier = Tier.GLOBAL if place.tier == "global" else Tier.LOCAL
