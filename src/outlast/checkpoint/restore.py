@@ -29,10 +29,9 @@ from outlast.checkpoint.state import (
     Wrapped,
     capture,
     check_fit,
-    check_same_layouts,
+    check_layouts,
     decode,
     flatten,
-    layouts_of,
     meshes_of,
     restore_into,
 )
@@ -83,7 +82,7 @@ class _ShardCopy(ProvenCopy):
 
     def check(self, state: Mapping[str, Any]) -> None:
         live = capture(state)
-        _check_layouts(self._proof.tree, live)
+        check_layouts(self._proof.tree, live)
         saved = decode(self._proof.tree, self._placeholder, meshes_of(live), rewrap=Wrapped.outline)
         check_fit(state, saved["state"])
 
@@ -120,7 +119,7 @@ class _GlobalCopy(ProvenCopy):
 
         def accept(tree: bytes) -> None:
             try:
-                _check_layouts(tree, capture(state))
+                check_layouts(tree, capture(state))
             except OtherLayout:
                 raise
             except Exception as error:  # noqa: BLE001 - the live state's, not the generation's; check() raises it
@@ -346,13 +345,6 @@ def read_tensors(
     read_shard(fd, manifest, rank, proof, {name: bytes_of(tensor) for name, tensor in tensors.items()})
     del tensors[TREE]
     return tensors
-
-
-def _check_layouts(tree: bytes, live: dict[str, Any]) -> None:
-    """Raise OtherLayout when the tensors of a tree lie on the ranks in another way than those of the live state."""
-    saved = layouts_of(tree)
-    if any(saved.values()) or meshes_of(live):
-        check_same_layouts(saved, layouts_of(flatten({"state": live}).tree))
 
 
 def _takes(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> bool:
