@@ -185,13 +185,13 @@ def _measure(name: str, *, as_json: bool, repeats: int, tensors: int | None) -> 
     from rich.console import Console
 
     size = {} if tensors is None else {"num_tensors": tensors}
-    module = importlib.import_module(f"outlast.bench.{name}")
 
     def progress(line: str) -> None:
         click.echo(f"[bench {name}] {line}", err=True)
 
     try:
         with ending_on_signals():
+            module = importlib.import_module(f"outlast.bench.{name}")
             result = module.measure(repeats=repeats, progress=progress, **size)
     except OutlastError as error:
         click.echo(f"outlast: {error}", err=True)

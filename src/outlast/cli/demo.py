@@ -71,8 +71,7 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
 
 def _perform(shape: Shape, *, seed: int, keep: str | None, as_json: bool) -> int:
     from outlast.demo.show import perform
-    from outlast.demo.tables import render
-    from outlast.demo.view import LiveView, PlainView, SilentView, View
+    from outlast.demo.view import LiveView, PlainView, SilentView, View, render
 
     console = _open_console()
     view: View

@@ -1,15 +1,17 @@
-"""The plan: which faults strike, whom, and at which iterations. Pure, and the same for the same seed."""
+"""The plan: which faults strike, whom and at which iterations, and what the cluster must look like when they do.
+
+Pure, and the same for the same seed. A scene is what the cluster looks like at one moment.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from outlast.errors import ConfigError
-from outlast.incidents import IncidentKind
-
-__all__ = ["NUM_FAULTS", "Deed", "DemoFault", "Shape", "draw_faults", "least_iterations"]
+from outlast.errors import ConfigError, ExitReason
+from outlast.incidents import Event, EventKind, IncidentKind, Rung
 
 _LEAD = 4
 """Generations before the first fault that costs a restart; meanwhile a slow rank is looked for."""
@@ -161,3 +163,189 @@ def _draw_fault(numbers: random.Random, deed: Deed, generation: int, shape: Shap
         rank=None if deed.loses_node else numbers.randrange(shape.world_size),
         slot=numbers.randrange(shape.num_nodes) if deed.loses_node else None,
     )
+
+
+_MARGIN = 2
+"""Iterations before one in which a planned fault strikes: from there on nothing else strikes until that is settled."""
+_PATIENCE = 8
+"""Reports in which a slow rank may be named; then the demo goes on without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankScene:
+    """One rank, as its node's heartbeat board has it."""
+
+    rank: int
+    node: str
+    pid: int
+    cycle: int
+    iteration: int
+    """Iterations done."""
+    section: str = ""
+    """Path of its open sections, joined by ``/``; empty outside all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A loss that rank 0 printed, and the iteration that it is of."""
+
+    iteration: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """All ranks, and all that is in the journal."""
+
+    ranks: tuple[RankScene, ...]
+    events: Sequence[Event]
+    """By time."""
+    loss: Loss | None = None
+    """The newest that rank 0 printed."""
+    running: tuple[str, ...] = ()
+    """Nodes whose agent runs."""
+    of_job: Sequence[Event] = field(init=False, repr=False, compare=False)
+    """The events of the newest job that has had workers; all, before there are any."""
+
+    def __post_init__(self) -> None:
+        job = next((event.job for event in reversed(self.events) if event.kind == EventKind.CYCLE_STARTED), None)
+        object.__setattr__(self, "of_job", [event for event in self.events if job in (None, event.job)])
+
+    @property
+    def cycle(self) -> int:
+        """The newest cycle that has workers, of the newest job; -1 = none yet."""
+        cycles = (event.cycle for event in self.of_job if event.kind == EventKind.CYCLE_STARTED)
+        return max((cycle for cycle in cycles if cycle is not None), default=-1)
+
+    @property
+    def iteration(self) -> int:
+        """Iterations done by the foremost rank of the newest cycle; 0 while none has restored anything."""
+        cycle = self.cycle
+        on_boards = [one.iteration for one in self.ranks if one.cycle == cycle]
+        kinds = (EventKind.RESTORED, EventKind.PROGRESS, EventKind.SESSION_ENDED)
+        written = [event.iteration or 0 for event in self.of_job if event.kind in kinds and event.cycle == cycle]
+        return max([*on_boards, *written], default=0)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the newest cycle has done an iteration, or restored one, and nobody has decided what follows it."""
+        cycle = self.cycle
+        verdicts = [e.data["verdict"] for e in self.of_job if e.kind == EventKind.VERDICT and e.cycle == cycle]
+        is_decided = any(verdict.get("exit_code") != ExitReason.FINISHED for verdict in verdicts)
+        return cycle >= 0 and self.iteration > 0 and not is_decided
+
+    @property
+    def durable(self) -> int | None:
+        """The newest committed generation's iteration."""
+        committed = (_generation(event) for event in self.events if event.kind == EventKind.SAVE_COMMITTED)
+        return max((iteration for iteration in committed if iteration is not None), default=None)
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Nodes that have joined, carry no rank in the newest cycle, and may get a slot."""
+        cycle = self.cycle
+        joined = {event.data["name"] for event in self.of_job if event.kind == EventKind.NODE_JOINED}
+        started = (event for event in self.of_job if event.kind == EventKind.CYCLE_STARTED)
+        others = {event.node for event in started if event.cycle == cycle} | self.quarantined
+        return tuple(node for node in self.running if node in joined and node not in others)
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        """Nodes that get no slot any more."""
+        verdicts = (event.data["verdict"] for event in self.events if event.kind == EventKind.VERDICT)
+        return frozenset(node for verdict in verdicts for node in verdict.get("quarantine", ()))
+
+    def has_struck(self, fault: DemoFault) -> bool:
+        """Return whether a fault is on record as caused."""
+        struck = (event for event in self.events if event.kind == EventKind.FAULT_SIMULATED)
+        return any(event.data["fault"] == fault.deed and event.rank == fault.rank for event in struck)
+
+    def is_judged(self, fault: DemoFault) -> bool:
+        """Return whether something was done about a planned fault, or, of a slow rank, whether it was named."""
+        if fault.deed == Deed.SLOW:
+            reports = [event for event in self.events if event.kind == EventKind.STRAGGLER_REPORT]
+            return any(fault.rank in event.data["named"] for event in reports) or len(reports) >= _PATIENCE
+        for event in self.events:
+            if event.kind in (EventKind.INCIDENT, EventKind.VERDICT) and {"verdict", "incident"} <= event.data.keys():
+                incident, rung = event.data["incident"], event.data["verdict"]["rung"]
+                is_its = "diagnosis" in incident.get("evidence", {}) and incident.get("rank") == fault.rank
+                if is_its and (rung == Rung.RERUN_STEP) == (fault.deed == Deed.NAN):
+                    return True
+        return False
+
+    def safe(self, cycle: int, *, num_ranks: int, tier: str | None = None) -> int:
+        """Return the newest generation that all ranks saw committed in a cycle; 0 = none.
+
+        Args:
+            cycle: The cycle.
+            num_ranks: How many ranks there are.
+            tier: Committed to this tier; ``None`` = to any.
+        """
+        ranks: dict[int, set[int | None]] = {}
+        for event in self.of_job:
+            if event.kind != EventKind.SAVE_COMMITTED or event.cycle != cycle:
+                continue
+            if (tier is None or tier in event.data["tiers"]) and (generation := _generation(event)) is not None:
+                ranks.setdefault(generation, set()).add(event.rank)
+        return max((generation for generation, seen in ranks.items() if len(seen) >= num_ranks), default=0)
+
+    def restored(self, cycle: int) -> int:
+        """Return the iteration that a cycle went on from; 0 = it began anew."""
+        found = (e.iteration for e in self.of_job if e.kind == EventKind.RESTORED and e.cycle == cycle)
+        return max((iteration for iteration in found if iteration is not None), default=0)
+
+    def holder(self, slot: int) -> str:
+        """Return the node that holds a slot in the newest cycle.
+
+        Raises:
+            LookupError: None does.
+        """
+        for event in reversed(self.of_job):
+            is_start = event.kind == EventKind.CYCLE_STARTED and event.cycle == self.cycle
+            if is_start and event.data.get("node_rank") == slot:
+                return event.node
+        raise LookupError(f"no node holds slot {slot}")
+
+    def ranks_by_node(self) -> dict[str, tuple[int, ...]]:
+        """Return the nodes that carry ranks in the newest cycle, or did in the last one, with their ranks."""
+        cycle = self.cycle
+        started = (event for event in self.of_job if event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle)
+        return {event.node: tuple(event.data["ranks"]) for event in started}
+
+
+def is_time(
+    fault: DemoFault, scene: Scene, *, world_size: int, after_cycle: int, planned: Sequence[DemoFault] = ()
+) -> bool:
+    """Return whether a fault may strike from outside now.
+
+    Args:
+        fault: The fault.
+        scene: What the cluster looks like.
+        world_size: Number of ranks.
+        after_cycle: The cycle that the last fault struck; the next one strikes a later one.
+        planned: Faults that strike by themselves, in their iterations.
+    """
+    cycle = scene.cycle
+    if cycle <= after_cycle:
+        return False
+    if any(event.kind == EventKind.VERDICT and (event.cycle or 0) >= cycle for event in scene.of_job):
+        return False  # it is ending for another reason
+    here = [one for one in scene.ranks if one.cycle == cycle]
+    if len(here) < world_size or any(one.iteration < fault.iteration for one in here):
+        return False
+    coming = [other for other in planned if not scene.is_judged(other)]
+    if any(scene.iteration >= other.iteration - _MARGIN for other in coming):
+        return False  # a restart now would wipe out what it did, or is about to do
+    if fault.deed == Deed.LEAVE:
+        return True
+    if fault.deed.needs_spare and len(scene.spares) <= sum(other.deed.needs_spare for other in coming):
+        return False  # nobody could take its place, or that of one who comes for sure
+    tier = "global" if fault.deed == Deed.SPOIL else None
+    return scene.safe(cycle, num_ranks=world_size, tier=tier) > scene.restored(cycle)
+
+
+def _generation(event: Event) -> int | None:
+    if event.iteration is not None:
+        return event.iteration
+    generation = event.data.get("generation")
+    return generation if isinstance(generation, int) else None

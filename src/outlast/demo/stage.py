@@ -20,17 +20,13 @@ import psutil
 
 import outlast
 from outlast import chaos, clock
-from outlast.demo.plan import Deed, DemoFault, Shape
-from outlast.demo.scene import Loss, RankScene, Scene
+from outlast.demo.plan import Deed, DemoFault, Loss, RankScene, Scene, Shape
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import Event, EventKind
 from outlast.journal import read
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
 from outlast.testing.cluster import Agent, Cluster
-
-__all__ = ["Spoiler", "Stage", "fault_plan", "find_copies", "find_example", "uninterrupted", "write_settings"]
-
 
 _NAME = "train_gpt.py"
 _SHARE = Path("share", "outlast", "examples", _NAME)
