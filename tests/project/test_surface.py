@@ -41,7 +41,6 @@ STILL_INTERNAL = {
     "outlast.checkpoint.CheckpointManager.__init__",
     "outlast.health.check_gpu",
     "outlast.health.check_node",
-    "outlast.inprocess.Handle.__init__",
     "outlast.monitor.RankMonitor.__init__",
     "outlast.monitor.RankMonitor.board_state",
     "outlast.numerics.RerunStateMachine.__init__",

@@ -20,8 +20,8 @@ from outlast.bench.measuring import (
 )
 from outlast.config import StragglerDetectionConfig
 from outlast.env import WorkerEnv
+from outlast.policy.slowness import RankTimings, summarise
 from outlast.policy.stragglers import Streaks, judge
-from outlast.policy.timings import RankTimings, summarise
 from outlast.straggler import StragglerDetector
 
 _TIMEOUT_S = 120.0

@@ -28,9 +28,8 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError
-from outlast.policy.quarantine import decode_distrusted
-from outlast.policy.recovery_point import Tier
-from outlast.policy.retention import RetentionRules
+from outlast.policy.checkpoint_plan import RetentionRules
+from outlast.policy.recovery_point import Tier, decode_distrusted
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.random_numbers import capture_random

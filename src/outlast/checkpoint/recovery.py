@@ -22,22 +22,28 @@ from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import SUSPECT, Directory
-from outlast.checkpoint.layouts import OtherLayout
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
 from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
 from outlast.checkpoint.save import Committed
+from outlast.checkpoint.state import OtherLayout
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Mismatch, NotFinite, OutlastError, Untrusted
-from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
-from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_best_point, choose_recovery_point
+from outlast.policy.recovery_point import (
+    Copy,
+    Distrusted,
+    RecoveryPoint,
+    Tier,
+    choose_best_point,
+    choose_recovery_point,
+    is_distrusted,
+    is_doubtful,
+)
 from outlast.runtime.random_numbers import restore_random
-
-__all__ = ["CheckpointRecovery", "ProvenGeneration", "Rejection", "Restored", "gather_kept", "is_kept"]
 
 log = logging.getLogger(__name__)
 _LIVE_STATE = ""

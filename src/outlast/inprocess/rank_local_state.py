@@ -29,9 +29,6 @@ from outlast.errors import OutlastError
 from outlast.runtime.device import device_rng_state
 from outlast.runtime.random_numbers import restore_random
 
-__all__ = ["CAPACITY_BYTES", "RankLocalState", "SharedBuffer"]
-
-
 CAPACITY_BYTES = 256 << 10
 """What one iteration may take; memory that is not written to is not used."""
 _HEAD = struct.Struct("<qQQ")
