@@ -211,28 +211,29 @@ class Scene:
         job = next((event.job for event in reversed(self.events) if event.kind == EventKind.CYCLE_STARTED), None)
         object.__setattr__(self, "of_job", [event for event in self.events if job in (None, event.job)])
 
+    def select(self, *kinds: EventKind, cycle: int | None = None) -> list[Event]:
+        """Return the newest job's events of some kinds, of all its cycles or of one."""
+        return [event for event in self.of_job if event.kind in kinds and cycle in (None, event.cycle)]
+
     @property
     def cycle(self) -> int:
         """The newest cycle that has workers, of the newest job; -1 = none yet."""
-        cycles = (event.cycle for event in self.of_job if event.kind == EventKind.CYCLE_STARTED)
-        return max((cycle for cycle in cycles if cycle is not None), default=-1)
+        return max((event.cycle or 0 for event in self.select(EventKind.CYCLE_STARTED)), default=-1)
 
     @property
     def iteration(self) -> int:
         """Iterations done by the foremost rank of the newest cycle; 0 while none has restored anything."""
         cycle = self.cycle
         on_boards = [one.iteration for one in self.ranks if one.cycle == cycle]
-        kinds = (EventKind.RESTORED, EventKind.PROGRESS, EventKind.SESSION_ENDED)
-        written = [event.iteration or 0 for event in self.of_job if event.kind in kinds and event.cycle == cycle]
-        return max([*on_boards, *written], default=0)
+        written = self.select(EventKind.RESTORED, EventKind.PROGRESS, EventKind.SESSION_ENDED, cycle=cycle)
+        return max([*on_boards, *(event.iteration or 0 for event in written)], default=0)
 
     @property
     def is_training(self) -> bool:
-        """Whether the newest cycle has done an iteration, or restored one, and nobody has decided what follows it."""
-        cycle = self.cycle
-        verdicts = [e.data["verdict"] for e in self.of_job if e.kind == EventKind.VERDICT and e.cycle == cycle]
+        """Whether the newest cycle has done an iteration, or restored one, and no verdict has ended it."""
+        verdicts = (event.data["verdict"] for event in self.select(EventKind.VERDICT, cycle=self.cycle))
         is_decided = any(verdict.get("exit_code") != ExitReason.FINISHED for verdict in verdicts)
-        return cycle >= 0 and self.iteration > 0 and not is_decided
+        return self.cycle >= 0 and self.iteration > 0 and not is_decided
 
     @property
     def durable(self) -> int | None:
@@ -243,10 +244,8 @@ class Scene:
     @property
     def spares(self) -> tuple[str, ...]:
         """Nodes that have joined, carry no rank in the newest cycle, and may get a slot."""
-        cycle = self.cycle
-        joined = {event.data["name"] for event in self.of_job if event.kind == EventKind.NODE_JOINED}
-        started = (event for event in self.of_job if event.kind == EventKind.CYCLE_STARTED)
-        others = {event.node for event in started if event.cycle == cycle} | self.quarantined
+        joined = {event.data["name"] for event in self.select(EventKind.NODE_JOINED)}
+        others = self.ranks_by_node().keys() | self.quarantined
         return tuple(node for node in self.running if node in joined and node not in others)
 
     @property
@@ -282,17 +281,14 @@ class Scene:
             tier: Committed to this tier; ``None`` = to any.
         """
         ranks: dict[int, set[int | None]] = {}
-        for event in self.of_job:
-            if event.kind != EventKind.SAVE_COMMITTED or event.cycle != cycle:
-                continue
+        for event in self.select(EventKind.SAVE_COMMITTED, cycle=cycle):
             if (tier is None or tier in event.data["tiers"]) and (generation := _generation(event)) is not None:
                 ranks.setdefault(generation, set()).add(event.rank)
         return max((generation for generation, seen in ranks.items() if len(seen) >= num_ranks), default=0)
 
     def restored(self, cycle: int) -> int:
-        """Return the iteration that a cycle went on from; 0 = it began anew."""
-        found = (e.iteration for e in self.of_job if e.kind == EventKind.RESTORED and e.cycle == cycle)
-        return max((iteration for iteration in found if iteration is not None), default=0)
+        """Return the iteration that a cycle resumed from; 0 = it started from the beginning."""
+        return max((event.iteration or 0 for event in self.select(EventKind.RESTORED, cycle=cycle)), default=0)
 
     def holder(self, slot: int) -> str:
         """Return the node that holds a slot in the newest cycle.
@@ -300,16 +296,14 @@ class Scene:
         Raises:
             LookupError: None does.
         """
-        for event in reversed(self.of_job):
-            is_start = event.kind == EventKind.CYCLE_STARTED and event.cycle == self.cycle
-            if is_start and event.data.get("node_rank") == slot:
+        for event in reversed(self.select(EventKind.CYCLE_STARTED, cycle=self.cycle)):
+            if event.data.get("node_rank") == slot:
                 return event.node
         raise LookupError(f"no node holds slot {slot}")
 
     def ranks_by_node(self) -> dict[str, tuple[int, ...]]:
         """Return the nodes that carry ranks in the newest cycle, or did in the last one, with their ranks."""
-        cycle = self.cycle
-        started = (event for event in self.of_job if event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle)
+        started = self.select(EventKind.CYCLE_STARTED, cycle=self.cycle)
         return {event.node: tuple(event.data["ranks"]) for event in started}
 
 

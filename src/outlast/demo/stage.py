@@ -149,36 +149,23 @@ def write_settings(
 
 
 def fault_plan(faults: Sequence[DemoFault], seed: int) -> chaos.FaultPlan:
-    """Return the faults that befall the training from within, as a plan that the session of each rank arms."""
+    """Return the faults that strike the training from within, as a plan that the session of each rank arms."""
     numbers = random.Random(seed)
-    return chaos.FaultPlan(
-        seed=seed, faults=tuple(_planned(fault, numbers) for fault in faults if fault.deed.is_planned)
-    )
-
-
-def _planned(fault: DemoFault, numbers: random.Random) -> chaos.Fault:
-    if fault.deed == Deed.SLOW:
-        return chaos.Fault(
-            kind="slow", factor=_SLOW_FACTOR, rank=fault.rank, iteration=fault.iteration, name=fault.deed
-        )
-    if fault.deed == Deed.NAN:
-        return chaos.Fault(
-            kind="nan",
-            target="activation",
-            tensor=_LAYERS,
-            rank=fault.rank,
-            iteration=fault.iteration,
-            name=fault.deed,
-        )
-    return chaos.Fault(
-        kind="bit_flip",
-        target="weight",
-        tensor=f"{_LAYERS}.weight",
-        bit=numbers.choice(_MANTISSA_BITS),
-        rank=fault.rank,
-        iteration=fault.iteration,
-        name=fault.deed,
-    )
+    planned = []
+    for fault in faults:
+        what: dict[str, Any]
+        match fault.deed:
+            case Deed.SLOW:
+                what = {"kind": "slow", "factor": _SLOW_FACTOR}
+            case Deed.NAN:
+                what = {"kind": "nan", "target": "activation", "tensor": _LAYERS}
+            case Deed.FLIP:
+                bit = numbers.choice(_MANTISSA_BITS)
+                what = {"kind": "bit_flip", "target": "weight", "tensor": f"{_LAYERS}.weight", "bit": bit}
+            case _:
+                continue
+        planned.append(chaos.Fault(rank=fault.rank, iteration=fault.iteration, name=fault.deed, **what))
+    return chaos.FaultPlan(seed=seed, faults=tuple(planned))
 
 
 _LOSS = re.compile(r"^iteration\s+(\d+)\s+loss\s+([-+.\w]+)$\n", re.MULTILINE)
