@@ -183,7 +183,7 @@ def _group(library: str, faults: Faults) -> Iterator[tuple[RankProcesses, Path]]
 
 
 def _run_ours(faults: Faults, timeout_s: float = _RUN_TIMEOUT_S) -> tuple[list[FaultTiming], list[Mark]]:
-    """Run one group of outlast's to its end; check that it recovered and lost nobody but the doomed."""
+    """Run one group of outlast's to its end; check that it recovered, and lost only ranks with a fatal fault."""
     with _group("outlast", faults) as (ranks, folder):
         codes = ranks.wait(timeout_s)
         marks = read_marks(folder)

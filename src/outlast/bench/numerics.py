@@ -2,7 +2,7 @@
 
 Single steps cannot take turns: ranks that have just agreed begin the next step together, which makes that one up to 4 %
 faster than one after a step where they did not, so what one kind costs would be credited to another. So blocks of steps
-do, in an order drawn anew for each turn.
+do, in an order drawn for each turn.
 """
 
 from __future__ import annotations

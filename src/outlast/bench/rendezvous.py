@@ -344,5 +344,5 @@ class _C10dAgent(_SimulatedAgent):
             self._connected.set()
             if self._joining.wait(_TIMEOUT_S):
                 self._take_rank(self._handler.next_rendezvous().rank)
-        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+        except Exception as error:  # noqa: BLE001 - the thread that waits raises it
             self._fail(f"{type(error).__name__}: {error}")

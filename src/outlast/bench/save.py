@@ -363,8 +363,8 @@ class Floors:
 def measure_steps(num_rounds: str, name: str, num_tensors: str) -> Iterator[Found]:
     """Yield what training loses while a save is written.
 
-    Training that keeps every core busy is the one that the bar is about; beside one that leaves cores free, whoever
-    writes in a thread or a process of its own costs it little.
+    Training that keeps every core busy is the one that the bar is about; beside one that leaves cores free, a library
+    that writes in a thread or a process of its own costs it little.
     """
     warnings.simplefilter("ignore")  # the peer's own
     saved, training = CheckpointState(int(num_tensors)), _SteppedTraining()
@@ -501,7 +501,7 @@ def _used_bytes() -> int:
             continue  # it has ended meanwhile
         fields = dict(line.split(":", 1) for line in text.splitlines())
         own += _bytes_of(fields, "RssAnon")
-        shared = max(shared, _bytes_of(fields, "RssShmem"))  # whoever maps most of it maps all of it
+        shared = max(shared, _bytes_of(fields, "RssShmem"))  # the process that maps most of it maps all of it
     return own + shared
 
 

@@ -126,7 +126,7 @@ def kind_of(incident: Incident) -> IncidentKind:
 
 
 def split_jobs(events: Iterable[Event]) -> list[list[Event]]:
-    """Return the events of each job of the run, the first job first: cycles are numbered anew in each."""
+    """Return the events of each job of the run, the first job first: each numbers its cycles from 0."""
     jobs: dict[str, list[Event]] = {}
     for event in events:
         jobs.setdefault(event.job, []).append(event)
@@ -163,7 +163,7 @@ class Account:
     restarts: int = 1
     """1, or 0 where the step was run again in place."""
     restored_iteration: int | None
-    """Where the next cycle went on; 0 = from the start, ``None`` = it never did."""
+    """Where the next cycle resumed; 0 = from the start, ``None`` = it never did."""
     evidence: str
     """What showed it, for people."""
     action: str
@@ -183,7 +183,7 @@ class Account:
     copies_spoiled: int | None = None
     """Copies on other nodes that the demo damaged before; ``None`` = it did not mean to."""
     sources: Sources | None = None
-    """Where the next cycle's ranks came back from; ``None`` = it never went on."""
+    """Where the next cycle's ranks came back from; ``None`` = it never resumed."""
     newest_global: int | None = None
     """The newest generation in the global tier when it struck; ``None`` = there was none."""
 
@@ -429,8 +429,8 @@ def named_ranks(events: Iterable[Event]) -> tuple[int, ...]:
 def unkept_of_slowed(slowed: Slowed | None) -> tuple[str, ...]:
     """Return what was not as it should be, each in one line.
 
-    The rank is named in the third report on a wholly slow window at the latest, nobody else is named in any report of
-    the run, and nobody is restarted for it.
+    The rank is named in the third report on a wholly slow window at the latest, no other rank is named in any report of
+    the run, and no rank is restarted for it.
     """
     if slowed is None:
         return ("no rank was slowed down",)
@@ -519,7 +519,7 @@ class Leaving:
     run_exit_codes: tuple[int, ...]
     """Those of the agents, each once."""
     resumed_at: Mapping[int, int]
-    """Rank to the iteration from which the next job went on; empty = there was none, or it began anew."""
+    """Rank to the iteration from which the next job resumed; empty = there was none, or it started anew."""
     sources: Sources | None
     """Where the next job's ranks came back from."""
     going_on_after_s: float | None
@@ -542,7 +542,7 @@ class Leaving:
 
 
 def find_leaving(events: Sequence[Event]) -> Leaving | None:
-    """Return what followed when the demo told a rank to leave; ``None`` = it did not."""
+    """Return what followed the demo's notice to a rank; ``None`` = there was none."""
     jobs = split_jobs(events)
     for index, job in enumerate(jobs):
         for event in job:
@@ -555,7 +555,7 @@ def unkept_of_leaving(leaving: Leaving | None, *, world_size: int) -> tuple[str,
     """Return what was not as it should be, each in one line.
 
     The rank notices the signal; all ranks leave after the same iteration with 75, and so do the agents; the state of
-    that very iteration is committed to all tiers; the next job goes on from it and ends with 0.
+    that very iteration is committed to all tiers; the next job resumes from it and ends with 0.
     """
     if leaving is None:
         return ("no rank was told to leave",)
@@ -641,8 +641,8 @@ def unkept(rows: Sequence[Account]) -> tuple[str, ...]:
     * After a killed or a hung rank: from the nodes that have it, and nothing from the global tier.
     * After a lost node: its ranks from the copies on other nodes, and nothing from the global tier.
     * After one whose copies were spoiled: each of its ranks rejects them and comes back from the global tier, and all
-      go on from the newest generation there.
-    * After a NaN that comes once: it is found transient, and nobody is restarted.
+      resume from the newest generation there.
+    * After a NaN that comes once: it is found transient, and no rank is restarted.
     * After a bit flip in a weight: the tensor is named, the rank's node is quarantined, and the node's ranks come back
       from the copies on other nodes.
     """
@@ -713,7 +713,7 @@ class DemoOutcome:
     slowed: Slowed | None = None
     """Whether the slow rank was named; ``None`` = none was slow."""
     leaving: Leaving | None = None
-    """How it was left and went on; ``None`` = it did not come to that."""
+    """The preemption, and how the next job resumed; ``None`` = it ended before that."""
     cycles: int
     """Cycles of the run with faults, over all of its jobs."""
     wall_s: float
@@ -723,7 +723,7 @@ class DemoOutcome:
     folder: str | None = None
     """Where everything was kept; ``None`` = nothing was."""
     details: str | None = None
-    """File that says what was done about each fault; ``None`` = none was written."""
+    """File with what was done about each fault; ``None`` = none was written."""
 
     @property
     def bit_identical(self) -> bool:

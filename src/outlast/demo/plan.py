@@ -21,7 +21,7 @@ _GAP = 3
 """Generations between two of them. A restart goes back by two at most (the newest may not be committed when the fault
 strikes), so that at least one newer than what was restored lies before the next, and one in the global tier too."""
 _CALM = 2
-"""Generations from the last fault that costs a restart to the moment when a rank is told to leave."""
+"""Generations from the last fault that costs a restart to the moment when a rank gets a notice."""
 _TAIL = 2
 """Generations after that."""
 _GLOBAL_EVERY = 2
@@ -41,7 +41,7 @@ class Deed(StrEnum):
     SLOW = "slow forward of a rank"
     """Until its process is replaced by another one, after the next fault."""
     LEAVE = "SIGTERM of a rank"
-    """A notice, as before a preemption: all ranks save and leave, and another job goes on."""
+    """A notice, as before a preemption: all ranks save and exit, and another job resumes."""
 
     @property
     def expected(self) -> IncidentKind | None:
@@ -55,7 +55,7 @@ class Deed(StrEnum):
 
     @property
     def is_planned(self) -> bool:
-        """Whether a plan of faults has it befall the training from within; else the demo does it from outside."""
+        """Whether a plan of faults causes it within the training; else the demo causes it from outside."""
         return self in (Deed.SLOW, Deed.NAN, Deed.FLIP)
 
     @property
@@ -109,9 +109,9 @@ class DemoFault:
     iteration: int
     """It strikes once this many iterations are done; a planned one in the step that follows."""
     rank: int | None = None
-    """Global rank that it befalls; ``None`` when it is a node."""
+    """Global rank that it strikes; ``None`` when it is a node."""
     slot: int | None = None
-    """Node rank that it befalls; ``None`` when it is a rank."""
+    """Node rank that it strikes; ``None`` when it is a rank."""
 
 
 def least_iterations(save_interval: int) -> int:
@@ -168,7 +168,7 @@ def _draw_fault(numbers: random.Random, deed: Deed, generation: int, shape: Shap
 _MARGIN = 2
 """Iterations before one in which a planned fault strikes: from there on nothing else strikes until that is settled."""
 _PATIENCE = 8
-"""Reports in which a slow rank may be named; then the demo goes on without."""
+"""Reports in which a slow rank may be named; then the demo continues without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +333,7 @@ def is_time(
     if fault.deed == Deed.LEAVE:
         return True
     if fault.deed.needs_spare and len(scene.spares) <= sum(other.deed.needs_spare for other in coming):
-        return False  # nobody could take its place, or that of one who comes for sure
+        return False  # no node could take its place, or that of a planned fault's node
     tier = "global" if fault.deed == Deed.SPOIL else None
     return scene.safe(cycle, num_ranks=world_size, tier=tier) > scene.restored(cycle)
 

@@ -103,8 +103,8 @@ _MANTISSA_BITS = range(8, 20)
 _LAYERS = "model.blocks.*"
 _SLOW_FACTOR = 10.0
 _SLOW_SCORE = 0.2
-"""Who takes less than five times as long is nobody to name: where four ranks share two cores, whoever happens to wait
-for one takes several times as long for things of a few milliseconds."""
+"""A rank that takes less than five times as long is not named: where four ranks share two cores, one that happens to
+wait for a core takes several times as long for things of a few milliseconds."""
 _REPORT_S = 1.0
 
 
@@ -186,7 +186,7 @@ class Stage:
         script: The training script.
         folder: Its own folder: journal, generations, result and output. Each node's disk is a folder in ``local``.
         shape: The world's size and the number of iterations.
-        faults: What befalls the training from within; those that strike from outside are not looked at.
+        faults: The faults of the run; those that strike from outside are not planned.
         seed: Draws what the faults leave open; the training's own seed is always the same.
         num_spares: Nodes more than train; which ones wait as spares is decided by who comes first.
         num_reserves: Nodes that come later: one each time that one is lost.
@@ -219,7 +219,7 @@ class Stage:
         self._events: list[Event] = []
         self._sizes: dict[str, int] = {}
         self._leaving: tuple[Agent, ...] = ()
-        """Those whose run was told to leave."""
+        """Those whose run got a notice."""
         self._was_resumed = False
         self._journal: Journal | None = None
         self._cluster = Cluster(
@@ -299,7 +299,7 @@ class Stage:
 
     @property
     def may_resume(self) -> bool:
-        """Whether the run was told to leave, has left with its state saved, and can be started again."""
+        """Whether the run got a notice, has exited with its state saved, and can be started again."""
         left = bool(self._leaving) and all(_exit_code(agent) == ExitReason.PREEMPTED for agent in self._leaving)
         return left and not self._was_resumed
 

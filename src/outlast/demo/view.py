@@ -299,7 +299,7 @@ _REFRESH_S = 0.2
 _EVERY = 20
 """Iterations between two lines on how far the training is."""
 _INDENT = 10
-"""The width of the time before a line; what goes on in a second line is two columns further to the right."""
+"""The width of the time before a line; a continuation line is two columns further to the right."""
 _BAR = 40
 
 
@@ -315,7 +315,7 @@ def wrap(text: str, width: int) -> str:
 
 
 class View:
-    """What is told and shown; this one tells nothing.
+    """What is printed and shown; this one prints nothing.
 
     Args:
         shape: The world's size and the number of iterations.
@@ -340,7 +340,7 @@ class View:
             self._close()
 
     def show(self, scene: Scene) -> None:
-        """Show what the cluster looks like, and tell what is new since the last time."""
+        """Show what the cluster looks like, and print what is new since the last time."""
 
     def _open(self, title: str) -> None: ...
 
@@ -411,7 +411,7 @@ class LiveView(View):
         self._iteration = 0
 
     def show(self, scene: Scene) -> None:
-        """Tell what is new and draw the picture anew, a few times a second."""
+        """Print what is new and redraw the picture, a few times a second."""
         self._scene = scene
         if clock.now_s() >= self._next_s:
             self._next_s = clock.now_s() + _REFRESH_S
