@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from outlast.numerics.rewind import Rewinder
+from outlast.numerics.replay import Rewinder
 from outlast.runtime.random_numbers import RandomSnapshot
 
 

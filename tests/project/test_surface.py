@@ -38,14 +38,10 @@ PUBLIC = [
     "outlast.testing",
 ]
 STILL_INTERNAL = {
-    "outlast.checkpoint.CheckpointManager.__init__",
     "outlast.health.check_gpu",
     "outlast.health.check_node",
     "outlast.monitor.RankMonitor.__init__",
     "outlast.monitor.RankMonitor.board_state",
-    "outlast.numerics.RerunStateMachine.__init__",
-    "outlast.ray.train.TrainWatches.__init__",
-    "outlast.ray.train.TrainWatches.standing",
     "outlast.straggler.Report.incidents",
     "outlast.straggler.StragglerDetector.__init__",
 }

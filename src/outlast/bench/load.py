@@ -31,6 +31,7 @@ from outlast.bench.checkpoint_state import (
 )
 from outlast.bench.measuring import BenchResult, Progress, describe_place, measure_rounds, timed, worker_ranks
 from outlast.checkpoint import CheckpointManager
+from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import CheckpointConfig
 from outlast.errors import DeadlineExceeded, OutlastError
@@ -242,7 +243,7 @@ class _Loads:
         if not with_agent:
             place = dataclasses.replace(place, writer=None)
         self._saved.forget()
-        opened_s, manager = timed(lambda: CheckpointManager(self._files.config(), env=place))
+        opened_s, manager = timed(lambda: open_manager(self._files.config(), env=place))
         try:
             seconds, restored = timed(lambda: manager.load_latest(self._saved.state))
         finally:

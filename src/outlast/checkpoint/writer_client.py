@@ -26,8 +26,6 @@ from outlast.runtime.child import ChildProcess
 from outlast.runtime.processes import describe_exit
 from outlast.runtime.wire import MessageChannel
 
-__all__ = ["WriterClient", "WriterProcess"]
-
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=msgspec.Struct)
 BACKLOG = 128

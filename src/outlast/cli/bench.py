@@ -10,8 +10,6 @@ import click
 from outlast.cli.main import HELP, CommandGroup, ending_on_signals
 from outlast.errors import ExitReason, OutlastError
 
-__all__ = ["bench"]
-
 
 @click.group(
     "bench",

@@ -50,8 +50,6 @@ from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Exited, Spawn, Started
 
-__all__ = ["ALONE_S", "Cycle", "make_logs_specs"]
-
 log = logging.getLogger(__name__)
 _FATAL_SIGNALS = {
     "Segmentation fault": -signal.SIGSEGV,
