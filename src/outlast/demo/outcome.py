@@ -2,6 +2,8 @@
 
 Pure: events in, rows out. All nodes of the demo are one machine, so that the monotonic times of all events may be
 compared. Sources are counted from the ranks' own events ``restored`` and ``copy_rejected`` of the cycle that follows.
+
+One module because each claim is checked on the facts that are read here for it: the two change together.
 """
 
 from __future__ import annotations
