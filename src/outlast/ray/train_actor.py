@@ -279,7 +279,6 @@ class ActorHost:
             self._call_if_there("regroup")
         self.note_iteration()
         return Joined(
-            pid=os.getpid(),
             iteration=self.tracker.iteration,
             generation=begin.generation,
             loaded=begin.origin not in ("kept", "new"),
