@@ -249,7 +249,7 @@ class Pool:
     def poll(self) -> None:
         """See who has started and which spare or writer is lost; replace those. Blocks: a millisecond or so."""
         self._polled_s = clock.now_s()
-        self._welcome()
+        self._note_starts()
         self._ping_spares()
         if self.keepers is None:
             return
@@ -329,7 +329,7 @@ class Pool:
 
         Blocks: until so many have answered, at most ``timeout_s``.
         """
-        self._welcome()
+        self._note_starts()
         deadline_s = clock.now_s() + timeout_s
         refs = {one.number: one.handle.status.remote() for one in self.spares}
         alive: set[int] = set()
@@ -426,7 +426,7 @@ class Pool:
 
     # -- starts and spares -------------------------------------------------------------------------------------
 
-    def _welcome(self) -> None:
+    def _note_starts(self) -> None:
         refs = [one.identity for one in self._starting.values()]
         if not refs:
             return
