@@ -27,7 +27,7 @@ from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.options import parse_options
 from outlast.launch.workers import WorkerProcess
 from outlast.monitor import RankMonitor
-from outlast.monitor.learned_timeouts import LearnedTimeouts
+from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem
@@ -124,7 +124,7 @@ def make_cycle(tmp_path: Path) -> Any:
         parts["start"] = SimpleNamespace(cycle=0, node_rank=0, num_nodes=1)
         parts["logs"] = SimpleNamespace(start=lambda: None, stop=lambda **_: None)
         parts["workers"] = {key: WorkerProcess(local_rank=key, global_rank=key) for key in range(2)}
-        parts["board"] = board = Board.create_anonymous(num_ranks=2)
+        parts["board"] = board = Board.create(num_ranks=2)
         parts["in_process"] = InProcessRecovery(
             board=board, workers=parts["workers"], is_alone=True, job="job", cycle=0, node="n"
         )

@@ -38,7 +38,7 @@ def _time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["stop", "sleep", "gil"])
 def test_hang_names_culprit(kind: str, tmp_path: Path) -> None:
     """The report names the one rank that all wait for, its section, iteration and the line it hangs on."""
-    board = Board.create(str(tmp_path / "board"), num_ranks=WORLD_SIZE)
+    board = Board.create(num_ranks=WORLD_SIZE)
     reports: queue.Queue[HangReport] = queue.Queue()
     timeouts = Timeouts(sections={"setup": 200.0, "step": 5.0}, num_warmup_iterations=1)
     watchdog = Watchdog(board, timeouts, node="worker-1", on_hang=reports.put)
@@ -78,7 +78,7 @@ def test_hang_names_culprit(kind: str, tmp_path: Path) -> None:
 def test_nobody_is_named_where_the_script_is_at_fault(tmp_path: Path) -> None:
     """Equal slowness is nobody's, whoever exceeds the timeout first; of mismatched collectives it is said who is in
     which."""
-    board = Board.create(str(tmp_path / "board"), num_ranks=WORLD_SIZE)
+    board = Board.create(num_ranks=WORLD_SIZE)
     arguments = (board.path, str(tmp_path / "rendezvous"), str(BAD_RANK), "mismatch", str(AT))
     with ExitStack() as stack:
         stack.callback(board.unlink)

@@ -12,7 +12,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.monitor import RankMonitor
 from outlast.monitor.examination import examine
-from outlast.monitor.learned_timeouts import LearnedTimeouts
+from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.runtime.board import Board
 
 CONFIG = FaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": 180.0}, num_warmup_iterations=2)
@@ -20,10 +20,9 @@ CONFIG = FaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": 180
 
 @pytest.fixture
 def board(tmp_path):
-    board = Board.create(str(tmp_path / "board"), num_ranks=2)
+    board = Board.create(num_ranks=2)
     yield board
     board.close()
-    board.unlink()
 
 
 @pytest.fixture

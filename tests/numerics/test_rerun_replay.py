@@ -14,7 +14,7 @@ from outlast.config import RerunStateMachineConfig
 from outlast.errors import OutlastError
 from outlast.numerics import ReplayableIterator, RerunStateMachine
 from outlast.policy.rerun import Diagnosis, Finding, Replay
-from outlast.runtime.diagnoses import read_diagnosis
+from outlast.runtime.postmortem import read_diagnosis
 
 BAD = 3
 

@@ -39,8 +39,6 @@ PUBLIC = [
 ]
 STILL_INTERNAL = {
     "outlast.checkpoint.CheckpointManager.__init__",
-    "outlast.health.check_gpu",
-    "outlast.health.check_node",
     "outlast.inprocess.Handle.__init__",
     "outlast.monitor.RankMonitor.__init__",
     "outlast.monitor.RankMonitor.board_state",

@@ -31,9 +31,9 @@ from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.quarantine import decode_distrusted
 from outlast.policy.recovery_point import Tier
 from outlast.policy.retention import RetentionRules
+from outlast.runtime.device import capture_random
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import current_place, is_initialised
-from outlast.runtime.random_numbers import capture_random
 
 __all__ = ["CheckpointManager"]
 

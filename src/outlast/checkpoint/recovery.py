@@ -35,7 +35,7 @@ from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Mismatch, NotFinite, OutlastError, Untrusted
 from outlast.policy.quarantine import Distrusted, is_distrusted, is_doubtful
 from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_best_point, choose_recovery_point
-from outlast.runtime.random_numbers import restore_random
+from outlast.runtime.device import restore_random
 
 __all__ = ["CheckpointRecovery", "ProvenGeneration", "Rejection", "Restored", "gather_kept", "is_kept"]
 

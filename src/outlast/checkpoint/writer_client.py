@@ -22,8 +22,7 @@ import msgspec
 from outlast import clock, env
 from outlast.checkpoint import protocol as f
 from outlast.errors import CheckpointError
-from outlast.runtime.child import ChildProcess
-from outlast.runtime.processes import describe_exit
+from outlast.runtime.processes import ChildProcess, describe_exit
 from outlast.runtime.wire import MessageChannel
 
 __all__ = ["WriterClient", "WriterProcess"]

@@ -39,8 +39,7 @@ from outlast.launch.in_process_recovery import InProcessRecovery
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.workers import WorkerProcess
 from outlast.monitor.examination import examine
-from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
-from outlast.monitor.watchdog import HangReport, Watchdog
+from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, observe
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
 from outlast.policy.inprocess_protocol import InProcessState
@@ -48,8 +47,7 @@ from outlast.policy.protection import describe_hangs
 from outlast.policy.quarantine import Load, encode_distrusted, tier_of_load
 from outlast.policy.rerun import Diagnosis, encode_replay
 from outlast.runtime.board import Board
-from outlast.runtime.diagnoses import read_diagnosis
-from outlast.runtime.postmortem import Postmortem
+from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
 
 __all__ = ["ALONE_S", "Cycle", "make_logs_specs"]
@@ -148,7 +146,7 @@ class Cycle:
             OutlastError: Its board cannot be made.
         """
         nproc, (kind, argv) = spec.local_world_size, command
-        board = Board.create_anonymous(num_ranks=nproc)
+        board = Board.create(num_ranks=nproc)
         shared = {
             **base_env,
             env.RUN_ID: options.run_id,

@@ -28,8 +28,7 @@ from outlast.policy.inprocess_protocol import (
     needs_restart,
     newest_begun,
 )
-from outlast.runtime.board import Board, RankState
-from outlast.runtime.in_process_mark import Change, InProcessFault, address
+from outlast.runtime.board import Board, InProcessFault, MarkChanged, RankState, agent_address
 
 __all__ = ["InProcessRecovery", "RecoveredInProcess"]
 
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 _MAX_DATAGRAM = 1 << 16
 _DECISIONS = frozenset({*OWN_VERDICTS, ExitReason.NO_PROGRESS})
 """Exit codes with which a worker decides for the whole job."""
-_decoder = msgpack_decoder(Change)
+_decoder = msgpack_decoder(MarkChanged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ class InProcessRecovery:
     def __post_init__(self) -> None:
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            self._channel.bind(address(self.board.token))
+            self._channel.bind(agent_address(self.board.token))
         except BaseException:
             self._channel.close()
             raise

@@ -33,7 +33,7 @@ from outlast.policy.lease import LeaseOwner
 from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import this_process
-from outlast.runtime.store_reader import StoreAnswer, probe
+from outlast.runtime.store import StoreAnswer, probe
 from outlast.runtime.zygote import Zygote
 
 if TYPE_CHECKING:

@@ -35,10 +35,8 @@ from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import find_culprit
 from outlast.policy.deadlines import Timeouts
 from outlast.runtime.board import Board
-from outlast.runtime.child import ChildProcess, channel_to_parent
+from outlast.runtime.processes import ChildProcess, channel_to_parent
 from outlast.runtime.wire import MessageChannel, socket_pair
-
-__all__ = ["GuardDuty", "HangWatch", "HangWatchTask", "main", "run_duty"]
 
 log = logging.getLogger("outlast.monitor.rank_guard")
 

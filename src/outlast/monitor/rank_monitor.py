@@ -20,13 +20,10 @@ from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
 from outlast.monitor import stacks
 from outlast.monitor.examination import Responder
-from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
 from outlast.monitor.rank_guard import GuardDuty, HangWatchTask
+from outlast.monitor.watchdog import LearnedTimeouts, observe
 from outlast.policy.deadlines import STANDARD, STEP, Timeouts
-from outlast.runtime.board import Board, RankState
-from outlast.runtime.in_process_mark import address as agent_address
-
-__all__ = ["RankMonitor", "SectionTimer"]
+from outlast.runtime.board import Board, RankState, agent_address
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +124,7 @@ class RankMonitor:
             self._board = Board.open(self.env.board)
             local_rank = self.env.local_rank
         else:
-            self._board, local_rank = Board.create_anonymous(num_ranks=1), 0
+            self._board, local_rank = Board.create(num_ranks=1), 0
         if self._configured.calc_ft_timeouts and self._run_dir is not None:
             self.config = LearnedTimeouts.load(self._run_dir).apply(self._configured)
         self._page = self._board.rank(local_rank)

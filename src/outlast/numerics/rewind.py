@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from outlast.runtime.random_numbers import RandomSnapshot
+from outlast.runtime.device import RandomSnapshot
 
 __all__ = ["Rewinder"]
 

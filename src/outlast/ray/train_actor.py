@@ -324,7 +324,7 @@ class ActorHost:
         return self._settings.fault_tolerance or FaultToleranceConfig()
 
     def _describe(self, assignment: ActorAssignment) -> WorkerEnv:
-        self._board = Board.create_anonymous(num_ranks=1)
+        self._board = Board.create(num_ranks=1)
         return WorkerEnv(
             global_rank=assignment.rank,
             local_rank=0,

@@ -38,8 +38,6 @@ from outlast.runtime import connections
 from outlast.runtime.addresses import Endpoint, own_address, parse_endpoint
 from outlast.runtime.wire import BufferedChannel, Handshake, MessageChannel
 
-__all__ = ["Consensus", "Dissemination"]
-
 _PROTOCOL = "consensus"
 _KEY_BYTES = 32
 _MAX_BYTES = 1 << 16

@@ -22,23 +22,12 @@ from typing import TYPE_CHECKING
 
 from outlast import clock, env
 from outlast.errors import ConfigError, OutlastError, PeerLost, RendezvousError
-from outlast.runtime import connections, device, gloo_waits
+from outlast.runtime import connections, device
 from outlast.slurm_notation import expand_nodes
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed
-
-__all__ = [
-    "Group",
-    "broadcast_bytes",
-    "connect_world",
-    "current_place",
-    "gather_bytes",
-    "is_initialised",
-    "meeting_point",
-    "settle",
-]
 
 
 class Group:
@@ -248,12 +237,12 @@ class _Making:
     """A group that is being made."""
 
     def __init__(self) -> None:
-        self._connections, self._threads = connections.connected_sockets(), gloo_waits.group_threads()
+        self._connections, self._threads = connections.connected_sockets(), connections.group_threads()
 
     def end(self, process_group: torch.distributed.ProcessGroup | None, timeout_s: float) -> Group:
         """Return the group, with what was opened meanwhile."""
         opened = connections.of_group(connections.connected_sockets() - self._connections, timeout_s)
-        return Group(process_group, opened, gloo_waits.group_threads() - self._threads)
+        return Group(process_group, opened, connections.group_threads() - self._threads)
 
 
 def gather_bytes(group: torch.distributed.ProcessGroup, data: bytes) -> list[bytes]:

@@ -37,18 +37,6 @@ import msgspec
 from outlast import clock
 from outlast.decoding import msgpack_decoder
 
-__all__ = [
-    "MAX_MESSAGE_BYTES",
-    "AuthenticationFailed",
-    "BufferedChannel",
-    "Handshake",
-    "MessageChannel",
-    "MessageReader",
-    "ProtocolError",
-    "encode_frame",
-    "socket_pair",
-]
-
 MAX_MESSAGE_BYTES = 1 << 24
 """Limit of a message where a connection sets none."""
 _LENGTH = struct.Struct("<I")

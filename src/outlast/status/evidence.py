@@ -26,7 +26,7 @@ from outlast.policy.lease import Process
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
 from outlast.runtime.lease import FOLDER
 from outlast.runtime.processes import is_alive, machine_id
-from outlast.runtime.store_reader import read_key
+from outlast.runtime.store import read_key
 
 __all__ = ["Evidence", "JobProcess", "ask_coordinator", "gather", "processes_in"]
 
