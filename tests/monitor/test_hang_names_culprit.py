@@ -44,7 +44,6 @@ def test_hang_names_culprit(kind: str, tmp_path: Path) -> None:
     watchdog = Watchdog(board, timeouts, node="worker-1", on_hang=reports.put)
     arguments = (board.path, str(tmp_path / "rendezvous"), str(BAD_RANK), kind, str(AT))
     with ExitStack() as stack:
-        stack.callback(board.unlink)
         ranks = stack.enter_context(RankProcesses(WORKER, *arguments, world_size=WORLD_SIZE))
         watchdog.start()
         try:
@@ -81,7 +80,6 @@ def test_nobody_is_named_where_the_script_is_at_fault(tmp_path: Path) -> None:
     board = Board.create(num_ranks=WORLD_SIZE)
     arguments = (board.path, str(tmp_path / "rendezvous"), str(BAD_RANK), "mismatch", str(AT))
     with ExitStack() as stack:
-        stack.callback(board.unlink)
         ranks = stack.enter_context(RankProcesses(WORKER, *arguments, world_size=WORLD_SIZE))
         examine_until(board, lambda one: one.iteration == AT - 1 and "in main" in str(one.stack_line))
         late = {"subject": Subject.SECTION, "section": "step", "timeout_s": 1.0, "elapsed_s": 1.1}

@@ -221,7 +221,7 @@ class WriterClient:
         """
         channel = self._connect(timeout_s)
         try:
-            channel.set_timeout(max(0.001, timeout_s))
+            channel.timeout_s = max(0.001, timeout_s)
             channel.send(request, () if fd is None else (fd,))
             received = channel.receive_with_fds()
             if received is None:
