@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laid_generations import flip, lay_generation, two_nodes
 
-from outlast.checkpoint.catalogue.entries import DirectoryListing, Generation, ListedGeneration, ListedPlace, Problem
+from outlast.checkpoint.catalogue.entries import (
+    DirectoryListing,
+    Generation,
+    ListedGeneration,
+    ListedPlace,
+    Problem,
+    Rule,
+    plan_pruning,
+)
 from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.catalogue.pruning import Rule, plan_pruning
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.checkpoint.shard import shard_name
 from outlast.errors import CheckpointError

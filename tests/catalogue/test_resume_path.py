@@ -12,7 +12,7 @@ from laid_store import lay_in_store
 from outlast.errors import ConfigError
 from outlast.integrations.slurm import resolve_resume_path
 from outlast.policy.ladder import LadderState
-from outlast.policy.quarantine import Distrusted
+from outlast.policy.recovery_point import Distrusted
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ import fsspec
 import pytest
 from laid_store import RUN, lay_in_store
 
+from outlast.checkpoint.catalogue.entries import Rule, plan_pruning
 from outlast.checkpoint.catalogue.listing import look_into, verify
-from outlast.checkpoint.catalogue.pruning import Rule, plan_pruning
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.cli.main import main
 from outlast.errors import CheckpointError, ConfigError

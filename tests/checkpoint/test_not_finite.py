@@ -13,7 +13,7 @@ from outlast.checkpoint import CheckpointManager, Restored
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
-from outlast.policy.quarantine import Distrusted, encode_distrusted
+from outlast.policy.recovery_point import Distrusted, encode_distrusted
 from outlast.runtime.injection import armed
 
 pytestmark = pytest.mark.process

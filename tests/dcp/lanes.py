@@ -21,8 +21,8 @@ from outlast.checkpoint.save import Save, SaveHandle
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
 from outlast.errors import CheckpointError
+from outlast.policy.checkpoint_plan import RetentionRules
 from outlast.policy.recovery_point import Tier
-from outlast.policy.retention import RetentionRules
 
 LONG_S = 60.0
 

@@ -20,12 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast.checkpoint.dcp.assemble import assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import read_rank
+from outlast.checkpoint.dcp.reader import read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.layouts import meshes_of
-from outlast.checkpoint.state import capture, decode
-from outlast.policy.retention import RetentionRules
+from outlast.checkpoint.state import capture, decode, meshes_of
+from outlast.policy.checkpoint_plan import RetentionRules
 
 
 def _model() -> torch.nn.Module:

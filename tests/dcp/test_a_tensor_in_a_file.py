@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outlast.checkpoint.dcp.blob import ALIGNMENT, ELEMENT_BYTES, tensor_blob
-from outlast.checkpoint.shard import DTYPE_NAMES
+from outlast.checkpoint.dcp.layout import ALIGNMENT, tensor_blob
+from outlast.checkpoint.shard import DTYPE_NAMES, ELEMENT_BYTES
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

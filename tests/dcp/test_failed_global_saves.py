@@ -14,7 +14,7 @@ from lanes import Lanes, flat_state
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import read_rank
+from outlast.checkpoint.dcp.reader import read_rank
 from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.state import decode
@@ -200,7 +200,7 @@ def test_the_second_run_in_a_place_is_refused_on_all_ranks(tmp_path: Path, schem
 @pytest.mark.process
 def test_the_writer_and_the_command_line_need_no_torch() -> None:
     """What the writer process and `outlast ckpt` import of the global tier brings torch nowhere near."""
-    modules = "assemble, blob, directory, layout, manifest, store"
+    modules = "assemble, directory, layout, manifest, store"
     script = "import sys; from outlast.checkpoint import verification; "
     script += f"from outlast.checkpoint.dcp import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)

@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 from lanes import Lanes, flat_state
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from outlast.checkpoint.dcp.load import read_rank
-from outlast.checkpoint.dcp.reader import VerifiedReader
+from outlast.checkpoint.dcp.reader import VerifiedReader, read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.state import capture, decode
 

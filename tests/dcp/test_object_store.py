@@ -20,8 +20,7 @@ from s3_server import S3Server
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory, StoreRecords
-from outlast.checkpoint.dcp.load import read_rank
-from outlast.checkpoint.dcp.reader import VerifiedReader
+from outlast.checkpoint.dcp.reader import VerifiedReader, read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.state import decode

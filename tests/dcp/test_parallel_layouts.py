@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.reshard import load_resharded
-from outlast.checkpoint.layouts import blocks_of
+from outlast.checkpoint.state import blocks_of
 from outlast.env import WorkerEnv
 from outlast.testing.ranks import free_port
 

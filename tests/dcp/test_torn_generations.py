@@ -15,8 +15,7 @@ from lanes import Lanes, flat_state
 
 from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import read_rank
-from outlast.checkpoint.dcp.reader import VerifiedReader
+from outlast.checkpoint.dcp.reader import VerifiedReader, read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 

@@ -17,6 +17,7 @@ from outlast.inprocess import protocol as m
 from outlast.inprocess.monitor_client import MonitorLink
 from outlast.inprocess.progress import Page, RankPhase
 from outlast.inprocess.protocol import MonitorTask
+from outlast.policy import inprocess_protocol as p
 
 
 class FakeRank:
@@ -67,19 +68,19 @@ class FakeRank:
                 consequence = "consequence" in rest
                 self.page.set_phase(RankPhase.OUT)
                 self.link.send(
-                    m.RankFault(
+                    p.RankFault(
                         initial_rank=self.task.initial_rank,
                         restart_count=self.restart_count,
-                        kind=m.RankFaultKind.EXCEPTION,
+                        kind=p.RankFaultKind.EXCEPTION,
                         summary="told to",
                         is_consequence=consequence,
                     )
                 )
             case "complete":
                 self.page.set_phase(RankPhase.COMPLETED)
-                self.link.send(m.Completed(restart_count=self.restart_count))
+                self.link.send(p.Completed(restart_count=self.restart_count))
             case "left":
-                self.link.send(m.Left(reason="told to", fatal="fatal" in rest))
+                self.link.send(p.Left(reason="told to", fatal="fatal" in rest))
                 self.link.close()
                 self.say("left")
                 raise SystemExit
@@ -95,21 +96,21 @@ class FakeRank:
             return
         self.page.set_phase(RankPhase.WAITING)
         self.link.send(
-            m.RankReady(restart_count=restart_count, store_address=f"store-{self.task.initial_rank}-{restart_count} 1")
+            p.RankReady(restart_count=restart_count, store_address=f"store-{self.task.initial_rank}-{restart_count} 1")
         )
 
-    def obey(self, message: m.Listening | m.Order) -> bool:
+    def obey(self, message: m.Listening | p.Order) -> bool:
         self.say(type(message).__name__, **json.loads(msgspec.json.encode(message)))
         match message:
-            case m.Restart(restart_count=restart_count):
+            case p.Restart(restart_count=restart_count):
                 if "stubborn" in self.traits:
                     self.page.set_phase(RankPhase.LEAVING)
                 else:
                     self.get_ready(restart_count)
-            case m.Assign() as question:
+            case p.Assign() as question:
                 if "dumb" not in self.traits:
                     self.link.send(self.assign(question))
-            case m.Go() as go:
+            case p.Go() as go:
                 self.restart_count = go.restart_count
                 if self.task.initial_rank not in go.ranks:
                     self.link.close()
@@ -117,13 +118,13 @@ class FakeRank:
                 if go.ranks[self.task.initial_rank] is not None:
                     self.page.set_phase(RankPhase.STARTING, go.restart_count)
                     self.page.set_phase(RankPhase.IN_FN)
-            case m.Finish() | m.Abort() | m.Expel():
+            case p.Finish() | p.Abort() | p.Expel():
                 self.page.set_phase(RankPhase.OUT)
                 self.link.close()
                 return True
         return False
 
-    def assign(self, question: m.Assign) -> m.Assigned:
+    def assign(self, question: p.Assign) -> p.Assigned:
         living = [member for member in question.members if member.is_alive]
         ranks = {member.initial_rank: member.active_rank for member in living}
         free = sorted(set(range(self.active_world_size)) - set(ranks.values()))
@@ -131,8 +132,8 @@ class FakeRank:
             if ranks[rank] is None and free:
                 ranks[rank] = free.pop(0)
         if free:
-            return m.Assigned(ordinal=question.ordinal, error="no spare is left")
-        return m.Assigned(ordinal=question.ordinal, ranks=ranks)
+            return p.Assigned(ordinal=question.ordinal, error="no spare is left")
+        return p.Assigned(ordinal=question.ordinal, ranks=ranks)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 from outlast import clock
 from outlast.inprocess import protocol as m
 from outlast.inprocess.hub import Hub, order_candidates
+from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import RestartLimits
 from outlast.runtime.wire import ProtocolError, encode_frame
 
@@ -22,7 +23,7 @@ class Members:
 
     def __init__(self, num: int, num_active: int) -> None:
         self.selector = selectors.DefaultSelector()
-        own = m.HubCandidate(initial_rank=0, node="n0", address="h 1", life="0")
+        own = p.HubCandidate(initial_rank=0, node="n0", address="h 1", life="0")
         self.hub = Hub(
             self.selector,
             world_size=num,
@@ -34,7 +35,7 @@ class Members:
         self.num_active = num_active
         self.links: dict[int, m.HubChannel] = {}
         self.known: dict[int, m.HubCandidates] = {}
-        self.orders: dict[int, list[m.Order]] = {rank: [] for rank in range(num)}
+        self.orders: dict[int, list[p.Order]] = {rank: [] for rank in range(num)}
         listener = socket.create_server(("127.0.0.1", 0), backlog=num)
         for rank in range(num):
             connection = socket.create_connection(listener.getsockname())
@@ -51,7 +52,7 @@ class Members:
                     life=str(rank),
                 ),
             )
-            link.send(m.RankReady(restart_count=0, store_address=f"s {rank}"))
+            link.send(p.RankReady(restart_count=0, store_address=f"s {rank}"))
         listener.close()
 
     def hear(self, rank: int) -> None:
@@ -59,16 +60,16 @@ class Members:
             match message:
                 case m.HubCandidates():
                     self.known[rank] = message
-                case m.Restart(restart_count=restart_count):
-                    self.links[rank].send(m.RankReady(restart_count=restart_count, store_address=f"s {rank}"))
-                case m.Assign(ordinal=ordinal, members=members):
+                case p.Restart(restart_count=restart_count):
+                    self.links[rank].send(p.RankReady(restart_count=restart_count, store_address=f"s {rank}"))
+                case p.Assign(ordinal=ordinal, members=members):
                     living = [member.initial_rank for member in members if member.is_alive]
                     ranks = {number: at if at < self.num_active else None for at, number in enumerate(living)}
-                    self.links[rank].send(m.Assigned(ordinal=ordinal, ranks=ranks))
-            if isinstance(message, m.Go | m.Restart | m.Finish | m.Abort | m.Expel):
+                    self.links[rank].send(p.Assigned(ordinal=ordinal, ranks=ranks))
+            if isinstance(message, p.Go | p.Restart | p.Finish | p.Abort | p.Expel):
                 self.orders[rank].append(message)
 
-    def run_until(self, what: type[m.Order], ranks: range | list[int], restart_count: int) -> None:
+    def run_until(self, what: type[p.Order], ranks: range | list[int], restart_count: int) -> None:
         end_s = clock.now_s() + TIMEOUT_S
         while not all(
             any(
@@ -99,18 +100,18 @@ def test_many_members_restart_and_finish() -> None:
     """Sixty-four members go, lose one, go again with another in its place, and finish; all know the candidates."""
     members = Members(NUM, 60)
     try:
-        members.run_until(m.Go, range(NUM), 0)
+        members.run_until(p.Go, range(NUM), 0)
         assert [c.initial_rank for c in members.known[5].candidates] == [0, 8, 16, 24]
         assert members.known[5].members.keys() == set(range(NUM))
-        gone = m.RankFault(initial_rank=9, restart_count=0, kind=m.RankFaultKind.DIED)
+        gone = p.RankFault(initial_rank=9, restart_count=0, kind=p.RankFaultKind.DIED)
         members.links[9].send(m.Gone(fault=gone))
         rest = [rank for rank in range(NUM) if rank != 9]
-        members.run_until(m.Go, rest, 1)
+        members.run_until(p.Go, rest, 1)
         assert 9 not in members.known[5].members
         for rank in rest:
-            members.links[rank].send(m.Completed(restart_count=1))
-        members.run_until(m.Finish, rest, 1)
-        assert not any(isinstance(order, m.Restart) and order.restart_count > 1 for order in members.orders[5])
+            members.links[rank].send(p.Completed(restart_count=1))
+        members.run_until(p.Finish, rest, 1)
+        assert not any(isinstance(order, p.Restart) and order.restart_count > 1 for order in members.orders[5])
     finally:
         members.close()
 
@@ -120,11 +121,11 @@ def test_hub_that_loses_most_members_stops_the_rest() -> None:
     """Most may go on elsewhere, so those here must not; nobody restarts for it."""
     members = Members(5, 5)
     try:
-        members.run_until(m.Go, range(5), 0)
+        members.run_until(p.Go, range(5), 0)
         for rank in (2, 3, 4):
             members.cut(rank)
-        members.run_until(m.Abort, [0, 1], 0)
-        assert not any(isinstance(order, m.Restart) for order in members.orders[0])
+        members.run_until(p.Abort, [0, 1], 0)
+        assert not any(isinstance(order, p.Restart) for order in members.orders[0])
     finally:
         members.close()
 
@@ -132,7 +133,7 @@ def test_hub_that_loses_most_members_stops_the_rest() -> None:
 def test_candidates_are_spread_over_nodes() -> None:
     """The host comes first, then one of each other node, then others; four at most."""
     able = [
-        m.HubCandidate(initial_rank=rank, node=node, address=f"h {rank + 1}", life=str(rank))
+        p.HubCandidate(initial_rank=rank, node=node, address=f"h {rank + 1}", life=str(rank))
         for rank, node in enumerate(["a", "a", "b", "b", "c"])
     ]
     assert [c.initial_rank for c in order_candidates(able, 1)] == [1, 2, 4, 0]
@@ -144,7 +145,7 @@ def test_small_pieces_make_whole_messages() -> None:
     ours, theirs = socket.socketpair()
     channel = m.HubChannel(theirs, m.OnLink)
     try:
-        sent = m.Completed(restart_count=7)
+        sent = p.Completed(restart_count=7)
         for byte in encode_frame(sent):
             ours.send(bytes([byte]))
             found = channel.receive()

@@ -7,12 +7,12 @@ import socket
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from outlast.inprocess.call import IterationStore
+from outlast.inprocess.call import CallStore
 
 
 def test_its_address_is_known_before_it_serves() -> None:
     """Ranks may connect as soon as they know the address, and find what others put there."""
-    store = IterationStore("127.0.0.1")
+    store = CallStore("127.0.0.1")
     host, port = store.address.split(" ")
     store.serve(timeout_s=10)
     client = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
@@ -23,7 +23,7 @@ def test_its_address_is_known_before_it_serves() -> None:
 
 def test_one_that_is_not_needed_leaves_nothing() -> None:
     """A rank that does not become rank 0 gives its port back."""
-    store = IterationStore("127.0.0.1")
+    store = CallStore("127.0.0.1")
     host, port = store.address.split(" ")
     store.close()
     store.close()

@@ -13,6 +13,7 @@ from outlast.inprocess import protocol as m
 from outlast.inprocess.monitor_client import MonitorLink
 from outlast.inprocess.progress import Page
 from outlast.inprocess.protocol import MonitorTask
+from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import RestartLimits
 
 pytestmark = pytest.mark.process
@@ -48,10 +49,10 @@ def link() -> Iterator[MonitorLink]:
     page.close()
 
 
-def hear(link: MonitorLink) -> list[m.Listening | m.Order]:
+def hear(link: MonitorLink) -> list[m.Listening | p.Order]:
     poll = select.poll()
     poll.register(link, select.POLLIN)
-    found: list[m.Listening | m.Order] = []
+    found: list[m.Listening | p.Order] = []
     while not found:
         assert poll.poll(TIMEOUT_MS)
         found += link.receive()
@@ -63,12 +64,12 @@ def test_address_comes_first_and_an_order_follows(link: MonitorLink) -> None:
     (listening,) = hear(link)
     assert isinstance(listening, m.Listening)
     link.send(m.Connect(hub=listening.address, token="a" * 32))
-    link.send(m.RankReady(restart_count=0, store_address="127.0.0.1 1"))
+    link.send(p.RankReady(restart_count=0, store_address="127.0.0.1 1"))
     (question,) = hear(link)
-    assert isinstance(question, m.Assign)
-    link.send(m.Assigned(ordinal=question.ordinal, ranks={0: 0}))
+    assert isinstance(question, p.Assign)
+    link.send(p.Assigned(ordinal=question.ordinal, ranks={0: 0}))
     (order,) = hear(link)
-    assert isinstance(order, m.Go)
+    assert isinstance(order, p.Go)
 
 
 def test_receive_never_waits(link: MonitorLink) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from outlast.inprocess.progress import Page, RankPhase, RankWatch, SoftTimeout, Stuck
-from outlast.inprocess.protocol import MonitorTask, RankFaultKind
-from outlast.policy.inprocess_protocol import RestartLimits
+from outlast.inprocess.protocol import MonitorTask
+from outlast.policy.inprocess_protocol import RankFaultKind, RestartLimits
 
 TASK = MonitorTask(
     pid=1,

@@ -15,7 +15,7 @@ from outlast.launch.membership import JobSettings
 from outlast.launch.protocol import JobPhase
 from outlast.policy.causes import Collective, Position
 from outlast.policy.ladder import LadderState, Limits
-from outlast.policy.quarantine import Distrusted, Load
+from outlast.policy.recovery_point import Distrusted, Load
 
 
 class Job:

@@ -8,7 +8,7 @@ from outlast.incidents import Rung
 from outlast.launch.membership import name_job
 from outlast.launch.verdicts import load_ladder, save_ladder
 from outlast.policy.ladder import LadderState, LadderStep
-from outlast.policy.quarantine import Distrusted, Load
+from outlast.policy.recovery_point import Distrusted, Load
 
 
 def test_an_allocation_that_comes_back_gets_another_name() -> None:

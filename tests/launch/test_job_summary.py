@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outlast.incidents import EventKind
-from outlast.launch.summary import summarise
+from outlast.launch.run import summarise
 from outlast.runtime.journal import Journal
 
 

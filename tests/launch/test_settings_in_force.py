@@ -21,11 +21,10 @@ from outlast.launch.agent_events import Mailbox
 from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.cycle import Cycle
-from outlast.launch.in_process_recovery import InProcessRecovery
 from outlast.launch.membership import JobSettings
 from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.options import parse_options
-from outlast.launch.workers import WorkerProcess
+from outlast.launch.workers import InProcessRecovery, WorkerProcess
 from outlast.monitor import RankMonitor
 from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Learned, Timeouts

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from outlast.policy.timings import RankTimings, Timing, summarise
+from outlast.policy.slowness import RankTimings, Timing, summarise
 
 SECTIONS = {"data": 0.002, "forward": 0.020, "backward": 0.040, "optimizer": 0.004}
 """Seconds of each section of a sound rank, in the order of a step."""

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.in_place import InPlaceHolding, InPlacePlan, Origin, plan_in_place
+from outlast.policy.recovery_point import InPlaceHolding, InPlacePlan, Origin, plan_in_place
 
 WORLD = 4
 

@@ -9,7 +9,7 @@ import pytest
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung, Verdict
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
-from outlast.policy.quarantine import Load, TierName
+from outlast.policy.recovery_point import Load, TierName
 
 
 def died(node: str = "a", **changes: Any) -> Incident:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
-from outlast.policy.quarantine import Load, TierName
+from outlast.policy.recovery_point import Load, TierName
 from outlast.policy.rerun import Diagnosis, Finding
 
 KINDS = (

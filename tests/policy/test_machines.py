@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outlast.policy.machines import MachineTimes, SlownessCause, choose_others, judge_machine
+from outlast.policy.stragglers import MachineTimes, SlownessCause, choose_others, judge_machine
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
 ROLES = dict.fromkeys(NODES, "")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outlast.config import FaultToleranceConfig
-from outlast.policy.deadlines import Timeouts
-from outlast.policy.protection import Protection, describe_hangs, describe_nodes, describe_saves
+from outlast.policy.deadlines import Protection, Timeouts, describe_hangs, describe_nodes, describe_saves
 
 ORIGINS = dict.fromkeys(
     (

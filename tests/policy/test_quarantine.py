@@ -10,11 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.quarantine import (
+from outlast.policy.recovery_point import (
     MAX_OPEN,
+    Copy,
     Distrusted,
     Load,
+    RecoveryPoint,
+    Tier,
     TierName,
+    choose_recovery_point,
     decode_distrusted,
     encode_distrusted,
     is_distrusted,
@@ -23,7 +27,6 @@ from outlast.policy.quarantine import (
     settle,
     tier_of_load,
 )
-from outlast.policy.recovery_point import Copy, RecoveryPoint, Tier, choose_recovery_point
 
 WINDOW = 20
 NEAR = (Tier.MEMORY, Tier.LOCAL, Tier.REPLICA)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.retention import KEEP_ALL, RetentionRules, choose_kept, choose_removed
+from outlast.policy.checkpoint_plan import KEEP_ALL, RetentionRules, choose_kept, choose_removed
 
 ITERATIONS = st.lists(st.integers(0, 500), max_size=40)
 FEW = st.sets(st.integers(0, 60))

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from made_timings import SECTIONS, MadeRanks, fast_summary, tell
 
 from outlast.config import StragglerDetectionConfig
-from outlast.policy.slowness import Basis
+from outlast.policy.slowness import Basis, RankTimings, Timing, lower_median, summarise
 from outlast.policy.stragglers import Findings, Streaks, judge
-from outlast.policy.timings import RankTimings, Timing, lower_median, summarise
 
 CONFIG = StragglerDetectionConfig(enabled=True)
 ALL = [range(4)]

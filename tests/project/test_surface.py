@@ -39,7 +39,6 @@ PUBLIC = [
 ]
 STILL_INTERNAL = {
     "outlast.checkpoint.CheckpointManager.__init__",
-    "outlast.inprocess.Handle.__init__",
     "outlast.monitor.RankMonitor.__init__",
     "outlast.monitor.RankMonitor.board_state",
     "outlast.numerics.RerunStateMachine.__init__",

@@ -11,7 +11,7 @@ from ranks import Ranks
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.journal import read
-from outlast.policy.quarantine import Distrusted, encode_distrusted
+from outlast.policy.recovery_point import Distrusted, encode_distrusted
 
 pytestmark = [pytest.mark.process]
 

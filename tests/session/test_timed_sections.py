@@ -14,9 +14,8 @@ from outlast.config import StragglerDetectionConfig
 from outlast.env import WorkerEnv
 from outlast.monitor.rank_monitor import SectionTimer
 from outlast.policy.rerun import Finding
-from outlast.policy.slowness import Basis
+from outlast.policy.slowness import Basis, Timing
 from outlast.policy.stragglers import Findings, Straggler
-from outlast.policy.timings import Timing
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.journal import Journal
 from outlast.runtime.postmortem import read_diagnosis

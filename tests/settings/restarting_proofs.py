@@ -18,8 +18,8 @@ from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, SparesExh
 from outlast.inprocess import Handle, Wrapper, rank
 from outlast.inprocess.protocol import MonitorTask
 from outlast.policy.rank_assignment import Assignment, Member
+from outlast.policy.slowness import RankTimings, summarise
 from outlast.policy.stragglers import Streaks, judge
-from outlast.policy.timings import RankTimings, summarise
 from outlast.straggler import Report, StragglerDetector
 from outlast.straggler.report import publish
 

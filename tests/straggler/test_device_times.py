@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.policy.timings import Timing
+from outlast.policy.slowness import Timing
 from outlast.straggler import StragglerDetector, detector, device_times
 
 WAITS = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outlast.errors import OutlastError
-from outlast.policy.timings import Timing
+from outlast.policy.slowness import Timing
 from outlast.straggler import StragglerDetector, recorder
 from outlast.straggler.recorder import SectionRecorder
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from outlast.config import StragglerDetectionConfig
-from outlast.policy.machines import SlownessCause
-from outlast.policy.stragglers import Streaks, judge
-from outlast.policy.timings import RankTimings, summarise
+from outlast.policy.slowness import RankTimings, summarise
+from outlast.policy.stragglers import SlownessCause, Streaks, judge
 from outlast.straggler import Report, StragglerDetector
 
 

@@ -13,8 +13,8 @@ from outlast.bench.measuring import GROUP_TIMEOUT_S, Progress, measure_in_two_ra
 from outlast.bench.result import Bar, BenchResult
 from outlast.config import StragglerDetectionConfig
 from outlast.env import WorkerEnv
+from outlast.policy.slowness import RankTimings, summarise
 from outlast.policy.stragglers import Streaks, judge
-from outlast.policy.timings import RankTimings, summarise
 from outlast.straggler import StragglerDetector
 
 __all__ = ["measure", "measure_steps"]

@@ -11,12 +11,13 @@ from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.checkpoint.manager import CheckpointManager
-    from outlast.checkpoint.recovery import Rejection, Restored
+    from outlast.checkpoint.recovery import Restored
     from outlast.checkpoint.save import SaveHandle, SaveResult
+    from outlast.checkpoint.tiers import Rejection
 
 _HOMES = {
     "CheckpointManager": "outlast.checkpoint.manager",
-    "Rejection": "outlast.checkpoint.recovery",
+    "Rejection": "outlast.checkpoint.tiers",
     "Restored": "outlast.checkpoint.recovery",
     "SaveHandle": "outlast.checkpoint.save",
     "SaveResult": "outlast.checkpoint.save",

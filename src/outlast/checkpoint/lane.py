@@ -32,8 +32,8 @@ from outlast.checkpoint.save import Committed, PeerSilent, Save
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError
+from outlast.policy.checkpoint_plan import RetentionRules, choose_removed
 from outlast.policy.recovery_point import Tier
-from outlast.policy.retention import RetentionRules, choose_removed
 from outlast.runtime.injection import reach
 
 __all__ = ["GRACE_S", "Lane", "NoAnswer", "RankAnswer", "Reached", "SaveExchange", "SaveOutcome", "Stopped", "deadline"]

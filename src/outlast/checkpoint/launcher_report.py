@@ -11,8 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from outlast.env import WorkerEnv
-from outlast.policy.quarantine import tier_of_load
-from outlast.policy.recovery_point import Tier
+from outlast.policy.recovery_point import Tier, tier_of_load
 from outlast.runtime.board import Board, LoadedCopy
 
 if TYPE_CHECKING:

@@ -17,24 +17,32 @@ import torch
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena, ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.load import bytes_of, read_rank
 from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.dcp.reader import bytes_of, read_rank
 from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
-from outlast.checkpoint.layouts import OtherLayout, check_same_layouts, meshes_of
 from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places, group_of
 from outlast.checkpoint.replica.parity import ParityMember
 from outlast.checkpoint.replica.replicator import Target
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE, shard_name
-from outlast.checkpoint.state import Wrapped, capture, check_fit, decode, flatten, layouts_of, restore_into
+from outlast.checkpoint.state import (
+    OtherLayout,
+    Wrapped,
+    capture,
+    check_fit,
+    check_same_layouts,
+    decode,
+    flatten,
+    layouts_of,
+    meshes_of,
+    restore_into,
+)
 from outlast.checkpoint.tiers import PARITY, Table, check_manifest
 from outlast.checkpoint.verification import Proof, VerifiedFiles, prove_shard, read_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
-
-__all__ = ["OPEN_TIMEOUT_S", "CopyProver", "ProvenCopy", "read_tensors"]
 
 log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0

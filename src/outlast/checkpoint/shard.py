@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from outlast.errors import Corrupt
 __all__ = [
     "CHUNK_BYTES",
     "DTYPE_NAMES",
+    "ELEMENT_BYTES",
     "TREE",
     "Identity",
     "ShardLayout",
@@ -62,6 +64,8 @@ DTYPE_NAMES = {
     "torch.bool": "BOOL",
 }
 """torch's name of an element type to safetensors'."""
+ELEMENT_BYTES = {name: 1 if name == "BOOL" else int(re.findall(r"\d+", name)[0]) // 8 for name in DTYPE_NAMES.values()}
+"""safetensors' name of an element type, which has its bits, to the bytes of an element."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):

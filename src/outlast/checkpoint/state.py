@@ -2,7 +2,8 @@
 
 The tree is msgpack: what msgpack can express is in it directly, tensors are referred to by name, and the rest is
 ``torch.save`` bytes, which are read back with ``weights_only=True`` and tried at the save already: state that
-could not be loaded must not look saved. A tensor subclass is taken apart with its own ``__tensor_flatten__``.
+could not be loaded must not look saved. A tensor subclass is taken apart with its own ``__tensor_flatten__``. How a
+distributed tensor lies on its ranks is in the tree, too, so that it is made again, or refused, on other meshes.
 """
 
 from __future__ import annotations
@@ -18,32 +19,193 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
 import torch
 
-from outlast.checkpoint.layouts import Layout, describe_layout, distribute, is_distributed, own_part
 from outlast.checkpoint.shard import DTYPE_NAMES
 from outlast.errors import CheckpointError, Mismatch
 
-__all__ = [
-    "FlatState",
-    "NamedTensor",
-    "Wrapped",
-    "capture",
-    "check_fit",
-    "decode",
-    "flatten",
-    "is_stateful",
-    "layouts_of",
-    "may_be_absent",
-    "restore_into",
-    "without_collection",
-]
+log = logging.getLogger(__name__)
+
+Layout: TypeAlias = list[Any]
+"""Placements, shape and names of the mesh, shape and stride of the whole. A placement is the dimension that is sharded,
+``None`` for a replica, or ``[dimension, split factor]`` where other shards of the dimension were cut first (FSDP2 over
+tensor parallelism)."""
+
+
+class OtherLayout(CheckpointError):
+    """What was saved is laid out over the ranks in another way than the live state: it can only be resharded."""
+
+
+def is_distributed(value: Any) -> bool:
+    """Return whether a value is a ``DTensor``."""
+    return hasattr(value, "to_local") and hasattr(value, "placements")
+
+
+def describe_layout(value: Any, path: str) -> Layout:
+    """Describe a distributed tensor's layout.
+
+    Raises:
+        CheckpointError: It is placed in a way that cannot be saved.
+    """
+    placements: list[Any] = []
+    for placement in value.placements:
+        match type(placement).__name__:
+            case "Replicate":
+                placements.append(None)
+            case "Shard":
+                placements.append(placement.dim)
+            case "_StridedShard":
+                placements.append([placement.dim, int(placement.split_factor)])
+            case _:
+                raise CheckpointError(
+                    f"state {path!r}: a DTensor placed as {placement} cannot be saved; reduce it first"
+                )
+    return [placements, *_describe_mesh(value.device_mesh), list(value.shape), list(value.stride())]
+
+
+def own_part(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the offset of this rank's part of a distributed tensor.
+
+    Raises:
+        CheckpointError: The part is not one block of the whole.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh = value.device_mesh
+    if any(type(placement).__name__ == "_StridedShard" for placement in value.placements):
+        coordinate = mesh.get_coordinate()
+        blocks = blocks_of(value.shape, value.placements, mesh.mesh.shape, coordinate or [0] * mesh.mesh.dim())
+        if any(len(found) > 1 for found in blocks.values()):
+            raise CheckpointError(
+                f"state {path!r}: a DTensor placed as {tuple(value.placements)} has parts that are not one block; "
+                "redistribute() it to Shard or Replicate before it is saved or loaded"
+            )
+    shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
+    return tuple(map(int, shape)), tuple(map(int, offset))
+
+
+def blocks_of(
+    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> dict[int, list[range]]:
+    """Return which indices of each sharded dimension lie at a place of the mesh."""
+    rows: dict[int, list[range]] = {}
+    for placement, num_parts, index in zip(placements, mesh_shape, coordinate, strict=True):
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            continue
+        found = rows.get(dim, [range(shape[dim])])
+        blocks = _chunks(found, getattr(placement, "split_factor", 1))
+        rows[dim] = _joined([piece for block in blocks for piece in _chunks(block, num_parts)[index]])
+    return rows
+
+
+def _chunks(rows: list[range], count: int) -> list[list[range]]:
+    """Cut rows as ``torch.chunk`` does, with empty chunks at the end where there are too few."""
+    length = -(-sum(map(len, rows)) // count)
+    chunks: list[list[range]] = []
+    for number in range(count):
+        chunk, skip, left = list[range](), number * length, length
+        for piece in rows:
+            taken = piece[skip : skip + left]
+            skip, left = max(0, skip - len(piece)), left - len(taken)
+            chunk.append(taken)
+        chunks.append(_joined(chunk))
+    return chunks
+
+
+def _joined(rows: list[range]) -> list[range]:
+    joined: list[range] = []
+    for piece in filter(None, rows):
+        if joined and joined[-1].stop == piece.start:
+            joined[-1] = range(joined[-1].start, piece.stop)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> torch.Tensor:
+    """Make the distributed tensor of which this rank has ``local``.
+
+    Args:
+        local: This rank's part.
+        layout: As it was saved.
+        meshes: Device meshes in use by the live state.
+
+    Raises:
+        OtherLayout: None of them is the one that the tensor was saved on.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def place(saved: Any) -> Any:
+        if saved is None:
+            return Replicate()
+        return Shard(saved) if isinstance(saved, int) else _StridedShard(saved[0], split_factor=saved[1])
+
+    placements, mesh_shape, mesh_names, shape, stride = layout
+    for mesh in meshes:
+        if _describe_mesh(mesh) == [mesh_shape, mesh_names]:
+            made = DTensor.from_local(
+                local.to(mesh.device_type),
+                mesh,
+                [place(saved) for saved in placements],
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=tuple(stride),
+            )
+            return cast(torch.Tensor, made)
+    raise OtherLayout(
+        f"a tensor was saved as {_in_words(layout)}, and nothing here is on such a mesh; build the model with the same "
+        "parallelism, or load it from the global tier"
+    )
+
+
+def meshes_of(value: Any) -> list[Any]:
+    """Return the device meshes of all distributed tensors in a captured state."""
+    if isinstance(value, torch.Tensor):
+        return [cast(Any, value).device_mesh] if is_distributed(value) else []
+    if isinstance(value, Mapping):
+        return [mesh for inner in value.values() for mesh in meshes_of(inner)]
+    return [mesh for inner in value for mesh in meshes_of(inner)] if isinstance(value, list | tuple) else []
+
+
+def check_same_layouts(saved: Mapping[str, Layout | None], live: Mapping[str, Layout | None]) -> None:
+    """Check that tensors were saved in the layout that they have now; those that are not there yet do not count.
+
+    Args:
+        saved: The layouts by name; ``None`` = not distributed.
+        live: The same of the live state.
+
+    Raises:
+        OtherLayout: One was not.
+    """
+    for name in sorted(saved.keys() & live.keys()):
+        before, now = saved[name], live[name]
+        if (before and before[:4]) != (now and now[:4]):
+            raise OtherLayout(
+                f"tensor {name!r} was saved as {_in_words(before)}, here it is {_in_words(now)}; build the model with "
+                "the same parallelism, or load it from the global tier"
+            )
+
+
+def _describe_mesh(mesh: Any) -> list[Any]:
+    return [list(mesh.mesh.shape), list(mesh.mesh_dim_names or [])]
+
+
+def _in_words(layout: Layout | None) -> str:
+    if layout is None:
+        return "a whole"
+    placements, mesh_shape, mesh_names, shape, _ = layout
+    words = ["replica" if one is None else f"shard({one if isinstance(one, int) else one[0]})" for one in placements]
+    names = mesh_names or [f"dim {number}" for number in range(len(mesh_shape))]
+    mesh = ", ".join(f"{name} of {size}: {word}" for name, size, word in zip(names, mesh_shape, words, strict=True))
+    return f"{tuple(shape)} over {mesh}"
 
 
 _SCALARS = (str, int, float, bool, bytes, type(None))
@@ -53,10 +215,6 @@ _MAX_DEPTH = 100
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _DTYPES = frozenset(getattr(torch, name.removeprefix("torch.")) for name in DTYPE_NAMES)
 _ZEROS = tuple((0,) * dim for dim in range(65))
-
-
-_named_tensor = tuple.__new__
-"""Makes a :class:`NamedTensor` in half the time; there may be very many."""
 
 
 class NamedTensor(NamedTuple):
@@ -343,7 +501,7 @@ class _Flattener:
             path += "'"  # keys 1 and "1" of one dict
         self._names.add(path)
         what = (tensor, path, tensor.dtype, tensor.device, tensor.shape, global_shape, global_offset)
-        self.tensors.append(_named_tensor(NamedTensor, what))
+        self.tensors.append(tuple.__new__(NamedTensor, what))  # in half the time; there may be very many
         return path
 
     def _pickled(self, value: Any, path: str) -> Any:
@@ -372,9 +530,8 @@ def _load_pickled(data: bytes) -> Any:
 
 def _type_name(value: object) -> str:
     kind = type(value)
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"
 
 
 def _remedy(value: Any) -> str:
@@ -410,8 +567,7 @@ def _remedy(value: Any) -> str:
 
 def _explain_depth(value: Any, path: str) -> CheckpointError:
     """Return the error of a state that has too many containers within one another."""
-    stack: list[tuple[int, str, Any]] = [(0, path, value)]
-    above: list[int] = []
+    stack, above = [(0, path, value)], list[int]()
     while stack:
         depth, here, one = stack.pop()
         del above[depth:]
@@ -427,9 +583,9 @@ def _explain_depth(value: Any, path: str) -> CheckpointError:
     return CheckpointError("the state is nested too deeply for this call stack; save it in fewer levels")
 
 
-def _explain_text(value: Any, path: str = "") -> CheckpointError:
+def _explain_text(value: Any) -> CheckpointError:
     """Return the error of a state with text that is not Unicode."""
-    found = next(_find_bad_text(value, path, 0), path)
+    found = next(_find_bad_text(value, "", 0), "")
     return CheckpointError(
         f"state {ascii(found)[1:-1]!r} has text with lone surrogates, which is not Unicode; "
         'save its encode("utf-8", "surrogateescape") instead'
@@ -438,9 +594,7 @@ def _explain_text(value: Any, path: str = "") -> CheckpointError:
 
 def _find_bad_text(value: Any, path: str, depth: int) -> Iterator[str]:
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
+        if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
             yield path
     elif depth <= _MAX_DEPTH:
         for here, inner in _children(value, path):
@@ -460,7 +614,7 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
 def decode(
     tree: bytes,
     get: Callable[[str], torch.Tensor],
-    meshes: list[Any] | None = None,
+    meshes: Sequence[Any] = (),
     *,
     rewrap: Callable[[Wrapped], Any] = Wrapped.made,
 ) -> Any:
@@ -476,50 +630,34 @@ def decode(
         CheckpointError: The tree is not one, or holds a tensor subclass that this process does not know.
         OtherLayout: It holds a DTensor over a mesh that the live state does not use.
     """
-    return _Decoder(get, meshes or [], rewrap).value(_decoded(tree))
 
-
-def _decoded(tree: bytes) -> Any:
-    try:
-        return msgspec.msgpack.decode(tree)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise CheckpointError(f"the tree of plain values cannot be read ({error})") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoder:
-    get: Callable[[str], torch.Tensor]
-    meshes: list[Any]
-    rewrap: Callable[[Wrapped], Any]
-
-    def value(self, node: list[Any]) -> Any:
+    def value(node: list[Any]) -> Any:
         match node:
-            case ["v" | "L", value]:
-                return value
+            case ["v" | "L", plain]:
+                return plain
             case ["P", items]:
                 return tuple(items)
             case ["l", items]:
-                return [self.value(item) for item in items]
+                return [value(item) for item in items]
             case ["p", items]:
-                return tuple([self.value(item) for item in items])
+                return tuple([value(item) for item in items])
             case ["d", items]:
-                return {key: self.value(item) for key, item in items}
+                return {key: value(item) for key, item in items}
             case ["D", items, metadata]:
-                ordered = collections.OrderedDict((key, self.value(item)) for key, item in items)
-                if (found := self.value(metadata)) is not None:
+                ordered = collections.OrderedDict((key, value(item)) for key, item in items)
+                if (found := value(metadata)) is not None:
                     ordered._metadata = found  # type: ignore[attr-defined]
                 return ordered
             case ["T", name]:
-                return self.get(name)
+                return get(name)
             case ["T", name, layout]:
-                return distribute(self.get(name), layout, self.meshes)
+                return distribute(get(name), layout, meshes)
             case ["w", kind, dtype, shape, stride, context, parts, _, layout]:
-                found = {attribute: self.value(part) for attribute, part in parts}
-                saved = Wrapped(kind, _dtype(dtype), tuple(shape), tuple(stride), self.value(context), found)
-                local = self.rewrap(saved)
-                return local if layout is None else distribute(local, layout, self.meshes)
+                found = {attribute: value(part) for attribute, part in parts}
+                local = rewrap(Wrapped(kind, _dtype(dtype), tuple(shape), tuple(stride), value(context), found))
+                return local if layout is None else distribute(local, layout, meshes)
             case ["n", name]:
-                return self.get(name).numpy().copy()
+                return get(name).numpy().copy()
             case ["a", data]:
                 return np.load(io.BytesIO(data), allow_pickle=False)
             case ["g", dtype, data]:
@@ -529,6 +667,16 @@ class _Decoder:
             case ["o", data]:
                 return _load_pickled(data)
         raise CheckpointError(f"the tree of plain values has an unknown node {str(node)[:80]}")
+
+    return value(decoded_tree(tree))
+
+
+def decoded_tree(tree: bytes) -> Any:
+    """Return the nodes of a tree that :func:`flatten` made. Raises: CheckpointError, when it is none."""
+    try:
+        return msgspec.msgpack.decode(tree)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CheckpointError(f"the tree of plain values cannot be read ({error})") from error
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -551,14 +699,11 @@ def layouts_of(tree: bytes) -> dict[str, Layout | None]:
             case ["w", *_, parts, False, layout]:
                 for _, part in parts:
                     visit([*part[:2], layout] if layout is not None and part[0] == "T" else part)
-            case ["d" | "D", items, *_]:
-                for _, item in items:
-                    visit(item)
-            case ["l" | "p", items]:
+            case ["d" | "D" | "l" | "p" as kind, items, *_]:
                 for item in items:
-                    visit(item)
+                    visit(item[1] if kind in "dD" else item)
 
-    visit(_decoded(tree))
+    visit(decoded_tree(tree))
     return found
 
 
@@ -568,12 +713,8 @@ def _find_class(name: str) -> Any:
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = getattr(found, part, None)
-    if isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__"):
-        return found
-    return None
-
-
-log = logging.getLogger(__name__)
+    is_known = isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
+    return found if is_known else None
 
 
 def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
@@ -596,7 +737,7 @@ def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
             if not isinstance(found, torch.Tensor) or found.shape != value.shape or found.dtype != value.dtype:
                 shape = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found)
                 raise Mismatch(f"{here} was saved as {shape}, here it is {value.dtype} {tuple(value.shape)}")
-        elif _is_nested(value):
+        elif is_nested(value):
             check_fit(value, saved[name], here)
         elif not isinstance(live, MutableMapping):
             raise Mismatch(f"{here} is a plain value in a mapping that takes none back; give a dict")
@@ -623,7 +764,7 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             if not _is_same_memory(value, found):
                 with torch.no_grad():
                     value.copy_(found)
-        elif _is_nested(value):
+        elif is_nested(value):
             restore_into(value, found)
         else:
             assert isinstance(live, MutableMapping)
@@ -634,16 +775,16 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         )
 
 
-def _is_nested(value: Any) -> bool:
+def is_nested(value: Any) -> bool:
     """Whether a mapping is walked into, instead of being a plain value as a whole."""
-    if not isinstance(value, Mapping):
-        return False
-    return any(is_stateful(inner) or isinstance(inner, torch.Tensor) or _is_nested(inner) for inner in value.values())
+    return isinstance(value, Mapping) and any(
+        is_stateful(inner) or isinstance(inner, torch.Tensor) or is_nested(inner) for inner in value.values()
+    )
 
 
 def _is_same_memory(live: torch.Tensor, found: torch.Tensor) -> bool:
     """Whether what was saved was read straight into the live tensor."""
-    if type(live) not in (torch.Tensor, torch.nn.Parameter):
+    if type(live) not in _PLAIN_TYPES:
         return False  # a DTensor or a subclass: its memory is that of its parts
     return live.device.type == "cpu" and live.data_ptr() == found.data_ptr() and live.stride() == found.stride()
 

@@ -23,8 +23,6 @@ from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
 
-__all__ = ["PARITY", "HeldGeneration", "Rejection", "Table", "check_manifest", "gather_copies", "reject"]
-
 LIST_TIMEOUT_S = 30.0
 NUM_LISTERS = 8
 PARITY = "parity"

@@ -27,27 +27,20 @@ from pathlib import Path
 
 import xxhash
 
-from outlast.checkpoint.dcp.blob import ELEMENT_BYTES
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import FileEntry, GlobalManifest
 from outlast.checkpoint.manifest import Manifest, ShardEntry
-from outlast.checkpoint.shard import CHUNK_BYTES, TREE, Identity, TensorSpan, digests, read_head, read_header
+from outlast.checkpoint.shard import (
+    CHUNK_BYTES,
+    ELEMENT_BYTES,
+    TREE,
+    Identity,
+    TensorSpan,
+    digests,
+    read_head,
+    read_header,
+)
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
-
-__all__ = [
-    "Flaw",
-    "Proof",
-    "StoredFile",
-    "VerifiedFile",
-    "VerifiedFiles",
-    "check_origin",
-    "check_shard",
-    "prove_shard",
-    "read_shard",
-    "shard_file",
-    "verify",
-    "verify_chunk",
-]
 
 log = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from outlast.cli.group import HELP, CommandGroup, ending_on_signals
+from outlast.cli.main import HELP, CommandGroup, ending_on_signals
 from outlast.errors import ExitReason, OutlastError
 
 __all__ = ["bench"]

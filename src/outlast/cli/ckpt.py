@@ -12,15 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from outlast import clock
-from outlast.cli.completion import complete_folder
-from outlast.cli.group import HELP, CommandGroup, ending_on_signals
+from outlast.cli.main import HELP, CommandGroup, complete_folder, ending_on_signals
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from outlast.checkpoint.catalogue.entries import DirectoryListing, Generation, Leftover, ListedPlace
-    from outlast.checkpoint.catalogue.pruning import Plan
+    from outlast.checkpoint.catalogue.entries import DirectoryListing, Generation, Leftover, ListedPlace, Plan
 
 __all__ = ["ckpt"]
 
@@ -204,7 +202,7 @@ def prune(
 
     Exit code 0: done; 1: something could not be deleted, or a directory cannot be read; 2: bad input.
     """
-    from outlast.checkpoint.catalogue.pruning import Rule, plan_pruning
+    from outlast.checkpoint.catalogue.entries import Rule, plan_pruning
 
     if keep is None and not suspects and not leftovers:
         raise ConfigError("nothing to prune: give --keep N, --suspect or --leftovers")

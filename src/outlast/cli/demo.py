@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outlast.cli.completion import complete_folder
-from outlast.cli.group import HELP, ending_on_signals
+from outlast.cli.main import HELP, complete_folder, ending_on_signals
 from outlast.errors import ExitReason
 
 if TYPE_CHECKING:

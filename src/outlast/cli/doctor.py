@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outlast import env
-from outlast.cli.completion import complete_file, complete_folder
-from outlast.cli.group import HELP, ending_on_signals
+from outlast.cli.main import HELP, complete_file, complete_folder, ending_on_signals
 from outlast.errors import ConfigError, ExitReason
 
 if TYPE_CHECKING:

@@ -1,21 +1,71 @@
-"""``outlast``: the entry point of the command line.
+"""``outlast``: the entry point of the command line, and what its commands share.
 
-Imports stay inside the commands, so that ``outlast --help`` answers at once.
+Shared are context settings, a group that helps, the end by a signal, and what a shell needs to complete words. Imports
+stay inside the commands, so that ``outlast --help`` answers at once.
 """
 
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from outlast.cli.group import HELP, CommandGroup
 from outlast.errors import ConfigError, ExitReason
 from outlast.version import __version__
 
-__all__ = ["cli", "main"]
+__all__ = ["HELP", "CommandGroup", "cli", "ending_on_signals", "main"]
+
+
+HELP = {"help_option_names": ["-h", "--help"]}
+"""Context settings of every command."""
+
+
+class CommandGroup(click.Group):
+    """A command with commands: alone it prints its help, and a mistyped command is answered with the nearest."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does; no word at all is a question, not a mistake."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Find the command as click does; one that is not there is answered with the nearest.
+
+        Raises:
+            ConfigError: There is no such command.
+        """
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
+            from outlast.config.base import nearest
+
+            of = f" of {ctx.command_path}" if ctx.parent is not None else ""
+            raise ConfigError(f"there is no command {args[0]!r}{of}; {nearest(args[0], known)}")
+        return super().resolve_command(ctx, args)
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that no process is left behind."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 _COMMANDS = {
     "run": (
@@ -31,7 +81,7 @@ _COMMANDS = {
     "doctor": ("outlast.cli.doctor:doctor", "Say whether this node is fit to train."),
     "slurm": ("outlast.cli.slurm:slurm", "Make and submit Slurm jobs, give them back to the queue."),
     "bench": ("outlast.cli.bench:bench", "Measure outlast beside its peers."),
-    "completion": ("outlast.cli.completion:completion", "Print what bash, zsh or fish needs to complete commands."),
+    "completion": ("outlast.cli.main:completion", "Print what bash, zsh or fish needs to complete commands."),
 }
 
 
@@ -108,3 +158,37 @@ def _describe(error: click.ClickException) -> str:
     if context is None or message.endswith("?"):
         return message
     return f"{message}; see {context.command_path} --help"
+
+
+@click.command(
+    "completion",
+    context_settings=HELP,
+    epilog="""\b
+Examples:
+  eval "$(outlast completion bash)"            in ~/.bashrc
+  eval "$(outlast completion zsh)"             in ~/.zshrc, behind compinit
+  outlast completion fish > ~/.config/fish/completions/outlast.fish
+""",
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print a script that makes a shell complete commands, options and files.
+
+    The options of `outlast run` are those of the torch that is installed.
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(ctx.find_root().command, {}, "outlast", "_OUTLAST_COMPLETE").source())
+
+
+def complete_file(_ctx: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Have the shell complete the name of a file."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_folder(_ctx: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Have the shell complete the name of a folder."""
+    return [CompletionItem(incomplete, type="dir")]

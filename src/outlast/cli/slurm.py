@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import env, logs
-from outlast.cli.completion import complete_folder, complete_run_word
-from outlast.cli.group import HELP, CommandGroup
+from outlast.cli.main import HELP, CommandGroup, complete_folder
+from outlast.cli.run import complete_run_word
 from outlast.errors import ConfigError, ExitReason, OutlastError
 
 if TYPE_CHECKING:

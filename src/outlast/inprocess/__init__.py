@@ -24,7 +24,7 @@ _HOMES = {
     "ShiftRanks": "outlast.inprocess.plugins",
     "State": "outlast.inprocess.plugins",
     "Tree": "outlast.inprocess.plugins",
-    "Wrapper": "outlast.inprocess.wrapper",
+    "Wrapper": "outlast.inprocess.rank",
     "current_handle": "outlast.inprocess.call",
 }
 

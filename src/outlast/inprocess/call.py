@@ -28,25 +28,9 @@ from outlast.errors import OutlastError, PeerLost
 from outlast.runtime import connections
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from outlast.inprocess.plugins import State
     from outlast.inprocess.progress import Page
     from outlast.runtime.interruption import SignalInterruption
-
-__all__ = [
-    "Background",
-    "Handle",
-    "IterationStore",
-    "current_handle",
-    "describe",
-    "drop",
-    "end_groups",
-    "handle_parameter",
-    "is_consequence",
-    "leave",
-    "set_current",
-]
 
 
 _current: Handle | None = None
@@ -66,7 +50,7 @@ class _Atomic:
         self._interruption.enter_atomic()
         self._page.enter_atomic()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._page.leave_atomic()
         self._interruption.leave_atomic()
 
@@ -80,38 +64,30 @@ class _Unprotected:
     def __enter__(self) -> None:
         self._page.pause()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._page.resume()
 
 
 class Handle:
     """One call of the wrapped function; valid until that call has ended.
 
-    A parameter of the function that is annotated with this class gets it.
+    A parameter of the function that is annotated with this class gets it; only the wrapper makes one that works
+    (:func:`open_handle`).
 
     Thread: the main thread; :meth:`ping` and :attr:`is_left` from any.
     """
 
     def __init__(
-        self,
-        state: State,
-        *,
-        interruption: SignalInterruption,
-        page: Page,
-        on_first_ping: Callable[[], None],
-        kept: dict[str, Any],
-        config: InProcessRestartConfig | None = None,
+        self, state: State, *, kept: dict[str, Any] | None = None, config: InProcessRestartConfig | None = None
     ) -> None:
         self._state = state
-        self._page = page
-        self._on_first_ping = on_first_ping
+        self._page: Page
+        self._interruption: SignalInterruption
+        self._on_first_ping: Callable[[], None]
         self._has_pinged = False
-        self._interruption = interruption
-        self._atomic = _Atomic(interruption, page)
-        self._unprotected = _Unprotected(page)
         self._callbacks: list[Callable[[], None]] = []
         self._looks: list[Callable[[], None]] = []
-        self._kept = kept
+        self._kept = kept if kept is not None else {}
         self.config = config or InProcessRestartConfig()
         """The settings of the wrapper."""
 
@@ -148,7 +124,7 @@ class Handle:
 
         A restart that was ordered meanwhile begins at its end. The hard timeout still holds.
         """
-        return self._atomic
+        return _Atomic(self._interruption, self._page)
 
     def begin_update(self) -> None:
         """Record that what training changes is not whole from here until :meth:`end_update`; may be called repeatedly.
@@ -168,7 +144,7 @@ class Handle:
 
         Other ranks' faults still end the call.
         """
-        return self._unprotected
+        return _Unprotected(self._page)
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the object of this name that this process kept from an earlier call, else what ``make()`` returns.
@@ -207,6 +183,30 @@ class Handle:
         return callbacks
 
 
+def open_handle(
+    state: State,
+    *,
+    interruption: SignalInterruption,
+    page: Page,
+    on_first_ping: Callable[[], None],
+    kept: dict[str, Any],
+    config: InProcessRestartConfig | None = None,
+) -> Handle:
+    """Return the handle of a call that is about to begin.
+
+    Args:
+        state: This rank's place in it.
+        interruption: Gets the main thread out of the call.
+        page: Where the call's progress is shown.
+        on_first_ping: Called once, with the first :meth:`Handle.ping`.
+        kept: What :meth:`Handle.keep` has kept so far, and where it keeps more.
+        config: The settings of the wrapper.
+    """
+    handle = Handle(state, kept=kept, config=config)
+    handle._interruption, handle._page, handle._on_first_ping = interruption, page, on_first_ping
+    return handle
+
+
 def current_handle() -> Handle | None:
     """Return the handle of the call that the main thread is in; ``None`` outside of a wrapped function."""
     return _current
@@ -237,8 +237,8 @@ def handle_parameter(function: Callable[..., Any]) -> str | None:
     return None
 
 
-class IterationStore:
-    """A bound socket that may become an iteration's store.
+class CallStore:
+    """A bound socket that may become a call's store.
 
     Args:
         host: Address of this machine at which the other ranks reach it.
@@ -343,12 +343,12 @@ class Background:
 
 
 def leave(callbacks: Iterable[Callable[[], None]], error: BaseException | None, background: Background) -> None:
-    """Get rid of an iteration: its callbacks, exception, child processes and groups.
+    """Get rid of a call: its callbacks, exception, child processes and groups.
 
-    What fails in a callback is logged: the iteration is over all the same.
+    What fails in a callback is logged: the call is over all the same.
 
     Raises:
-        OutlastError: A collective of the iteration does not end: this process must not go on.
+        OutlastError: A collective of the call does not end: this process must not go on.
 
     Blocks: about 10 ms; up to 5 s when a collective does not end.
     """
@@ -376,13 +376,13 @@ def end_groups() -> None:
     """
     connections.cut_all()
     if not connections.wait_until_at_rest(_AT_REST_S):
-        raise OutlastError("a collective of the iteration that was left does not end; this rank cannot go on")
+        raise OutlastError("a collective of the call that was left does not end; this rank cannot go on")
     _destroy_groups()
     gc.collect()
     # Destroying a group closes what gloo did not close by itself, unless somebody still holds the group.
     if connections.num_open() and not connections.wait_until_at_rest(_AT_REST_S, patience_s=_AT_REST_S):
         raise OutlastError(
-            "a process group of the iteration that was left is still in use and its connections do not close; this "
+            "a process group of the call that was left is still in use and its connections do not close; this "
             "rank cannot go on: let the function hold its groups and DistributedDataParallel itself"
         )
     connections.forget()

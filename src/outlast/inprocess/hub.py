@@ -21,24 +21,10 @@ from functools import partial
 
 from outlast import clock
 from outlast.inprocess import protocol as m
+from outlast.policy import inprocess_protocol as p
+from outlast.policy import inprocess_restart as restart
 from outlast.policy.inprocess_protocol import RestartLimits
-from outlast.policy.inprocess_restart import (
-    Event,
-    Isolated,
-    MemberJoined,
-    MemberLost,
-    MemberReported,
-    RestartPhase,
-    RestartState,
-    TimePassed,
-    advance,
-    begin,
-    next_deadline_s,
-    take_over,
-)
 from outlast.runtime.wire import encode_frame
-
-__all__ = ["RECONNECT_S", "Hub", "order_candidates"]
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +34,7 @@ RECONNECT_S = 5.0
 that is busy. One whose process is seen to be gone is not waited for."""
 
 
-def order_candidates(able: Iterable[m.HubCandidate], host: int) -> tuple[m.HubCandidate, ...]:
+def order_candidates(able: Iterable[p.HubCandidate], host: int) -> tuple[p.HubCandidate, ...]:
     """Return who may host the hub: the one that does, then one of each other node, then others."""
     by_rank = sorted(able, key=lambda candidate: candidate.initial_rank)
     chosen = [candidate for candidate in by_rank if candidate.initial_rank == host]
@@ -175,7 +161,7 @@ class Hub:
         world_size: int,
         limits: RestartLimits,
         heartbeat_timeout_s: float,
-        host: m.HubCandidate,
+        host: p.HubCandidate,
         space: str,
         predecessor: m.HubCandidates | None = None,
         patience_s: float = RECONNECT_S,
@@ -185,21 +171,21 @@ class Hub:
         self._peers: dict[int, _LinkedMember] = {}
         self._grace = _ReconnectGrace(selector, space, self._settle)
         self._broken: dict[int, str] = {}
-        self._candidates: tuple[m.HubCandidate, ...] = (host,)
+        self._candidates: tuple[p.HubCandidate, ...] = (host,)
         self._places: dict[int, m.MemberPlace] = {}
         self._known: dict[int, m.MemberPlace] = {}
         self._out_of_reach: set[int] = set()
         self._lost_early: list[tuple[int, bool]] = []
         self._end_s: float | None = None
         self._next_silence_check_s = clock.now_s() + heartbeat_timeout_s
-        self._state: RestartState | None = None
+        self._state: restart.RestartState | None = None
         if predecessor is not None and predecessor.members:
             self._known = dict(predecessor.members)
             self._places = dict(predecessor.members)
             for rank, place in self._known.items():
                 self._grace.begin(rank, place, patience_s)
         else:
-            self._state = begin(world_size, clock.now_s())
+            self._state = restart.begin(world_size, clock.now_s())
 
     # -- the loop's part ---------------------------------------------------------------------------------------
 
@@ -210,7 +196,7 @@ class Hub:
             self._next_silence_check_s,
             self._grace.deadline_s,
             self._end_s,
-            next_deadline_s(self._state, self._limits) if self._state is not None else None,
+            restart.next_deadline_s(self._state, self._limits) if self._state is not None else None,
         ]
         return min(time_s for time_s in due if time_s is not None)
 
@@ -246,7 +232,7 @@ class Hub:
         if self._state is not None:
             self._advance(self._came(rank, join))
         elif rank not in self._known:
-            self._send(rank, m.Expel(reason="the others resumed without this rank"))
+            self._send(rank, p.Expel(reason="the others resumed without this rank"))
         self._settle()
 
     def look(self) -> None:
@@ -256,9 +242,9 @@ class Hub:
             self._check_silence(now_s)
         self._settle()
         if self._state is not None:
-            due_s = next_deadline_s(self._state, self._limits)
+            due_s = restart.next_deadline_s(self._state, self._limits)
             if due_s is not None and now_s >= due_s:
-                self._advance(TimePassed(at_s=now_s))
+                self._advance(restart.TimePassed(at_s=now_s))
                 self._settle()
 
     def discount_pause(self) -> None:
@@ -301,16 +287,18 @@ class Hub:
         match message:
             case m.Beat():
                 self._send(rank, message)
-            case m.Gone() | m.RankReady() | m.RankFault() | m.Completed() | m.Left() | m.Assigned() if (
+            case m.Gone() | p.RankReady() | p.RankFault() | p.Completed() | p.Left() | p.Assigned() if (
                 self._state is None
             ):
                 peer.early.append(message)
             case m.Gone(fault=fault):
                 peer.is_leaving = True
-                self._advance(MemberLost(initial_rank=rank, kind=fault.kind, summary=fault.summary, at_s=clock.now_s()))
-            case m.RankReady() | m.RankFault() | m.Completed() | m.Left() | m.Assigned():
-                peer.is_leaving |= isinstance(message, m.Left)
-                self._advance(MemberReported(initial_rank=rank, report=message, at_s=clock.now_s()))
+                self._advance(
+                    restart.MemberLost(initial_rank=rank, kind=fault.kind, summary=fault.summary, at_s=clock.now_s())
+                )
+            case p.RankReady() | p.RankFault() | p.Completed() | p.Left() | p.Assigned():
+                peer.is_leaving |= isinstance(message, p.Left)
+                self._advance(restart.MemberReported(initial_rank=rank, report=message, at_s=clock.now_s()))
             case other:
                 self._broken.setdefault(rank, f"it sent {type(other).__name__}")
 
@@ -333,7 +321,7 @@ class Hub:
         for rank in ranks:
             if (peer := self._peers.get(rank)) is None:
                 continue  # it gets it when it comes back
-            peer.is_leaving |= isinstance(message, m.Expel | m.Finish | m.Abort)
+            peer.is_leaving |= isinstance(message, p.Expel | p.Finish | p.Abort)
             try:
                 peer.channel.send_frame(frame)
             except OSError as error:
@@ -373,13 +361,13 @@ class Hub:
             return
         if self._is_isolated():
             text = f"ranks {sorted(self._out_of_reach)} cannot be reached and may go on elsewhere"
-            self._advance(Isolated(reason=text, at_s=clock.now_s()))
+            self._advance(restart.Isolated(reason=text, at_s=clock.now_s()))
             return
         for rank, is_dead in ended:
-            kind, summary = m.RankFaultKind.LINK_LOST, "its monitor process is out of reach"
+            kind, summary = p.RankFaultKind.LINK_LOST, "its monitor process is out of reach"
             if is_dead:
-                kind, summary = m.RankFaultKind.DIED, "its process and its monitor process are gone"
-            self._advance(MemberLost(initial_rank=rank, kind=kind, summary=summary, at_s=clock.now_s()))
+                kind, summary = p.RankFaultKind.DIED, "its process and its monitor process are gone"
+            self._advance(restart.MemberLost(initial_rank=rank, kind=kind, summary=summary, at_s=clock.now_s()))
 
     def _is_isolated(self) -> bool:
         """Whether most members may live out of reach; of two halves the one with the lowest rank resumes."""
@@ -392,7 +380,7 @@ class Hub:
         """Everybody who could come has come: go on where the hub before this one was."""
         standings = {rank: peer.join.standing for rank, peer in self._peers.items() if rank in self._known}
         nodes = {rank: place.node for rank, place in self._known.items()}
-        self._state = take_over(standings, nodes, self._world_size, clock.now_s())
+        self._state = restart.take_over(standings, nodes, self._world_size, clock.now_s())
         log.info("this process hosts the hub now: %s of call %d", self._state.phase, self._state.restart_count)
         for rank in standings:
             self._advance(self._came(rank, self._peers[rank].join))
@@ -403,21 +391,21 @@ class Hub:
                 self._take(rank, peer, message)
         self._settle()
 
-    def _came(self, rank: int, join: m.JoinHub) -> MemberJoined:
+    def _came(self, rank: int, join: m.JoinHub) -> restart.MemberJoined:
         place = join.place
-        return MemberJoined(
+        return restart.MemberJoined(
             initial_rank=rank, node=place.node, labels=place.labels, standing=join.standing, at_s=clock.now_s()
         )
 
-    def _advance(self, event: Event) -> None:
+    def _advance(self, event: restart.Event) -> None:
         assert self._state is not None
         before = self._state
-        self._state, actions = advance(before, event, self._limits)
-        if self._state.phase == RestartPhase.RUNNING and self._state.members.keys() != self._known.keys():
+        self._state, actions = restart.advance(before, event, self._limits)
+        if self._state.phase == restart.RestartPhase.RUNNING and self._state.members.keys() != self._known.keys():
             self._publish_members()
         if self._state.restart_count != before.restart_count or self._state.phase != before.phase:
             log.info("%s of call %d", self._state.phase, self._state.restart_count)
-            if self._state.phase == RestartPhase.RUNNING:
+            if self._state.phase == restart.RestartPhase.RUNNING:
                 self._out_of_reach.clear()
         for action in actions:
             self._send_all(action.order, action.to)
@@ -431,9 +419,9 @@ class Hub:
         self._candidates = self._order_candidates()
         self._send_all(self._describe(), list(self._peers))
 
-    def _order_candidates(self) -> tuple[m.HubCandidate, ...]:
+    def _order_candidates(self) -> tuple[p.HubCandidate, ...]:
         able = [
-            m.HubCandidate(
+            p.HubCandidate(
                 initial_rank=rank, node=peer.join.place.node, address=peer.join.place.address, life=peer.join.life
             )
             for rank, peer in self._peers.items()

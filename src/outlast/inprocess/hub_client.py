@@ -16,8 +16,7 @@ from typing import Protocol
 
 from outlast import clock
 from outlast.inprocess import protocol as m
-
-__all__ = ["HubClient", "HubLocator", "HubSeeker"]
+from outlast.policy import inprocess_protocol as p
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ _FINAL_REPORT_S = 1.0
 class HubSeeker(Protocol):
     """A member, for the locator of its hub."""
 
-    def take_standing(self) -> m.MemberStanding:
+    def take_standing(self) -> p.MemberStanding:
         """Return where the member stands, to be sent to the hub that it joins."""
         ...
 
@@ -124,7 +123,7 @@ class HubClient:
         task: m.MonitorTask,
         locator: HubLocator,
         *,
-        on_order: Callable[[m.Order], None],
+        on_order: Callable[[p.Order], None],
         on_candidates: Callable[[m.HubCandidates], None],
     ) -> None:
         self._selector, self._task, self._locator = selector, task, locator
@@ -132,7 +131,7 @@ class HubClient:
         self._record = m.MemberRecord()
         self._joined_with = self._record.standing
         self._channel: m.HubChannel | None = None
-        self._final_report: m.Gone | m.Left | None = None
+        self._final_report: m.Gone | p.Left | None = None
         self._rank_is_gone = False
         self._end_s: float | None = None
         self._next_beat_s = 0.0
@@ -161,18 +160,18 @@ class HubClient:
         self._record = m.MemberRecord(known.standing)
         self._locator.reconnect(known, self._task.heartbeat_timeout_s + _ANSWER_S)
 
-    def report(self, report: m.Report) -> None:
+    def report(self, report: p.Report) -> None:
         """Send the hub what the rank reported, or what is reported for it."""
         self._record.note_report(report)
-        if isinstance(report, m.Left):
+        if isinstance(report, p.Left):
             self._final_report = report
         if self._channel is None:
             return  # its standing, or its final report, will have it
         self._send(report)
-        if isinstance(report, m.RankFault):
+        if isinstance(report, p.RankFault):
             self.demand_answer()
 
-    def end(self, final_report: m.Gone | m.Left) -> None:
+    def end(self, final_report: m.Gone | p.Left) -> None:
         """Report that the rank is gone; :attr:`is_done` soon."""
         self._rank_is_gone = True
         if not self._locator.is_bootstrapped:
@@ -210,7 +209,7 @@ class HubClient:
 
     # -- for the locator ---------------------------------------------------------------------------------------
 
-    def take_standing(self) -> m.MemberStanding:
+    def take_standing(self) -> p.MemberStanding:
         self._joined_with = self._record.standing
         return self._joined_with
 
@@ -231,7 +230,7 @@ class HubClient:
         text = f"no hub can be reached ({reason})"
         log.warning("rank %d: %s", self._task.initial_rank, text)
         counts = self._record.standing.fault_counts
-        self._order(m.Abort(reason=text, restart_count=self.restart_count, fault_counts=counts))
+        self._order(p.Abort(reason=text, restart_count=self.restart_count, fault_counts=counts))
 
     def demand_answer(self) -> None:
         if self._channel is not None and self._answer_s is None:
@@ -259,17 +258,17 @@ class HubClient:
             case m.HubCandidates():
                 self._locator.learn(message)
                 self._on_candidates(message)
-            case m.Restart() | m.Assign() | m.Go() | m.Finish() | m.Abort() | m.Expel():
+            case p.Restart() | p.Assign() | p.Go() | p.Finish() | p.Abort() | p.Expel():
                 self._order(message)
             case m.Beat():
                 pass  # the channel has noted when it came
             case other:
                 log.warning("unexpected message from the hub: %s", type(other).__name__)
 
-    def _order(self, order: m.Order) -> None:
+    def _order(self, order: p.Order) -> None:
         self._record.note_order(order)
-        is_left_out = isinstance(order, m.Go) and self._task.initial_rank not in order.ranks
-        if is_left_out or isinstance(order, m.Finish | m.Abort | m.Expel):
+        is_left_out = isinstance(order, p.Go) and self._task.initial_rank not in order.ranks
+        if is_left_out or isinstance(order, p.Finish | p.Abort | p.Expel):
             self.is_over = True
             self._drop_link()
         self._on_order(order)

@@ -24,11 +24,9 @@ from outlast.inprocess import protocol as m
 from outlast.inprocess.progress import MainThreadProgress, Page, RankPhase
 from outlast.inprocess.protocol import MemberRecord, MonitorTask
 from outlast.monitor.rank_guard import GuardDuty
+from outlast.policy import inprocess_protocol as p
 from outlast.runtime import connections
 from outlast.runtime.interruption import SignalInterruption
-
-__all__ = ["Instruction", "MonitorLink", "MonitorThread"]
-
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ _LONGEST_LOOK_S = 0.25
 _FIRST_POKE_S, _LONGEST_POKE_S = 0.005, 0.05
 _ALL_CALLS = 1 << 62
 
-Instruction = m.Listening | m.Order | OutlastError
+Instruction = m.Listening | p.Order | OutlastError
 """What the main thread receives: an order, or that no process is left to give orders."""
 
 
@@ -135,9 +133,9 @@ class MonitorThread:
                 threading.Event().wait(self._get_out())
             return
         for message in received:
-            if isinstance(message, m.Restart):
+            if isinstance(message, p.Restart):
                 self._leave_before(message.restart_count)
-            elif isinstance(message, m.Abort | m.Expel):
+            elif isinstance(message, p.Abort | p.Expel):
                 self._leave_before(_ALL_CALLS)
             self.inbox.put(message)
 
@@ -189,7 +187,7 @@ class MonitorLink:
         self._record = MemberRecord()
         self._known = m.HubCandidates(candidates=())
         self._token = ""
-        self._final_report: m.Left | None = None
+        self._final_report: p.Left | None = None
         self._is_over = False
         self._num_starts = 1
         self._duty = GuardDuty(
@@ -205,7 +203,7 @@ class MonitorLink:
         """Return the descriptor that is readable when :meth:`receive` has something; it stays the same."""
         return self._duty.line.fileno()
 
-    def send(self, message: m.Connect | m.Report) -> None:
+    def send(self, message: m.Connect | p.Report) -> None:
         """Send the monitor process something; if it is gone, the next one gets it.
 
         Blocks: hardly; a packet fits into the socket's buffer.
@@ -215,12 +213,12 @@ class MonitorLink:
                 self._token = message.token
             else:
                 self._record.note_report(message)
-            if isinstance(message, m.Left):
+            if isinstance(message, p.Left):
                 self._final_report = message
                 self._is_over = True
             self._send(message)
 
-    def receive(self) -> tuple[m.Listening | m.Order, ...]:
+    def receive(self) -> tuple[m.Listening | p.Order, ...]:
         """Return what the monitor process has sent since the last call; call it when :meth:`fileno` is readable.
 
         Raises:
@@ -230,7 +228,7 @@ class MonitorLink:
         """
         return tuple(self._received())
 
-    def _received(self) -> Iterator[m.Listening | m.Order]:
+    def _received(self) -> Iterator[m.Listening | p.Order]:
         while True:
             try:
                 data = self._duty.line.recv(m.MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
@@ -247,7 +245,7 @@ class MonitorLink:
                 if isinstance(message, m.HubCandidates):
                     self._known = message
                     continue
-                if isinstance(message, m.Finish | m.Abort | m.Expel):
+                if isinstance(message, p.Finish | p.Abort | p.Expel):
                     self._is_over = True
                 elif not isinstance(message, m.Listening):
                     self._record.note_order(message)
@@ -291,5 +289,5 @@ class MonitorLink:
         Blocks: up to ``timeout_s``, while it ends.
         """
         if not self._is_over:
-            self.send(m.Left(reason="the rank left the wrapper"))
+            self.send(p.Left(reason="the rank left the wrapper"))
         self._duty.release(timeout_s)

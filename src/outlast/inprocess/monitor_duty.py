@@ -27,15 +27,14 @@ import msgspec
 from outlast import clock, logs
 from outlast.decoding import from_json
 from outlast.inprocess import protocol as m
-from outlast.inprocess.failover.bootstrap import BootstrapProxy
-from outlast.inprocess.failover.peers import PeerFailover
+from outlast.inprocess.bootstrap import BootstrapProxy
+from outlast.inprocess.failover import PeerFailover
 from outlast.inprocess.hub_client import HubClient
 from outlast.inprocess.progress import Page, RankWatch, SoftTimeout
 from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks
+from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import WAITS
-
-__all__ = ["StackPosition", "read_stack_position", "run_duty"]
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +96,8 @@ class _MonitorDuty:
         self._has_left = False
         self._closed_s: float | None = None
         self._kill_s: float | None = None
-        self._stuck: m.RankFault | None = None
-        self._self_report: m.RankFault | None = None
+        self._stuck: p.RankFault | None = None
+        self._self_report: p.RankFault | None = None
         self._connect: m.Connect | None = None
         self._is_ready = False
         self._proxy: BootstrapProxy | None = None
@@ -154,7 +153,7 @@ class _MonitorDuty:
         due = [now_s + self._task.process_interval_s]
         if self._closed_s is not None:
             if now_s >= self._closed_s:
-                self._lose_rank(m.Left(reason="the rank left the wrapper"))
+                self._lose_rank(p.Left(reason="the rank left the wrapper"))
                 return now_s
             due.append(self._closed_s)
         if self._kill_s is not None:
@@ -207,8 +206,8 @@ class _MonitorDuty:
                 self._is_ready = True  # or the next hub knows it
                 self._hub.reconnect(known)
             case report:
-                self._is_ready |= isinstance(report, m.RankReady)
-                if isinstance(report, m.Left):
+                self._is_ready |= isinstance(report, p.RankReady)
+                if isinstance(report, p.Left):
                     self._note_left()
                 self._hub.report(report)
 
@@ -221,10 +220,10 @@ class _MonitorDuty:
             self._on_report(data)  # what it sent before it ended
         if not self._hub.is_over and not self._has_left:
             log.info("rank %d (pid %d) is gone", self._task.initial_rank, self._task.pid)
-        fault = self._fault(self._hub.restart_count, m.RankFaultKind.DIED, "its process is gone")
+        fault = self._fault(self._hub.restart_count, p.RankFaultKind.DIED, "its process is gone")
         self._lose_rank(m.Gone(fault=self._stuck or fault))
 
-    def _lose_rank(self, final_report: m.Gone | m.Left) -> None:
+    def _lose_rank(self, final_report: m.Gone | p.Left) -> None:
         """The rank is gone, or has left."""
         if self._rank_is_gone:
             return
@@ -234,7 +233,7 @@ class _MonitorDuty:
                 self._selector.unregister(watched)
             except KeyError:
                 pass  # the socket ended before
-        if self._has_bootstrapped or isinstance(final_report, m.Left):
+        if self._has_bootstrapped or isinstance(final_report, p.Left):
             self._hub.end(final_report)
         else:
             self._start_proxy(final_report)
@@ -260,20 +259,20 @@ class _MonitorDuty:
             on_answer=resume,
         )
 
-    def _on_order(self, order: m.Order) -> None:
+    def _on_order(self, order: p.Order) -> None:
         """Pass an order to the rank."""
         now_ns = clock.now_ns()
         match order:
-            case m.Go(restart_count=restart_count, ranks=ranks):
+            case p.Go(restart_count=restart_count, ranks=ranks):
                 if ranks.get(self._task.initial_rank) is not None:
                     self._watch.note_go(restart_count, now_ns)
-            case m.Restart(faults=faults):
+            case p.Restart(faults=faults):
                 self._self_report = self._report_self(faults)
                 self._watch.note_leave(now_ns)
-            case m.Finish() | m.Abort():
+            case p.Finish() | p.Abort():
                 self._watch.note_leave(now_ns)
                 self._watch.note_end()
-            case m.Expel():
+            case p.Expel():
                 self._watch.note_end()
                 self._expel()
         if not self._rank_is_gone:
@@ -299,7 +298,7 @@ class _MonitorDuty:
         except OSError as error:
             log.debug("the rank accepts nothing: %s", error)  # its end is seen elsewhere
 
-    def _report_self(self, faults: tuple[m.RankFault, ...]) -> m.RankFault | None:
+    def _report_self(self, faults: tuple[p.RankFault, ...]) -> p.RankFault | None:
         """Return what this rank did while all that reported waited for another; ``None`` = it waited, too.
 
         It is about to be interrupted, a moment before its own timeout would have been noticed.
@@ -310,8 +309,8 @@ class _MonitorDuty:
         fault = None if idle is None else self._soft_timeout(idle)
         return None if fault is None or fault.is_victims else fault
 
-    def _soft_timeout(self, found: SoftTimeout) -> m.RankFault:
-        fault = self._fault(found.restart_count, m.RankFaultKind.SOFT_TIMEOUT, found.summary)
+    def _soft_timeout(self, found: SoftTimeout) -> p.RankFault:
+        fault = self._fault(found.restart_count, p.RankFaultKind.SOFT_TIMEOUT, found.summary)
         position = read_stack_position(self._task.pid)
         if position is None:
             return fault
@@ -319,9 +318,9 @@ class _MonitorDuty:
         summary = f"{found.summary}, {what} {position.line}"
         return msgspec.structs.replace(fault, summary=summary, evidence=position.evidence)
 
-    def _fault(self, restart_count: int, kind: m.RankFaultKind, summary: str) -> m.RankFault:
+    def _fault(self, restart_count: int, kind: p.RankFaultKind, summary: str) -> p.RankFault:
         rank = self._task.initial_rank
-        return m.RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, summary=summary)
+        return p.RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, summary=summary)
 
 
 def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> None:

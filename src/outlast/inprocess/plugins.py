@@ -25,23 +25,6 @@ from outlast.policy.rank_assignment import (
     shift_up,
 )
 
-__all__ = [
-    "ActiveWorldSizeDivisibleBy",
-    "Assignment",
-    "Compose",
-    "FaultCounter",
-    "FillGaps",
-    "Level",
-    "MaxActiveWorldSize",
-    "Member",
-    "Plugins",
-    "RetryController",
-    "ShiftRanks",
-    "State",
-    "Tree",
-    "labels_of",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:

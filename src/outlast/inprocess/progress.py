@@ -21,13 +21,11 @@ from enum import IntEnum
 from typing import Protocol
 
 from outlast.clock import now_ns
-from outlast.inprocess.protocol import MonitorTask, RankFaultKind
-
-__all__ = ["MainThreadProgress", "Page", "RankPhase", "RankWatch", "SoftTimeout", "Stuck"]
-
+from outlast.inprocess.protocol import MonitorTask
+from outlast.policy.inprocess_protocol import RankFaultKind
 
 _PAGE_BYTES = 4096
-_BEAT, _PROGRESS, _PHASE, _ITERATION, _PAUSES, _ATOMICS = range(6)
+_BEAT, _PROGRESS, _PHASE, _RESTART_COUNT, _PAUSES, _ATOMICS = range(6)
 
 
 class RankPhase(IntEnum):
@@ -95,7 +93,7 @@ class Page:
         if phase != RankPhase.LEAVING:
             self._words[_PROGRESS] = now_ns()
         if restart_count is not None:
-            self._words[_ITERATION] = restart_count
+            self._words[_RESTART_COUNT] = restart_count
         self._words[_PHASE] = phase
 
     def pause(self) -> None:
@@ -139,7 +137,7 @@ class Page:
     @property
     def restart_count(self) -> int:
         """The call that it is in, or was in last."""
-        return self._words[_ITERATION]
+        return self._words[_RESTART_COUNT]
 
     @property
     def is_paused(self) -> bool:

@@ -23,20 +23,13 @@ import msgspec
 from outlast.decoding import msgpack_decoder
 from outlast.errors import OutlastError
 from outlast.policy.inprocess_protocol import (
-    Abort,
-    Assign,
-    Assigned,
     Completed,
-    Expel,
-    Finish,
     Go,
     HubCandidate,
     Left,
-    MemberFacts,
     MemberStanding,
     Order,
     RankFault,
-    RankFaultKind,
     RankReady,
     Report,
     Restart,
@@ -47,46 +40,6 @@ from outlast.runtime.wire import BufferedChannel
 if TYPE_CHECKING:
     from outlast.config.training import InProcessRestartConfig
     from outlast.env import WorkerEnv
-
-__all__ = [
-    "MAX_PACKET_BYTES",
-    "Abort",
-    "Assign",
-    "Assigned",
-    "Beat",
-    "Completed",
-    "Connect",
-    "Expel",
-    "Finish",
-    "FromMonitor",
-    "FromRank",
-    "Go",
-    "Gone",
-    "HubCandidate",
-    "HubCandidates",
-    "HubChannel",
-    "JoinHub",
-    "Left",
-    "Listening",
-    "MemberFacts",
-    "MemberPlace",
-    "MemberRecord",
-    "MemberStanding",
-    "MonitorTask",
-    "NotHub",
-    "OnLink",
-    "Order",
-    "RankFault",
-    "RankFaultKind",
-    "RankReady",
-    "Reconnect",
-    "Report",
-    "Restart",
-    "decode_from_monitor",
-    "decode_from_rank",
-    "encode",
-    "watch",
-]
 
 
 class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

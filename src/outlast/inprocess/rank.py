@@ -1,27 +1,34 @@
-"""One rank's part in one call of a wrapper: from the first order to the last.
+"""The wrapper, and one rank's part in a call of it: from the first order to the last.
 
 Beside the function's own end there are three others: the rank is permanently removed and the others resume
-(:class:`RankLeft`), all ranks have to stop, or the monitor process is gone.
+(:class:`RankLeft`), all ranks have to stop, or the monitor process is gone. What happens is reported to the agent of
+the node, the journal, and the log (:class:`StatusReporter`).
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+import os
 import queue
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from outlast import clock, env, logs
+from outlast.config import Config
+from outlast.config.files import load_config
 from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError, ExitReason, OutlastError, RestartAbort
+from outlast.incidents import EventKind, IncidentKind
 from outlast.inprocess import protocol as m
-from outlast.inprocess.agent_report import StatusReporter
+from outlast.inprocess.bootstrap import Bootstrap, own_address
 from outlast.inprocess.call import (
     Background,
+    CallStore,
     Handle,
-    IterationStore,
     RestartRequested,
     current_handle,
     describe,
@@ -30,22 +37,169 @@ from outlast.inprocess.call import (
     handle_parameter,
     is_consequence,
     leave,
+    open_handle,
     set_current,
 )
-from outlast.inprocess.failover.bootstrap import Bootstrap, own_address
 from outlast.inprocess.monitor_client import Instruction, MonitorLink, MonitorThread
 from outlast.inprocess.plugins import Plugins, State, labels_of
 from outlast.inprocess.progress import Page, RankPhase
 from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks
+from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_restart import add_fault, count_causes
 from outlast.policy.rank_assignment import Member, assign
 from outlast.runtime import connections, device
+from outlast.runtime.board import InProcessFault, InProcessMark
 from outlast.runtime.interruption import SignalInterruption
-
-__all__ = ["RankLeft", "RestartContext", "WrappedRank"]
+from outlast.runtime.journal import Journal
 
 log = logging.getLogger(__name__)
+
+_HUNG = (
+    p.RankFaultKind.SOFT_TIMEOUT,
+    p.RankFaultKind.HARD_TIMEOUT,
+    p.RankFaultKind.COMPLETION_TIMEOUT,
+    p.RankFaultKind.BARRIER_TIMEOUT,
+)
+_num_calls = 0
+
+
+class StatusReporter:
+    """Report how one call of a wrapped function goes.
+
+    Without an agent of ours and without a run directory there is nobody to report to; the calls then do nothing.
+
+    Args:
+        place: This process's place at its start.
+        config: The settings.
+
+    Thread: the main thread; nothing here blocks.
+    """
+
+    def __init__(self, place: env.WorkerEnv, config: InProcessRestartConfig) -> None:
+        global _num_calls
+        call, _num_calls = _num_calls, _num_calls + 1
+        self._place = place
+        self._ranks: Mapping[int, int | None] = {}
+        self._left_s: float | None = None
+        self._journal: Journal | None = None
+        self._has_ended = False
+        self._mark = self._open_mark()
+        if self._mark is not None:
+            self._mark.arm(call, patience_s=config.barrier_timeout + config.hard_timeout)
+        if call == 0 and place.is_first:
+            _say_what_the_launcher_allows(place.launcher)
+
+    def begin(self, go: p.Go) -> None:
+        """Report that a call begins, which this rank takes part in or waits through as a spare."""
+        rank = go.ranks.get(self._place.global_rank)
+        if self._mark is not None:
+            state = p.InProcessState.SPARE if rank is None else p.InProcessState.ACTIVE
+            self._mark.set(state, go.restart_count, _for_agent(go.faults))
+        if go.restart_count > 0 and rank == 0:
+            self._write_restarted(go)
+        self._ranks, self._left_s = go.ranks, None
+
+    def restart(self, restart_count: int, faults: Iterable[p.RankFault] = ()) -> None:
+        """Report that the running call is left, for the one named."""
+        if self._left_s is None:
+            self._left_s = clock.now_s()
+        if self._mark is not None:
+            self._mark.set(p.InProcessState.RESTARTING, restart_count, _for_agent(faults))
+
+    def complete(self) -> None:
+        """Report that the function returned here."""
+        if self._mark is not None:
+            self._mark.set(p.InProcessState.COMPLETED)
+
+    def finish(self) -> None:
+        """Report that it returned on all active ranks."""
+        self._has_ended = True
+        if self._mark is not None:
+            self._mark.set(p.InProcessState.RETURNED)
+
+    def leave(self) -> None:
+        """Report that this rank is permanently removed, and its peers resume."""
+        self._has_ended = True
+        if self._mark is not None:
+            self._mark.set(p.InProcessState.LEFT)
+
+    def close(self) -> None:
+        """Report, unless the call came to one of the ends above, that it was given up; idempotent."""
+        if self._mark is not None:
+            if not self._has_ended:
+                self._mark.set(p.InProcessState.GAVE_UP)
+            self._mark.close()
+            self._mark = None
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _open_mark(self) -> InProcessMark | None:
+        if self._place.board is None:
+            return None
+        try:
+            return InProcessMark(self._place.board, self._place.local_rank)
+        except OutlastError as error:
+            log.warning("restarts in process cannot be reported to the node's agent: %s", error)
+            return None
+
+    def _write_restarted(self, go: p.Go) -> None:
+        place = self._place
+        if self._journal is None:
+            name = f"inprocess-{place.global_rank}"
+            try:
+                self._journal = Journal(place.run_dir, run_id=place.run_id, job=place.job, node=place.node, proc=name)
+            except OSError as error:
+                log.warning("restarts in process are not written to the journal: %s", error)
+                return
+        before = {rank: initial for initial, rank in self._ranks.items() if rank is not None}
+        after = {rank: initial for initial, rank in go.ranks.items() if rank is not None}
+        self._journal.write(
+            EventKind.RESTARTED_IN_PROCESS,
+            cycle=place.cycle,
+            rank=0,
+            restart_iteration=go.restart_count,
+            faults=[{"rank": one.initial_rank, "kind": one.kind, "summary": one.summary} for one in go.faults],
+            active_world_size=go.active_world_size,
+            replaced={rank: after[rank] for rank in sorted(before.keys() & after) if before[rank] != after[rank]},
+            duration_s=None if self._left_s is None else round(clock.now_s() - self._left_s, 6),
+        )
+
+
+def _for_agent(faults: Iterable[p.RankFault]) -> list[InProcessFault]:
+    """Return faults as the agent knows them, what may be a cause first: who waits for a rank that hangs hangs, too."""
+    ranked = sorted(faults, key=lambda fault: (fault.is_consequence, fault.is_victims))
+    return [
+        InProcessFault(
+            rank=fault.initial_rank,
+            kind=_kind(fault.kind),
+            summary=fault.summary or str(fault.kind).replace("_", " "),
+            is_consequence=fault.is_consequence,
+        )
+        for fault in ranked
+    ]
+
+
+def _kind(kind: p.RankFaultKind) -> IncidentKind:
+    if kind in _HUNG:
+        return IncidentKind.WORKER_HUNG
+    dead = kind in (p.RankFaultKind.DIED, p.RankFaultKind.LINK_LOST)
+    return IncidentKind.WORKER_DIED if dead else IncidentKind.WORKER_FAILED
+
+
+def _say_what_the_launcher_allows(launcher: str) -> None:
+    if launcher == "torchrun" and env.environ().get("TORCHELASTIC_RUN_ID"):
+        log.warning(
+            "torchrun ends all ranks when one process ends: exceptions, and hangs that can be interrupted, are "
+            "recovered in process, but a rank that dies is not; outlast run keeps the others and takes the same options"
+        )
+    elif launcher == "srun":
+        log.warning(
+            "srun ends the step when a task is killed, unless it is started with --kill-on-bad-exit=0 and --no-kill: "
+            "only then are ranks that die replaced in process"
+        )
+
 
 _STORE_TIMEOUT_S = 1800.0
 _ABORT_S = 5.0
@@ -66,14 +220,14 @@ class RestartContext:
         self.place = place
         self.restart_count = 0
         """The one that this rank was ordered to enter last."""
-        self._go: m.Go | None = None
-        self._faults: tuple[m.RankFault, ...] = ()
+        self._go: p.Go | None = None
+        self._faults: tuple[p.RankFault, ...] = ()
 
-    def note_go(self, go: m.Go) -> None:
+    def note_go(self, go: p.Go) -> None:
         """Note an order to go; its counts have all faults before it."""
         self._go, self.restart_count, self._faults = go, go.restart_count, ()
 
-    def note_faults(self, faults: Iterable[m.RankFault]) -> None:
+    def note_faults(self, faults: Iterable[p.RankFault]) -> None:
         """Note faults since the last order to go."""
         for fault in faults:
             self._faults = add_fault(self._faults, fault)
@@ -134,7 +288,7 @@ class WrappedRank:
         self._returned: _CallResult | None = None
         self._kept: dict[str, Any] = {}
         self._handle: Handle | None = None
-        self._store: IterationStore | None = None
+        self._store: CallStore | None = None
         self._interruption = SignalInterruption(RestartRequested, WrappedRank._enter.__code__)
         self._function: Callable[..., Any]
         self._handle_name: str | None
@@ -216,23 +370,23 @@ class WrappedRank:
         while True:
             order = self._next()
             match order:
-                case m.Go():
+                case p.Go():
                     bootstrap.close()
                     self._go_into(order)
-                case m.Restart():
+                case p.Restart():
                     self._context.note_faults(order.faults)
                     self._reporter.restart(order.restart_count, order.faults)
                     if order.restart_count > self._ready_for:
                         self._leave(None)
                         self._get_ready(order.restart_count)
-                case m.Assign():
+                case p.Assign():
                     self._link.send(self._assign(order))
-                case m.Finish():
+                case p.Finish():
                     return self._finish()
-                case m.Abort():
+                case p.Abort():
                     self._leave(None)
                     raise self._abortion(order)
-                case m.Expel():
+                case p.Expel():
                     self._leave(None)
                     self._part(order.reason, report=False)
                 case OutlastError():
@@ -256,12 +410,12 @@ class WrappedRank:
                 log.warning("the health check failed: %s", describe(error))
                 self._part(describe(error), report=True)
         self._close_store()
-        self._store = IterationStore(self._host)
+        self._store = CallStore(self._host)
         self._ready_for = restart_count
         self._page.set_phase(RankPhase.WAITING)
-        self._link.send(m.RankReady(restart_count=restart_count, store_address=self._store.address))
+        self._link.send(p.RankReady(restart_count=restart_count, store_address=self._store.address))
 
-    def _assign(self, order: m.Assign) -> m.Assigned:
+    def _assign(self, order: p.Assign) -> p.Assigned:
         members = [
             Member(
                 initial_rank=facts.initial_rank,
@@ -281,12 +435,12 @@ class WrappedRank:
             )
         except Exception as error:  # noqa: BLE001 - a plug-in's error stops all ranks, with its text
             log.warning("no ranks can be assigned: %s", describe(error))
-            return m.Assigned(ordinal=order.ordinal, error=str(error) or type(error).__name__)
-        return m.Assigned(ordinal=order.ordinal, ranks=ranks)
+            return p.Assigned(ordinal=order.ordinal, error=str(error) or type(error).__name__)
+        return p.Assigned(ordinal=order.ordinal, ranks=ranks)
 
     # -- a call ------------------------------------------------------------------------------------------
 
-    def _go_into(self, go: m.Go) -> None:
+    def _go_into(self, go: p.Go) -> None:
         self._context.note_go(go)
         self._reporter.begin(go)
         self._returned = None
@@ -295,7 +449,7 @@ class WrappedRank:
         rank = go.ranks[self._place.global_rank]
         if rank is None:
             return  # a spare: it waits for the next order
-        handle = self._handle = Handle(
+        handle = self._handle = open_handle(
             self._context.describe(),
             interruption=self._interruption,
             page=self._page,
@@ -313,7 +467,7 @@ class WrappedRank:
         self._page.set_phase(RankPhase.OUT)
         self._settle(outcome)
 
-    def _enter(self, go: m.Go, rank: int, given: Mapping[str, Any]) -> _CallResult | BaseException:
+    def _enter(self, go: p.Go, rank: int, given: Mapping[str, Any]) -> _CallResult | BaseException:
         """Call the function; return what it ended with.
 
         This frame is the boundary of what is interrupted: it is not, whatever it calls is.
@@ -331,7 +485,7 @@ class WrappedRank:
             return error
         return _CallResult(value)
 
-    def _prepare(self, go: m.Go, rank: int) -> None:
+    def _prepare(self, go: p.Go, rank: int) -> None:
         """Set the scene for the function on this rank."""
         assert self._store is not None
         host, port = go.store_address.split(" ")
@@ -357,11 +511,11 @@ class WrappedRank:
             if outcome.leaving is not None:
                 drop(outcome.leaving)
             self._reporter.complete()
-            self._link.send(m.Completed(restart_count=self._context.restart_count))
+            self._link.send(p.Completed(restart_count=self._context.restart_count))
             return
         if isinstance(outcome, KeyboardInterrupt):
             self._leave(None)
-            self._link.send(m.Left(reason="interrupted by the keyboard", fatal=True))
+            self._link.send(p.Left(reason="interrupted by the keyboard", fatal=True))
             raise outcome
         if isinstance(outcome, RestartAbort):
             self._leave(None)
@@ -371,10 +525,10 @@ class WrappedRank:
         self._leave(outcome)
 
     def _report_fault(self, error: BaseException) -> None:
-        fault = m.RankFault(
+        fault = p.RankFault(
             initial_rank=self._place.global_rank,
             restart_count=self._context.restart_count,
-            kind=m.RankFaultKind.EXCEPTION,
+            kind=p.RankFaultKind.EXCEPTION,
             summary=describe(error),
             is_consequence=is_consequence(error),
         )
@@ -430,7 +584,7 @@ class WrappedRank:
             RankLeft: Always.
         """
         if report:
-            self._link.send(m.Left(reason=reason))
+            self._link.send(p.Left(reason=reason))
         self._reporter.leave()
         self._terminate()
         text = f"rank {self._place.global_rank} is permanently removed: {reason}"
@@ -445,19 +599,19 @@ class WrappedRank:
 
         Blocks: up to 5 s.
         """
-        self._link.send(m.Left(reason=str(error), fatal=True))
+        self._link.send(p.Left(reason=str(error), fatal=True))
         end_s = clock.now_s() + _ABORT_S
         while (left_s := end_s - clock.now_s()) > 0:
             try:
                 order = self._thread.inbox.get(timeout=left_s)
             except queue.Empty:
                 break
-            if isinstance(order, m.Abort):
+            if isinstance(order, p.Abort):
                 raise self._abortion(order) from error
         self._terminate()
         raise error
 
-    def _abortion(self, order: m.Abort) -> RestartAbort:
+    def _abortion(self, order: p.Abort) -> RestartAbort:
         """Return what to raise where all were ordered to stop."""
         self._terminate()
         return RestartAbort(
@@ -495,3 +649,101 @@ class WrappedRank:
 
     def _check_group(self, backend: str, timeout_s: float) -> None:
         device.check_collectives(backend, timeout_s, hard_timeout_s=self._config.hard_timeout)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Wrapper:
+    """Restart a function on all ranks, in their processes, when one of them fails.
+
+    A decorator::
+
+        @outlast.inprocess.Wrapper(InProcessRestartConfig(soft_timeout=60))
+        def train(steps, call: outlast.inprocess.Handle):
+            torch.distributed.init_process_group("gloo")
+            ...
+
+    The function runs on every active rank. When it raises on one, when a rank dies or hangs, it is left on all of them
+    and called again with the same arguments, on the ranks that live; spares take the places of those that do not.
+    For each call RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and process groups are made in the function;
+    they are gone when it is called again, and when the call returns. That is once the function has returned on all
+    active ranks: with its value there, with ``None`` on spares. ``SystemExit`` ends the function like a return, and
+    is raised again at the end.
+
+    Args:
+        config: Timeouts and the like; also the whole config of a session, or the path of its file, of which
+            ``in_process_restart`` counts; ``None`` = the defaults. With ``enabled=False`` the function is called as
+            it is.
+        initialize: Called with :class:`~outlast.inprocess.State` before each call of the function, on active ranks, as
+            if it were the function's first line: it may be interrupted, and what it raises is a fault.
+        abort: Called with the state on the monitor thread while the main thread is still in the function that it has to
+            leave; ends what outlast does not know of and the main thread may wait on.
+        finalize: Called with the state after each call that was left; a rank whose call fails is permanently removed.
+        health_check: Called with the state before each further call; a rank whose call fails is permanently removed.
+        rank_assignment: Decides who is which rank; ``None`` = ``FillGaps`` with the configured granularity.
+        completion: Called with the state once, when all active ranks have returned.
+        terminate: Called with the state once, when this rank is permanently removed or restarting has come to its end.
+
+    Raises:
+        ConfigError: A setting is wrong. By the call: not on the main thread, or within another wrapped function.
+        RestartAbort: By the call, on all ranks: they cannot be restarted in process.
+        RankLeft: By the call: this rank is permanently removed, and the others resume. A ``SystemExit`` with code 0.
+
+    Collective: the call, all ranks that the launcher started.
+    """
+
+    def __init__(
+        self,
+        config: InProcessRestartConfig | Config | str | os.PathLike[str] | None = None,
+        *,
+        initialize: Callable[[Any], Any] | None = None,
+        abort: Callable[[Any], Any] | None = None,
+        finalize: Callable[[Any], Any] | None = None,
+        health_check: Callable[[Any], Any] | None = None,
+        rank_assignment: Callable[[Any], Any] | None = None,
+        completion: Callable[[Any], Any] | None = None,
+        terminate: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if isinstance(config, str | os.PathLike):
+            config = load_config(config)
+        if isinstance(config, Config):
+            config = config.in_process_restart
+        self.config = config if config is not None else InProcessRestartConfig()
+        self._plugins = Plugins.settle(
+            self.config,
+            initialize=initialize,
+            abort=abort,
+            finalize=finalize,
+            health_check=health_check,
+            rank_assignment=rank_assignment,
+            completion=completion,
+            terminate=terminate,
+        )
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Return the function, protected.
+
+        Raises:
+            ConfigError: It is not to be protected, and needs a :class:`~outlast.inprocess.Handle`.
+        """
+        if self.config.given.get("enabled") is False:
+            _check_needs_no_handle(function)
+            return function
+
+        @functools.wraps(function)
+        def protected(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            value: R | None = WrappedRank(self.config, self._plugins).run(function, args, kwargs)
+            return value
+
+        return protected
+
+
+def _check_needs_no_handle(function: Callable[..., Any]) -> None:
+    name = handle_parameter(function)
+    if name is not None and inspect.signature(function).parameters[name].default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"in_process_restart.enabled is off, but {function.__qualname__}() takes a Handle, which only a protected "
+            f"call has; give {name} a default of None, or leave enabled out"
+        )

@@ -28,9 +28,6 @@ from outlast.decoding import from_msgpack, msgpack_decoder
 from outlast.errors import OutlastError
 from outlast.runtime.device import device_rng_state, restore_random
 
-__all__ = ["CAPACITY_BYTES", "RankLocalState", "SharedBuffer"]
-
-
 CAPACITY_BYTES = 256 << 10
 """What one iteration may take; memory that is not written to is not used."""
 _HEAD = struct.Struct("<qQQ")

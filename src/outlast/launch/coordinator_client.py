@@ -28,7 +28,7 @@ from outlast.incidents import Incident
 from outlast.launch import protocol as m
 from outlast.launch.coordinator_server import PATIENCE_S, CoordinatorServer, _LifelineHello, beat_key, channel_key
 from outlast.policy.deadlines import Expired
-from outlast.policy.quarantine import Distrusted
+from outlast.policy.recovery_point import Distrusted
 from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore

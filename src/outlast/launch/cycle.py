@@ -1,7 +1,7 @@
 """One cycle on one node: lay it out, start its workers, watch them, end them, and report why they ended.
 
 Laying out makes what the workers find: environments, the board on which they write their state, log files. Watching is
-the watchdog's (hangs) and :mod:`outlast.launch.in_process_recovery`'s (restarts inside the processes). When workers
+the watchdog's (hangs) and :mod:`outlast.launch.workers`'s (restarts inside the processes). When workers
 end, :meth:`Cycle.describe_failure` names the one that began, and :meth:`Cycle.facts` is what the coordinator gets.
 """
 
@@ -35,16 +35,14 @@ from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import HangSeen, WatchdogFailed
-from outlast.launch.in_process_recovery import InProcessRecovery
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
-from outlast.launch.workers import WorkerProcess
+from outlast.launch.workers import InProcessRecovery, WorkerProcess
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, observe
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
-from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts
+from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs
 from outlast.policy.inprocess_protocol import InProcessState
-from outlast.policy.protection import describe_hangs
-from outlast.policy.quarantine import Load, encode_distrusted, tier_of_load
+from outlast.policy.recovery_point import Load, encode_distrusted, tier_of_load
 from outlast.policy.rerun import Diagnosis, encode_replay
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem, read_diagnosis

@@ -47,6 +47,7 @@ from outlast.launch.agent_events import (
     HangSeen,
     Mailbox,
     NodeChecked,
+    NodeJournal,
     NodeRefused,
     RunDirectoryLost,
     SignalReceived,
@@ -58,12 +59,11 @@ from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, Link
 from outlast.launch.cycle import ALONE_S, Cycle
 from outlast.launch.membership import REMIND_S
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
-from outlast.launch.node_journal import NodeJournal
 from outlast.launch.options import RunOptions
 from outlast.launch.verdicts import name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
-from outlast.policy.protection import Protection, describe_nodes
+from outlast.policy.deadlines import Protection, describe_nodes
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
@@ -222,7 +222,7 @@ class NodeAgent(SimpleElasticAgent):
         match event:
             case Started() if self._cycle is not None:
                 if self._cycle.note_started(event):
-                    self._journal.write_started(self._cycle)
+                    self._journal.write_started(self._cycle.start, list(self._cycle.workers.values()))
             case FailedToStart():
                 self._fail(self._journal.incident(IncidentKind.CANNOT_START, event.error))
             case Exited():
@@ -466,7 +466,7 @@ class NodeAgent(SimpleElasticAgent):
             return
         self._state = AgentState.FINISHED
         incident = cycle.in_process.describe_unfinished()
-        self._journal.write_ended(cycle, "finished" if incident is None else incident.describe())
+        self._write_ended(cycle, "finished" if incident is None else incident.describe())
         self._client.finish(cycle.facts(incident))
 
     def _fail(self, incident: Incident) -> None:
@@ -477,6 +477,9 @@ class NodeAgent(SimpleElasticAgent):
         self._journal.write_incident(incident)
         self._log_incident(incident)
         self._end_cycle(cycle, cycle.facts(incident), incident.describe())
+
+    def _write_ended(self, cycle: Cycle, reason: str) -> None:
+        self._journal.write(EventKind.CYCLE_ENDED, reason=reason, iterations=cycle.iterations())
 
     def _log_incident(self, incident: Incident) -> None:
         """Log what was seen on this node; on the coordinator's node its verdict follows, with the same and more."""
@@ -528,7 +531,7 @@ class NodeAgent(SimpleElasticAgent):
     def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str) -> None:
         cycle.over = True
         self._timers.cancel("clear")
-        self._journal.write_ended(cycle, reason)
+        self._write_ended(cycle, reason)
         self._join(facts)
         grace_s = self.options.restart_grace_s
         gently = grace_s > 0 and not cycle.all_ended
@@ -552,7 +555,7 @@ class NodeAgent(SimpleElasticAgent):
             cycle.over = True
             self._timers.cancel("clear")
             self._journal.write_incident(incident)
-            self._journal.write_ended(cycle, incident.describe())
+            self._write_ended(cycle, incident.describe())
             cycle.close()
             self._join(facts)
             self._health.suspect()
@@ -635,7 +638,7 @@ class NodeAgent(SimpleElasticAgent):
         saved = cycle is not None and cycle.can_be_resumed
         facts = cycle.facts(None) if cycle is not None else None
         if cycle is not None:
-            self._journal.write_ended(cycle, "left")
+            self._write_ended(cycle, "left")
         number = self._signal or signal.SIGTERM
         self._client.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
         self._failures = {}

@@ -37,8 +37,8 @@ from outlast.launch import protocol as m
 from outlast.launch.agent_events import Admitted, Mailbox, NodeChecked, NodeRefused, Timers
 
 if TYPE_CHECKING:
+    from outlast.launch.agent_events import NodeJournal
     from outlast.launch.coordinator_client import CoordinatorClient
-    from outlast.launch.node_journal import NodeJournal
 
 __all__ = ["CheckedUp", "Checkups", "NodeHealth", "Occasion"]
 

@@ -11,8 +11,8 @@ from outlast.errors import RendezvousError
 from outlast.incidents import Cause, Incident
 from outlast.policy.causes import Position
 from outlast.policy.deadlines import Expired, Observation
-from outlast.policy.ladder_state import LadderState, Limits
-from outlast.policy.quarantine import Distrusted, Load
+from outlast.policy.ladder import LadderState, Limits
+from outlast.policy.recovery_point import Distrusted, Load
 from outlast.policy.rerun import Replay
 
 __all__ = [

@@ -23,7 +23,7 @@ from outlast.policy import ladder
 from outlast.policy.causes import Position, find_culprit, permanent_cause, root_cause
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, begin_run
-from outlast.policy.quarantine import Distrusted
+from outlast.policy.recovery_point import Distrusted
 from outlast.policy.rerun import Diagnosis
 from outlast.runtime.files import write_atomically
 

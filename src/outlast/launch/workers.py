@@ -1,14 +1,37 @@
-"""The workers of a node as processes: the zygote that starts them, signals to them, and clearing them away."""
+"""The workers of a node, as its agent sees them: their processes, and restarts inside these.
+
+:class:`NodeWorkers` has the zygote that starts them, sends them signals and clears them away.
+:class:`InProcessRecovery` knows which ranks a cycle continues without, and what came of it.
+
+Workers whose function is called again after a fault (:class:`outlast.inprocess.Wrapper`) write their state on the board
+and wake the agent when it changes. Such a worker may end: the others continue, with a spare rank in its place, or end
+themselves when they cannot. A recovery costs the agent one message to the coordinator, which charges the ladder.
+"""
 
 from __future__ import annotations
 
 import logging
 import signal
+import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from outlast.errors import OutlastError
-from outlast.incidents import Incident
+import msgspec
+
+from outlast.decoding import msgpack_decoder
+from outlast.errors import ExitReason, OutlastError
+from outlast.incidents import Incident, IncidentKind
+from outlast.policy.causes import OWN_VERDICTS
+from outlast.policy.inprocess_protocol import (
+    HAS_BEGUN,
+    InProcessState,
+    has_resumed,
+    is_survivable,
+    needs_restart,
+    newest_begun,
+)
+from outlast.runtime.board import Board, InProcessFault, MarkChanged, RankState, agent_address
 from outlast.runtime.zygote import (
     Clear,
     Cleared,
@@ -21,7 +44,8 @@ from outlast.runtime.zygote import (
     ZygoteReady,
 )
 
-__all__ = ["NodeWorkers", "WorkerProcess"]
+__all__ = ["InProcessRecovery", "NodeWorkers", "RecoveredInProcess", "WorkerProcess"]
+
 
 log = logging.getLogger(__name__)
 
@@ -134,3 +158,191 @@ class NodeWorkers:
             self._zygote.send(request)
         except OutlastError as error:
             log.debug("%s", error)  # the loop sees its end, and continues with another one
+
+
+_MAX_DATAGRAM = 1 << 16
+_DECISIONS = frozenset({*OWN_VERDICTS, ExitReason.NO_PROGRESS})
+"""Exit codes with which a worker decides for the whole job."""
+_decoder = msgpack_decoder(MarkChanged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveredInProcess:
+    """The workers run their function again after a fault."""
+
+    call: int
+    restart_count: int
+    fault: InProcessFault | None
+    """The cause; ``None`` = no rank reported one."""
+
+
+@dataclass(slots=True)
+class InProcessRecovery:
+    """Follow the restarts of a cycle's workers inside their processes.
+
+    Thread: the agent's main thread.
+    """
+
+    board: Board
+    workers: Mapping[int, WorkerProcess]
+    """Key in the zygote's messages to worker."""
+    is_alone: bool
+    """No other node takes part in the cycle."""
+    job: str
+    cycle: int
+    node: str
+    _channel: socket.socket = field(init=False)
+    _reached: tuple[int, int] = (0, 0)
+    _faults: dict[tuple[int, int], tuple[InProcessFault, ...]] = field(default_factory=dict)
+    _told: set[tuple[int, int]] = field(default_factory=set)
+    """Calls and restart counts whose beginning a datagram reported."""
+    _last_states: dict[int, RankState] = field(default_factory=dict)
+    """Of the lost workers: their state at their end."""
+
+    def __post_init__(self) -> None:
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            self._channel.bind(agent_address(self.board.token))
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when :meth:`take_recovered` may have something; -1 once closed."""
+        return self._channel.fileno()
+
+    def lose(self, worker: WorkerProcess, incident: Incident) -> bool:
+        """Return whether the cycle continues without a worker that ended with anything but 0, and remember it if so."""
+        state = self.board.read(worker.local_rank)
+        continues = is_survivable(
+            state,
+            living=self._read(lambda other: other.exit_code is None),
+            done=self._read(lambda other: other.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED)),
+            has_unseen_peers=not self.is_alone,
+        )
+        if worker.exit_code in _DECISIONS or not continues:
+            return False
+        worker.lost = incident
+        self._last_states[worker.local_rank] = state
+        self.board.retire(worker.local_rank)
+        return True
+
+    def patience_s(self, worker: WorkerProcess) -> float | None:
+        """Return how long to wait until the others have restarted without a lost worker; ``None``: they need not.
+
+        If none of them is on this node, their agents report it.
+        """
+        state = self._last_states[worker.local_rank]
+        if not needs_restart(state) or all(other.exit_code is not None for other in self.workers.values()):
+            return None
+        return state.in_process_patience_s
+
+    def has_resumed(self, worker: WorkerProcess) -> bool:
+        """Return whether the others on this node resumed after the loss of a worker."""
+        return has_resumed(self._last_states[worker.local_rank], max(self._reached, self._newest()))
+
+    @property
+    def unrecovered_loss(self) -> Incident | None:
+        """The first loss after which the others on this node have not resumed; ``None`` = there is none."""
+        for worker in self.workers.values():
+            if worker.lost is None or not needs_restart(self._last_states[worker.local_rank]):
+                continue
+            if not self.has_resumed(worker):
+                return worker.lost
+        return None
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether the board shows a restart not all of which is known yet: its faults, or a dead worker's end."""
+        newest = self._newest()
+        return newest > self._reached and (newest not in self._told or self._awaits_exit(newest))
+
+    def take_recovered(self, *, waits: bool = True) -> RecoveredInProcess | None:
+        """Return the newest restart after which workers run their function again, unless it was returned before.
+
+        Args:
+            waits: Leave out one whose faults are not reported yet, as a worker writes on the board before it sends its
+                datagram, and one after a death that this node's zygote has not reported yet. ``False``: no longer.
+        """
+        self._receive()
+        newest = self._newest()
+        if newest <= self._reached or (waits and (newest not in self._told or self._awaits_exit(newest))):
+            return None
+        self._reached = newest
+        self._told = {one for one in self._told if one > newest}
+        cause = self._cause_of(newest)
+        self._faults.clear()
+        if newest[1] == 0:  # another call of a wrapped function begins
+            return None
+        return RecoveredInProcess(call=newest[0], restart_count=newest[1], fault=cause)
+
+    def _cause_of(self, restart: tuple[int, int]) -> InProcessFault | None:
+        faults = self._faults.get(restart, ())
+        return next((fault for fault in faults if not fault.is_consequence), faults[0] if faults else None)
+
+    def _awaits_exit(self, restart: tuple[int, int]) -> bool:
+        """Return whether peers saw a worker of this node die before this restart, and its end is not known yet."""
+        cause = self._cause_of(restart)
+        if cause is None or cause.kind != IncidentKind.WORKER_DIED:
+            return False
+        return any(worker.global_rank == cause.rank and worker.lost is None for worker in self.workers.values())
+
+    def incident_of(self, recovered: RecoveredInProcess) -> Incident:
+        """Return the incident after which the workers restarted; for a worker that this node lost, that of its end."""
+        fault = recovered.fault
+        if fault is None:
+            summary = f"the ranks left restart {recovered.restart_count - 1} in process for a reason that none reported"
+            return self._incident(IncidentKind.WORKER_FAILED, summary)
+        if fault.is_consequence and fault.kind == IncidentKind.WORKER_HUNG:
+            summary = f"every rank that exceeded its timeout waited for others; the first report: {fault.summary}"
+            return self._incident(fault.kind, summary)
+        worker = next((one for one in self.workers.values() if one.global_rank == fault.rank), None)
+        if worker is None:
+            return self._incident(fault.kind, fault.summary, rank=fault.rank)
+        if worker.lost is not None:
+            if fault.kind != IncidentKind.WORKER_HUNG:
+                return worker.lost
+            summary = f"{fault.summary}; it was ended for it"
+            return msgspec.structs.replace(worker.lost, kind=fault.kind, evidence={"summary": summary})
+        state = self.board.read(worker.local_rank)
+        iteration = state.iteration if state.attached else None
+        known = {"node": self.node, "rank": fault.rank, "pid": worker.pid, "iteration": iteration}
+        return self._incident(fault.kind, fault.summary, **known)
+
+    def describe_unfinished(self) -> Incident | None:
+        """Return why nothing was finished here, now that every worker has ended or was lost; ``None`` = it was."""
+        if any(state.in_process != InProcessState.LEFT for state in self._read(lambda worker: worker.lost is None)):
+            return None
+        lost = next((worker.lost for worker in self.workers.values() if worker.lost is not None), None)
+        summary = "every worker of the node was permanently removed"
+        return lost or self._incident(IncidentKind.WORKER_FAILED, summary, node=self.node)
+
+    def _incident(self, kind: IncidentKind, summary: str, **known: Any) -> Incident:
+        evidence = {"summary": summary} if summary else {}
+        return Incident(kind=kind, job=self.job, cycle=self.cycle, evidence=evidence, **known)
+
+    def close(self) -> None:
+        """Stop listening; idempotent."""
+        self._channel.close()
+
+    def _newest(self) -> tuple[int, int]:
+        return newest_begun(self._read(lambda worker: worker.lost is None))
+
+    def _read(self, wanted: Callable[[WorkerProcess], bool]) -> list[RankState]:
+        return [self.board.read(worker.local_rank) for worker in self.workers.values() if wanted(worker)]
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                if not (data := self._channel.recv(_MAX_DATAGRAM)):
+                    continue  # a worker attached to the board
+                change = _decoder.decode(data)
+            except BlockingIOError:
+                return
+            except msgspec.DecodeError as error:
+                log.warning("a worker's report about restarts in process cannot be read: %s", error)
+                continue
+            if change.state in HAS_BEGUN:  # before that a cause may not be known yet
+                self._told.add((change.call, change.iteration))
+                if change.faults:
+                    self._faults.setdefault((change.call, change.iteration), change.faults)

@@ -10,17 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-__all__ = [
-    "ActorFacts",
-    "Formation",
-    "MissingSlots",
-    "RecoveryBudget",
-    "SlotAssignment",
-    "ends_call",
-    "fill_slots",
-    "shrink_slots",
-]
-
 
 class ActorFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What must be known of a living actor."""

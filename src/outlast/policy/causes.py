@@ -27,20 +27,6 @@ from outlast.errors import ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.policy.rerun import Finding
 
-__all__ = [
-    "Collective",
-    "Culprit",
-    "Ended",
-    "Position",
-    "find_culprit",
-    "find_first",
-    "is_consequence",
-    "is_permanent",
-    "permanent_cause",
-    "wait_s",
-]
-
-
 SAME_FAULT_S = 5.0
 """How long the workers of a node have to fail alike, once one failed in a way against which a restart cannot help."""
 FIRST_FAULT_S = 0.3

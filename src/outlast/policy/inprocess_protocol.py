@@ -15,34 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = [
-    "HAS_BEGUN",
-    "Abort",
-    "Assign",
-    "Assigned",
-    "Completed",
-    "Expel",
-    "Finish",
-    "Go",
-    "HubCandidate",
-    "InProcessState",
-    "Left",
-    "MemberFacts",
-    "MemberStanding",
-    "Order",
-    "RankFault",
-    "RankFaultKind",
-    "RankReady",
-    "Report",
-    "Restart",
-    "RestartLimits",
-    "WorkerStanding",
-    "has_resumed",
-    "is_survivable",
-    "needs_restart",
-    "newest_begun",
-]
-
 
 class InProcessState(IntEnum):
     """How a worker stands with restarts inside its process."""

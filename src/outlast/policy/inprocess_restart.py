@@ -19,52 +19,13 @@ from enum import StrEnum
 
 import msgspec
 
-from outlast.policy.inprocess_protocol import (
-    Abort,
-    Assign,
-    Assigned,
-    Completed,
-    Expel,
-    Finish,
-    Go,
-    Left,
-    MemberFacts,
-    MemberStanding,
-    Order,
-    RankFault,
-    RankFaultKind,
-    RankReady,
-    Report,
-    Restart,
-    RestartLimits,
-)
-
-__all__ = [
-    "Event",
-    "HubMember",
-    "Isolated",
-    "MemberJoined",
-    "MemberLost",
-    "MemberReported",
-    "Question",
-    "RestartPhase",
-    "RestartState",
-    "Send",
-    "TimePassed",
-    "add_fault",
-    "advance",
-    "begin",
-    "count_causes",
-    "judge",
-    "next_deadline_s",
-    "take_over",
-]
+from outlast.policy import inprocess_protocol as p
 
 _MAX_FAULTS = 16
 """Faults that are sent to every member; a thousand ranks may all report that they lost a connection."""
 
 
-def add_fault(known: tuple[RankFault, ...], fault: RankFault) -> tuple[RankFault, ...]:
+def add_fault(known: tuple[p.RankFault, ...], fault: p.RankFault) -> tuple[p.RankFault, ...]:
     """Return the faults with one more, unless it is known: a rank may report the same to two hubs."""
     name = (fault.initial_rank, fault.restart_count, fault.kind)
     if any((other.initial_rank, other.restart_count, other.kind) == name for other in known):
@@ -72,19 +33,19 @@ def add_fault(known: tuple[RankFault, ...], fault: RankFault) -> tuple[RankFault
     return (*known, fault)
 
 
-def judge(faults: tuple[RankFault, ...]) -> tuple[RankFault, ...]:
+def judge(faults: tuple[p.RankFault, ...]) -> tuple[p.RankFault, ...]:
     """Return the faults, causes first; who waited for a rank that hung or had to be ended is not to blame."""
-    ended = any(fault.kind == RankFaultKind.HARD_TIMEOUT for fault in faults)
+    ended = any(fault.kind == p.RankFaultKind.HARD_TIMEOUT for fault in faults)
     judged = (
         msgspec.structs.replace(fault, is_consequence=True)
-        if fault.is_victims or (ended and fault.kind == RankFaultKind.SOFT_TIMEOUT)
+        if fault.is_victims or (ended and fault.kind == p.RankFaultKind.SOFT_TIMEOUT)
         else fault
         for fault in faults
     )
     return tuple(sorted(judged, key=lambda fault: fault.is_consequence))
 
 
-def count_causes(before: Mapping[int, int], faults: tuple[RankFault, ...]) -> dict[int, int]:
+def count_causes(before: Mapping[int, int], faults: tuple[p.RankFault, ...]) -> dict[int, int]:
     """Return the number of causes by initial rank, with those of a call added to those before.
 
     A rank is at fault once in a call, in however many ways that showed.
@@ -118,9 +79,9 @@ class HubMember(msgspec.Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str] = {}
     """What it reports of its place beyond its node."""
 
-    def facts(self, rank: int, *, is_alive: bool = True) -> MemberFacts:
+    def facts(self, rank: int, *, is_alive: bool = True) -> p.MemberFacts:
         """Return it as those who assign ranks see it."""
-        return MemberFacts(
+        return p.MemberFacts(
             initial_rank=rank,
             node=self.node,
             active_rank=self.active_rank,
@@ -147,11 +108,11 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     """Living ones by initial rank."""
     began_s: float
     """When the phase began."""
-    gone: tuple[MemberFacts, ...] = ()
+    gone: tuple[p.MemberFacts, ...] = ()
     """Those that have gone since the last order to go and had an active rank; they leave gaps."""
-    go: Go | None = None
+    go: p.Go | None = None
     """The order to enter the call that runs, where this hub gave it."""
-    faults: tuple[RankFault, ...] = ()
+    faults: tuple[p.RankFault, ...] = ()
     """Since the last order to go."""
     fault_counts: Mapping[int, int] = {}
     """Causes by initial rank, up to the last order to go."""
@@ -161,7 +122,7 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     last_call_s: float | None = None
     """Until when the cause of the known faults is waited for."""
     first_completed_s: float | None = None
-    end: Finish | Abort | None = None
+    end: p.Finish | p.Abort | None = None
     """The last order."""
 
 
@@ -170,7 +131,7 @@ class MemberJoined(msgspec.Struct, frozen=True, kw_only=True):
 
     initial_rank: int
     node: str
-    standing: MemberStanding
+    standing: p.MemberStanding
     at_s: float
     labels: Mapping[str, str] = {}
     """What it reports of its place beyond its node."""
@@ -180,7 +141,7 @@ class MemberReported(msgspec.Struct, frozen=True, kw_only=True):
     """A member reported."""
 
     initial_rank: int
-    report: Report
+    report: p.Report
     at_s: float
 
 
@@ -188,7 +149,7 @@ class MemberLost(msgspec.Struct, frozen=True, kw_only=True):
     """A member's process is gone, or counts as gone."""
 
     initial_rank: int
-    kind: RankFaultKind
+    kind: p.RankFaultKind
     summary: str
     at_s: float
 
@@ -213,7 +174,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
     """Give these members an order."""
 
     to: tuple[int, ...]
-    order: Order
+    order: p.Order
 
 
 def begin(world_size: int, at_s: float) -> RestartState:
@@ -223,7 +184,7 @@ def begin(world_size: int, at_s: float) -> RestartState:
 
 
 def take_over(
-    standings: Mapping[int, MemberStanding], nodes: Mapping[int, str], world_size: int, at_s: float
+    standings: Mapping[int, p.MemberStanding], nodes: Mapping[int, str], world_size: int, at_s: float
 ) -> RestartState:
     """Return the state for a hub that follows one that is gone.
 
@@ -255,7 +216,7 @@ def take_over(
         began_s=at_s,
         num_questions=int(at_s * 1e6),
         gone=tuple(
-            MemberFacts(initial_rank=rank, node="", active_rank=active, is_alive=False)
+            p.MemberFacts(initial_rank=rank, node="", active_rank=active, is_alive=False)
             for rank, active in newest.ranks.items()
             if active is not None and rank not in nodes
         ),
@@ -263,7 +224,7 @@ def take_over(
     )
 
 
-def next_deadline_s(state: RestartState, limits: RestartLimits) -> float | None:
+def next_deadline_s(state: RestartState, limits: p.RestartLimits) -> float | None:
     """Return when the next :class:`TimePassed` is due; ``None``: time changes nothing."""
     if state.phase == RestartPhase.RUNNING and state.first_completed_s is not None:
         return state.first_completed_s + limits.completion_timeout_s
@@ -276,7 +237,7 @@ def next_deadline_s(state: RestartState, limits: RestartLimits) -> float | None:
     return state.began_s + limits.barrier_timeout_s
 
 
-def advance(state: RestartState, event: Event, limits: RestartLimits) -> tuple[RestartState, tuple[Send, ...]]:
+def advance(state: RestartState, event: Event, limits: p.RestartLimits) -> tuple[RestartState, tuple[Send, ...]]:
     """Return what is known after an event, and the orders to give, in this order."""
     step = _RestartTransition(state, limits, event.at_s)
     match event:
@@ -296,7 +257,7 @@ def advance(state: RestartState, event: Event, limits: RestartLimits) -> tuple[R
 class _RestartTransition:
     """One call of :func:`advance`: what is known so far, and the orders that follow from it so far."""
 
-    def __init__(self, state: RestartState, limits: RestartLimits, at_s: float) -> None:
+    def __init__(self, state: RestartState, limits: p.RestartLimits, at_s: float) -> None:
         self.state, self.limits, self.at_s = state, limits, at_s
         self.actions: list[Send] = []
 
@@ -307,13 +268,13 @@ class _RestartTransition:
         if state.end is not None:
             return self.send(rank, state.end)
         if rank not in state.members:
-            return self.send(rank, Expel(reason="the others resumed without this rank"))
+            return self.send(rank, p.Expel(reason="the others resumed without this rank"))
         self.set_member(rank, node=event.node, labels=event.labels, is_here=True)
         if self._catch_up(standing):
             state = self.state  # the order to restart went to this member, too
         elif state.phase == RestartPhase.FORMING:
             if standing.restart < state.restart_count and state.restart_count > 0:
-                self.send(rank, Restart(restart_count=state.restart_count, faults=self.sent_faults))
+                self.send(rank, p.Restart(restart_count=state.restart_count, faults=self.sent_faults))
             elif state.question is not None and state.question.to == rank:
                 self._ask_again()
         elif standing.restart_count < state.restart_count and state.go is not None:
@@ -321,26 +282,26 @@ class _RestartTransition:
         for fault in standing.faults:
             self.report(rank, fault)
         if standing.completed >= 0:
-            self.report(rank, Completed(restart_count=standing.completed))
+            self.report(rank, p.Completed(restart_count=standing.completed))
         if standing.ready is not None:
             self.report(rank, standing.ready)
 
-    def report(self, rank: int, report: Report) -> None:
+    def report(self, rank: int, report: p.Report) -> None:
         if self.state.end is not None or rank not in self.state.members:
             return
         match report:
-            case RankFault():
+            case p.RankFault():
                 self._on_fault(rank, report)
-            case RankReady():
+            case p.RankReady():
                 self._on_ready(rank, report)
-            case Completed():
+            case p.Completed():
                 self._on_completed(rank, report.restart_count)
-            case Assigned():
+            case p.Assigned():
                 self._on_assigned(rank, report)
-            case Left():
+            case p.Left():
                 self._on_left(rank, report)
 
-    def lose(self, rank: int, kind: RankFaultKind, summary: str) -> None:
+    def lose(self, rank: int, kind: p.RankFaultKind, summary: str) -> None:
         state = self.state
         if state.end is not None or (member := state.members.get(rank)) is None:
             return
@@ -363,7 +324,7 @@ class _RestartTransition:
             for rank, member in state.members.items():
                 if member.active_rank is not None and not member.completed:
                     summary = f"not completed {self.limits.completion_timeout_s:g} s after the first"
-                    self.note_new(rank, RankFaultKind.COMPLETION_TIMEOUT, summary, state.restart_count)
+                    self.note_new(rank, p.RankFaultKind.COMPLETION_TIMEOUT, summary, state.restart_count)
             self._restart()
         elif state.question is not None:
             self._expel(state.question.to, "it did not assign the ranks in time")
@@ -382,7 +343,7 @@ class _RestartTransition:
 
     # -- reports -----------------------------------------------------------------------------------------------
 
-    def _on_fault(self, rank: int, fault: RankFault) -> None:
+    def _on_fault(self, rank: int, fault: p.RankFault) -> None:
         state = self.state
         fault = msgspec.structs.replace(fault, initial_rank=rank)
         if state.phase == RestartPhase.FORMING:
@@ -395,12 +356,12 @@ class _RestartTransition:
             if state.members[rank].active_rank is not None:
                 self._restart()
 
-    def _on_ready(self, rank: int, ready: RankReady) -> None:
+    def _on_ready(self, rank: int, ready: p.RankReady) -> None:
         state = self.state
         if state.phase == RestartPhase.RUNNING and ready.restart_count == state.restart_count + 1:
             # It left the function, and why did not reach this hub.
             summary = "it left the function"
-            self.note_new(rank, RankFaultKind.EXCEPTION, summary, state.restart_count)
+            self.note_new(rank, p.RankFaultKind.EXCEPTION, summary, state.restart_count)
             self._restart()
             state = self.state
         if state.phase != RestartPhase.FORMING or ready.restart_count != state.restart_count:
@@ -419,7 +380,7 @@ class _RestartTransition:
             self.replace(first_completed_s=self.at_s)
         self._finish_if_complete()
 
-    def _on_assigned(self, rank: int, answer: Assigned) -> None:
+    def _on_assigned(self, rank: int, answer: p.Assigned) -> None:
         state = self.state
         question = state.question
         if question is None or (question.ordinal, question.to) != (answer.ordinal, rank):
@@ -431,20 +392,20 @@ class _RestartTransition:
             return self._abort(f"rank_assignment gave {answer.ranks}: active ranks have to be 0, 1, ... of members")
         self._go(answer.ranks)
 
-    def _on_left(self, rank: int, left: Left) -> None:
+    def _on_left(self, rank: int, left: p.Left) -> None:
         if left.fatal:
             self.remove(rank)
             return self._abort(left.reason)
         member, state = self.state.members[rank], self.state
         if state.phase == RestartPhase.RUNNING and member.active_rank is not None and not member.completed:
-            return self.lose(rank, RankFaultKind.DIED, left.reason)
+            return self.lose(rank, p.RankFaultKind.DIED, left.reason)
         self.remove(rank)
         if state.phase == RestartPhase.FORMING:
             self._form()
         else:
             self._finish_if_complete()
 
-    def _catch_up(self, standing: MemberStanding) -> bool:
+    def _catch_up(self, standing: p.MemberStanding) -> bool:
         """Restart beyond what a member has seen, where that is more than this hub knows of; return whether it was."""
         state = self.state
         wanted = max(standing.restart, 0 if standing.restart_count < 0 else standing.restart_count + 1)
@@ -482,7 +443,7 @@ class _RestartTransition:
             first_completed_s=None,
             go=None,
         )
-        self.send_all(Restart(restart_count=self.state.restart_count, faults=self.sent_faults))
+        self.send_all(p.Restart(restart_count=self.state.restart_count, faults=self.sent_faults))
 
     def _form(self) -> None:
         """Ask for the ranks if everybody is ready."""
@@ -513,7 +474,7 @@ class _RestartTransition:
         members = [member.facts(rank) for rank, member in state.members.items()] + list(state.gone)
         self.send(
             state.question.to,
-            Assign(
+            p.Assign(
                 ordinal=state.question.ordinal,
                 restart_count=state.restart_count,
                 members=tuple(sorted(members, key=lambda member: member.initial_rank)),
@@ -524,7 +485,7 @@ class _RestartTransition:
         state = self.state
         host = next(rank for rank, active in ranks.items() if active == 0)
         counts = self.fault_counts
-        go = Go(
+        go = p.Go(
             restart_count=state.restart_count,
             ranks=dict(ranks),
             active_world_size=sum(active is not None for active in ranks.values()),
@@ -552,12 +513,12 @@ class _RestartTransition:
     def _finish_if_complete(self) -> None:
         state = self.state
         if all(member.completed or member.active_rank is None for member in state.members.values()):
-            order = Finish(restart_count=state.restart_count)
+            order = p.Finish(restart_count=state.restart_count)
             self.send_all(order)
             self.replace(phase=RestartPhase.FINISHED, end=order)
 
     def _abort(self, reason: str) -> None:
-        order = Abort(reason=reason, restart_count=self.state.restart_count, fault_counts=self.fault_counts)
+        order = p.Abort(reason=reason, restart_count=self.state.restart_count, fault_counts=self.fault_counts)
         self.send_all(order)
         self.replace(phase=RestartPhase.ABORTED, end=order, question=None)
 
@@ -565,14 +526,14 @@ class _RestartTransition:
         is_here = self.state.members[rank].is_here
         self.remove(rank)
         at = max(0, self.state.restart_count - 1)
-        self.note_new(rank, RankFaultKind.BARRIER_TIMEOUT, reason, at)
+        self.note_new(rank, p.RankFaultKind.BARRIER_TIMEOUT, reason, at)
         if is_here:
-            self.send(rank, Expel(reason=reason))
+            self.send(rank, p.Expel(reason=reason))
 
     # -- the draft ---------------------------------------------------------------------------------------------
 
     @property
-    def sent_faults(self) -> tuple[RankFault, ...]:
+    def sent_faults(self) -> tuple[p.RankFault, ...]:
         """The faults since the last order to go as every member gets them, causes first."""
         return judge(self.state.faults)[:_MAX_FAULTS]
 
@@ -581,10 +542,10 @@ class _RestartTransition:
         """Causes by initial rank, those since the last order to go among them."""
         return count_causes(self.state.fault_counts, self.state.faults)
 
-    def note_new(self, rank: int, kind: RankFaultKind, summary: str, restart_count: int) -> None:
-        self.note(RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, summary=summary))
+    def note_new(self, rank: int, kind: p.RankFaultKind, summary: str, restart_count: int) -> None:
+        self.note(p.RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, summary=summary))
 
-    def note(self, fault: RankFault) -> None:
+    def note(self, fault: p.RankFault) -> None:
         self.replace(faults=add_fault(self.state.faults, fault))
 
     def remove(self, rank: int) -> None:
@@ -601,10 +562,10 @@ class _RestartTransition:
     def replace(self, **changes: object) -> None:
         self.state = msgspec.structs.replace(self.state, **changes)
 
-    def send(self, rank: int, order: Order) -> None:
+    def send(self, rank: int, order: p.Order) -> None:
         self.actions.append(Send(to=(rank,), order=order))
 
-    def send_all(self, order: Order) -> None:
+    def send_all(self, order: p.Order) -> None:
         """Give every member that is here an order."""
         to = tuple(sorted(rank for rank, member in self.state.members.items() if member.is_here))
         self.actions.append(Send(to=to, order=order))

@@ -18,44 +18,440 @@ A restart inside the processes is a restart like any other: it is granted from t
 rungs continues forever. It has happened by the time it is judged; one that is not granted ends the job. One that is
 granted ends no cycle, and so does not count as a cycle without progress.
 
-What follows a result that a worker judged invalid (exit codes 16 and 17) is decided by
-:mod:`outlast.policy.invalid_results`: another copy, another device, another try, or the end; within the same budgets.
-
 After a slow rank (exit code 18) its node gives its slot to a spare and gets none any more. Without a spare the run
 stops: the same workers on the same nodes would be as slow, and the verdict names the node to leave out of the next job.
 
 The exit code of a stop shows a scheduler whether trying again can help: 93 when the same thing was tried
 again and got no further; 1 when nothing was tried (``max_restarts=0``), when the progress is unknown, or when
 the last cycle did get further and only the total is spent.
+
+A result that a worker judged invalid (exit codes 16 and 17, :func:`find_remedy`) has remedies of its own, within the
+same budgets. Exit code 16 asks to have the result run again before it is judged. In this order:
+
+1. Soon after a load from a near tier that copy is distrusted; the next cycle loads another one.
+2. Another device decides: the node that saw the result is held back, a spare takes its slot, and the next cycle
+   replays the saved batches. Once for each result.
+3. Without another device the same one tries again, a bounded number of times for each result.
+4. Soon after a load from the global tier that generation is distrusted; the next cycle loads an older one.
+5. Stop, with the diagnosis.
+
+Exit code 17 brings a verdict. A *correct* result stops the run at once: what trained it would do so again. A device's
+*persistent* fault takes its node out, where the world can do without it; else the node gets one more chance for as long
+as there is no progress. Where ranks outvoted one whose replica differed, without a replay, a second such verdict soon
+after a load points at the copy that was loaded. A code that brings no verdict, or comes from a replay that decided
+nothing, leads to steps 1, 4 and 5. Replicas that differ without a majority have no culprit and nothing to replay: their
+workers start again on the same devices, a bounded number of times.
+
+Each remedy is tried once, or as often as stated, for the same result: the ladder remembers in its cases what was tried.
+A result that was invalid twice on one device is either that device's persistent fault or the correct result of bad data
+or a bad model. Only another device can decide. Where there is none, the same one may try again a few times; it can only
+show that the result is not reproducible after all. A *case* is an invalid result without a verdict yet, with the
+replays that were granted to find one. Its step and the device on which the result was seen first identify it. It is
+closed by progress: training committed a generation beyond its iteration.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, Rung, Verdict
-from outlast.policy.invalid_results import Remedy, file_case, find_remedy, open_cases
-from outlast.policy.ladder_state import MAX_HISTORY, CycleEnd, LadderState, LadderStep, Limits, begin_job, begin_run
-from outlast.policy.quarantine import settle
-from outlast.policy.rerun import Finding
+from outlast.policy.recovery_point import Distrusted, Judgement, Load, judge, settle
+from outlast.policy.rerun import Diagnosis, Finding, InvalidResultCase, Replay
 from outlast.wording import count
 
-__all__ = [
-    "CycleEnd",
-    "LadderState",
-    "LadderStep",
-    "Limits",
-    "begin_job",
-    "begin_run",
-    "count_of_restart",
-    "decide",
-    "drop_replay",
-    "judge_slow_rank",
-    "resume_point",
-    "slow_node",
-    "spent_budget",
-]
+MAX_HISTORY = 64
+"""How many of the newest entries each of the ladder's lists keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much may be tried."""
+
+    max_restarts: int = 3
+    """Restarts in a row without progress in between; 0 = none at all."""
+
+    max_restarts_total: int | None = None
+    """Restarts over the whole run, with or without progress; ``None`` = no limit."""
+
+    max_no_progress_cycles: int = 3
+    """Cycles in a row that may end without progress, where progress can be known."""
+
+    max_node_faults: int = 3
+    """Faults after which a node gives its slot to a spare, where one waits; 0 = never."""
+
+    max_same_device_reruns: int = 2
+    """Restarts on the same devices for the same exit code 16, where its worker left no diagnosis, which has a limit of
+    its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CycleEnd:
+    """How a cycle ended, or what its workers recovered from in process, as far as all nodes together know."""
+
+    cycle: int
+    incident: Incident | None
+    """The cause, not what it did to others; ``None`` only when the cycle finished or was preempted."""
+
+    finished: bool = False
+    """Every worker ended with exit code 0."""
+
+    recovered_in_process: bool = False
+    """It did not end after all: its workers restarted inside their processes."""
+
+    preempted: bool = False
+    """The job was requested to shut down."""
+
+    preempted_saved: bool = False
+    """The workers saved what they had before they left."""
+
+    durable_iteration: int | None = None
+    """Highest iteration that any rank knows to be committed; ``None`` = none yet."""
+
+    progress_known: bool = False
+    """A worker reports its saves to us, so that no new one means no progress."""
+
+    had_session: bool = False
+    """A worker had a session, or a monitor: more is known of the run than the exit codes of its processes."""
+
+    num_spares: int = 0
+    """Nodes that wait for a slot, may have one, and fit the slot of the node that the cause points at."""
+
+    may_shrink: bool = False
+    """The world may continue without a node if no spare waits."""
+
+    load: Load | None = None
+    """What the workers had loaded; ``None`` = nothing, or it is not known."""
+
+    is_permanent: bool = False
+    """All ranks failed alike before their first step, and a restart cannot help; see ``policy.causes``."""
+
+    diagnosis: Diagnosis | None = None
+    """What the workers knew of the invalid result, or slow rank, because of which they left; ``None`` = they left
+    none."""
+
+    def __post_init__(self) -> None:
+        assert self.incident is not None or self.finished or self.preempted, "a failed cycle needs its incident"
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code with which a worker ended by itself; ``None`` where the cause is another one."""
+        if self.incident is None or self.incident.kind != IncidentKind.WORKER_FAILED:
+            return None
+        return self.incident.exit_code
+
+    @property
+    def is_invalid_result(self) -> bool:
+        """Whether it ended because a worker judged a result invalid."""
+        verdicts = (ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_VALIDATION)
+        return not self.finished and not self.preempted and self.exit_code in verdicts
+
+    @property
+    def is_slow_rank(self) -> bool:
+        """Whether it ended because all ranks left for the sake of a slow one."""
+        return not self.finished and not self.preempted and self.exit_code == ExitReason.STRAGGLER
+
+
+class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One remembered decision."""
+
+    cycle: int
+    job: str = ""
+    incident: str = ""
+    rung: Rung
+    reason: str
+    durable_iteration: int | None = None
+    time: str = ""
+    """When it was decided, ISO 8601 in UTC; whoever writes the file fills it in, and no decision reads it."""
+
+
+class LadderState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ladder remembers from cycle to cycle and from job to job."""
+
+    job: str = ""
+    """The job that wrote this; its budgets begin afresh in the next one, see :func:`begin_job`."""
+    restarts_without_progress: int = 0
+    restarts_total: int = 0
+    cycles_without_progress: int = 0
+    best_durable: int | None = None
+    """Highest durable iteration ever seen; never falls."""
+    progress_known: bool = False
+    """Some cycle of this run reported its saves; one that reports nothing has then made no progress."""
+    had_session: bool = False
+    """Some worker of this run had a session, or a monitor."""
+    node_faults: dict[str, int] = {}
+    """Faults that began on each node in this job; what they did to peers is not counted."""
+    quarantined: tuple[str, ...] = ()
+    """Nodes that get no slot any more in this job."""
+    held_back: tuple[str, ...] = ()
+    """Nodes that get no slot in the cycle that follows: what went wrong there is replayed elsewhere."""
+    blamed: tuple[str, ...] = ()
+    """Nodes whose device was found to be at fault since the last progress in this job."""
+    loads: tuple[Load, ...] = ()
+    """What the newest cycles of the run loaded, oldest first."""
+    distrusted: tuple[Distrusted, ...] = ()
+    """Copies that led to invalid results: these, and what descends from them, are not loaded again. Take an entry out
+    of ``ladder.json`` to trust its copy again."""
+    cases: tuple[InvalidResultCase, ...] = ()
+    """Invalid results that no verdict was found for yet, and what was tried to find one."""
+    replay: Replay | None = None
+    """What the newest cycle was, or the next one is, started to replay; ``None`` = it trains as usual."""
+    finished: bool = False
+    stopped_with: int | None = None
+    """Exit code of the stop that ended the last job; ``None`` while one runs or when it was re-queued."""
+    history: tuple[LadderStep, ...] = ()
+    """The newest decisions, oldest first."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has trained to its end, so that no job trains again.
+
+        Where no worker ever had a session nobody knows whether anything was trained: an empty script ends with 0, too.
+        """
+        # Both of the latter are known through a session alone; files of earlier versions have only them.
+        return self.finished and (self.had_session or self.progress_known or self.best_durable is not None)
+
+    @property
+    def barred(self) -> tuple[str, ...]:
+        """Nodes that get no slot now."""
+        return (*self.quarantined, *self.held_back)
+
+
+def begin_job(state: LadderState) -> LadderState:
+    """Return the state with which a new job of the run starts.
+
+    ``--max-restarts``, node faults and what is known of nodes are a job's own. The cycles without progress keep
+    counting from job to job, unless the ladder itself had ended the run permanently (exit codes 17 and 93): nothing in
+    outlast re-queues such a run, so whoever starts it again has looked at it, and gets all budgets afresh.
+
+    A replay that was pending when a job was shut down continues in the next one, wherever its ranks are then: its
+    workers see whether they are on another device. Where the job just ended, the replay may have ended it, and is
+    dropped. What was tried so far for an invalid result still counts.
+
+    A run that finished without any worker ever having had a session begins anew, as with ``torchrun``.
+    """
+    if state.finished and not state.is_over:
+        return begin_run(state)
+    was_told_to_leave = bool(state.history) and state.history[-1].rung == Rung.REQUEUE_JOB
+    if not was_told_to_leave:
+        state = msgspec.structs.replace(state, replay=None)
+    cases = tuple(case for case in state.cases if case.iteration is not None)  # others may be another job's
+    state = msgspec.structs.replace(
+        state, restarts_without_progress=0, node_faults={}, quarantined=(), held_back=(), blamed=(), cases=cases
+    )
+    if state.stopped_with in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
+        distrusted = tuple(msgspec.structs.replace(one, settled=True) for one in state.distrusted)
+        state = msgspec.structs.replace(
+            state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted, cases=()
+        )
+    return msgspec.structs.replace(state, stopped_with=None)
+
+
+def begin_run(state: LadderState) -> LadderState:
+    """Return the state of a new run in the directory of a finished one: all budgets afresh.
+
+    What was saved is known by the names of its job and cycle: those that were given stay remembered, and so do the
+    copies that are not to be loaded.
+    """
+    return LadderState(loads=state.loads, distrusted=state.distrusted, history=state.history)
+
+
+_GLOBAL = "global"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """What to do about an invalid result, if a budget allows it where it is a restart."""
+
+    what: str
+    """What happened, for people."""
+    action: str
+    """What is done about it and why, for people."""
+    stops: bool = False
+    """The run stops with the diagnosis; everything else is a restart."""
+    rung: Rung = Rung.RESTART_WORKERS
+    distrusted: Distrusted | None = None
+    """A copy that is not loaded again, restart or not."""
+    quarantine: str = ""
+    """Node that gets no slot any more; empty = none."""
+    hold_back: str = ""
+    """Node that gets no slot in the next cycle; empty = none."""
+    replay: Replay | None = None
+    """What the next cycle replays."""
+    case: InvalidResultCase | None = None
+    """What is remembered of the result once the restart is granted."""
+    faulty_node: str = ""
+    """Node that it is charged to; empty = it is not known whose fault it is."""
+    is_device_fault: bool = False
+    """A device of that node is at fault, and it has this one chance to show otherwise."""
+
+
+def find_remedy(state: LadderState, end: CycleEnd, limits: Limits) -> Remedy:
+    """Return what to do after a cycle that ended because of an invalid result."""
+    assert end.is_invalid_result
+    assert end.incident is not None
+    what, diagnosis = _describe(end.incident, end.diagnosis), end.diagnosis
+    if end.exit_code == ExitReason.RESUME_TO_DISAMBIGUATE:
+        return _disambiguate(state, end, end.incident, limits, what)
+    if diagnosis is not None and diagnosis.finding == Finding.CORRECT:
+        return Remedy(what=what, action="stopping: training would come to the same result again", stops=True)
+    if diagnosis is not None and diagnosis.finding == Finding.REPEATED:
+        return Remedy(what=what, action="stopping: it came in as many steps in a row as are allowed", stops=True)
+    if diagnosis is not None and diagnosis.finding == Finding.PERSISTENT:
+        return _blame(state, end, diagnosis, what)
+    if diagnosis is None:
+        return _judge_copy(what, _judge_load(state, end.load, _iteration(end)), faulty_node=end.incident.node)
+    # A last try, or one on another device, that decided nothing: what is left is the copy that was trained on.
+    case = _find_case(state.cases, end.incident, diagnosis, end.load, is_replay=_is_replay(state, diagnosis))
+    return _judge_copy(what, _judge_load(state, case.load, diagnosis.iteration))
+
+
+def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits, what: str) -> Remedy:
+    diagnosis = end.diagnosis
+    is_replay = _is_replay(state, diagnosis)
+    case = _find_case(state.cases, incident, diagnosis, end.load, is_replay=is_replay)
+    judgement = _judge_load(state, case.load, _iteration(end))
+    faulty = "" if diagnosis is not None else incident.node
+    if judgement.distrusted is not None and judgement.distrusted.tier != _GLOBAL:
+        return _judge_copy(what, judgement, faulty_node=faulty)
+    if diagnosis is None or diagnosis.finding == Finding.SPLIT:
+        if case.same_device < limits.max_same_device_reruns:
+            attempt = f"try {case.same_device + 1} of {limits.max_same_device_reruns}"
+            known = "there is no diagnosis" if diagnosis is None else "there is no device to hold back"
+            action = f"{known}, restarting the workers on the same devices, {attempt}"
+            return Remedy(what=what, action=action, case=_granted_here(case), faulty_node=faulty)
+        return _judge_copy(what, judgement, faulty_node=faulty)
+    if diagnosis.node and end.num_spares > 0 and not case.elsewhere:
+        return Remedy(
+            what=what,
+            action=f"a spare takes the slot of node {diagnosis.node}, which is held back, and replays it",
+            rung=Rung.REPLACE_NODE,
+            hold_back=diagnosis.node,
+            replay=diagnosis.replay(tries=max(diagnosis.tries, case.same_device)),
+            case=msgspec.structs.replace(case, elsewhere=case.elsewhere + 1),
+        )
+    tries = max(case.same_device, diagnosis.tries)
+    came_from_elsewhere = is_replay and diagnosis.replayed_on not in ("", diagnosis.device)
+    if tries < diagnosis.max_tries and not came_from_elsewhere:
+        action = f"no other device is free, replaying it on the same one, try {tries + 1} of {diagnosis.max_tries}"
+        return Remedy(what=what, action=action, replay=diagnosis.replay(tries=tries), case=_granted_here(case))
+    return _judge_copy(what, judgement)
+
+
+def _blame(state: LadderState, end: CycleEnd, diagnosis: Diagnosis, what: str) -> Remedy:
+    """Return the answer to a device's persistent fault."""
+    node = state.replay.node if state.replay is not None and _is_replay(state, diagnosis) else diagnosis.node
+    if not diagnosis.replayed_on and state.blamed:
+        judgement = _judge_load(state, end.load, diagnosis.iteration)
+        if judgement.distrusted is not None:
+            return _judge_copy(what, judgement)
+    if node in state.held_back:
+        action = f"node {node} is quarantined, restarting the workers on the others"
+        return Remedy(what=what, action=action, quarantine=node, faulty_node=node, is_device_fault=True)
+    if node and node not in state.quarantined and (end.num_spares > 0 or end.may_shrink):
+        heir = "a spare takes its slot" if end.num_spares > 0 else "training continues without it"
+        action = f"node {node} is quarantined, {heir}"
+        rung = Rung.REPLACE_NODE
+        return Remedy(what=what, action=action, rung=rung, quarantine=node, faulty_node=node, is_device_fault=True)
+    if node in state.blamed:
+        action = f"stopping: node {node} had its chance since the last progress, and no other one waits for its slot"
+        return Remedy(what=what, action=action, stops=True, faulty_node=node)
+    where = f"node {node}" if node else "its node"
+    action = f"no other node waits for the slot of {where}, restarting the workers there, once"
+    return Remedy(what=what, action=action, faulty_node=node, is_device_fault=True)
+
+
+def _judge_copy(what: str, judgement: Judgement, *, faulty_node: str = "") -> Remedy:
+    """Return the answer that blames the copy that was loaded, or none: then the run stops."""
+    if judgement.distrusted is None:
+        action = f"{judgement.reason}: stopping, its diagnosis is in the journal"
+        return Remedy(what=what, action=action, stops=True, faulty_node=faulty_node)
+    what, action = f"{what}; {judgement.reason}", "restarting the workers, which load another copy"
+    return Remedy(what=what, action=action, distrusted=judgement.distrusted, faulty_node=faulty_node)
+
+
+def _judge_load(state: LadderState, load: Load | None, iteration: int | None) -> Judgement:
+    return judge(load, iteration, known=state.distrusted, loads=state.loads)
+
+
+def _is_replay(state: LadderState, diagnosis: Diagnosis | None) -> bool:
+    """Return whether the cycle was started to replay this very result."""
+    return diagnosis is not None and state.replay is not None and diagnosis.iteration == state.replay.iteration
+
+
+def _iteration(end: CycleEnd) -> int | None:
+    assert end.incident is not None
+    return end.diagnosis.iteration if end.diagnosis is not None else end.incident.iteration
+
+
+def _describe(incident: Incident, diagnosis: Diagnosis | None) -> str:
+    text = f"{incident.describe()}: a result was judged invalid"
+    if diagnosis is not None and diagnosis.describe() not in text:
+        text += f": {diagnosis.describe()}"
+    return text
+
+
+def _find_case(
+    cases: Sequence[InvalidResultCase],
+    incident: Incident,
+    diagnosis: Diagnosis | None,
+    load: Load | None,
+    *,
+    is_replay: bool,
+) -> InvalidResultCase:
+    """Return the case of an invalid result: the one that is open already, or a new one.
+
+    Args:
+        cases: The open ones.
+        incident: The cycle's end.
+        diagnosis: What the workers knew.
+        load: What the cycle had loaded.
+        is_replay: The cycle was started to replay this result: what it loaded is the diagnostic save.
+    """
+    if diagnosis is None:
+        new = InvalidResultCase(iteration=incident.iteration, device=incident.node, rank=incident.rank, load=load)
+    else:
+        rank = None if diagnosis.device else diagnosis.rank
+        new = InvalidResultCase(
+            iteration=diagnosis.iteration, device=diagnosis.device or diagnosis.node, rank=rank, load=load
+        )
+    known = next((case for case in cases if _key(case) == _key(new)), None)
+    if known is None:
+        return msgspec.structs.replace(new, load=None) if is_replay else new
+    return known if is_replay else msgspec.structs.replace(known, load=load)
+
+
+def _granted_here(case: InvalidResultCase) -> InvalidResultCase:
+    """Return a case after one more try on the same device was granted."""
+    return msgspec.structs.replace(case, same_device=case.same_device + 1)
+
+
+def file_case(cases: Sequence[InvalidResultCase], case: InvalidResultCase) -> tuple[InvalidResultCase, ...]:
+    """Return the cases with one added, or replaced by what became of it."""
+    return (*(other for other in cases if _key(other) != _key(case)), case)
+
+
+def open_cases(cases: Sequence[InvalidResultCase], durable_iteration: int | None) -> tuple[InvalidResultCase, ...]:
+    """Return the cases that are still open after a cycle.
+
+    Args:
+        cases: Those before it.
+        durable_iteration: The newest generation that it committed; ``None`` = none. Where a case's iteration is not
+            known, any commit closes it.
+    """
+    return tuple(
+        case
+        for case in cases
+        if durable_iteration is None or (case.iteration is not None and durable_iteration <= case.iteration)
+    )
+
+
+def _key(case: InvalidResultCase) -> tuple[int | None, str, int | None]:
+    return case.iteration, case.device, case.rank
+
 
 _NOT_OVER = "every worker ended with 0; none had a session, so the same run can be started again"
 

@@ -34,24 +34,6 @@ from enum import Enum
 
 import msgspec
 
-__all__ = [
-    "ClaimStep",
-    "DirectoryRun",
-    "LeaseOwner",
-    "LeaseStep",
-    "OwnerStanding",
-    "Process",
-    "RunEvidence",
-    "Silence",
-    "choose_run",
-    "find_life",
-    "find_owner",
-    "is_same_training",
-    "judge_claim",
-    "judge_owner",
-]
-
-
 EXPIRES_AFTER = 5
 """Renewals that an owner misses before it counts as gone."""
 GAP_S = 2.0

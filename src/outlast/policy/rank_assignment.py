@@ -11,18 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from outlast.errors import ConfigError, RestartAbort
 
-__all__ = [
-    "Assignment",
-    "Member",
-    "Rule",
-    "assign",
-    "fill_gaps",
-    "hold_back",
-    "keep_first",
-    "keep_multiple",
-    "shift_up",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:

@@ -1,23 +1,54 @@
-"""Which generation all ranks go back to, and from which copy each of them.
+"""Which state all ranks go back to: a generation's copies in the tiers, or what they still hold in memory.
 
 A *copy* is one rank's part of a generation in one place. Two attempts at the same iteration are two generations:
 their parts are never mixed. The rule: the newest generation of which every rank has a copy that nobody refused; of
 each rank's copies of it, the one in the nearest tier.
 
-What there are reasons against without proof comes after all else: copies that are doubtful (:mod:`policy.quarantine`),
-and before them generations with numbers that are infinite or NaN. Such a state may be right, with masks for example,
-but then so are all its generations: a newer one is left aside only for an older one that is finite.
+What there are reasons against without proof comes after all else: copies that are doubtful, and before them
+generations with numbers that are infinite or NaN. Such a state may be right, with masks for example, but then so are
+all its generations: a newer one is left aside only for an older one that is finite.
+
+**Distrusted copies** are not loaded again, because results turned invalid soon after they were. Within
+``suspect_window`` iterations of a load an invalid result casts doubt on what was loaded:
+
+* Loaded from a near tier (memory, local, replica): the generation's near copies are distrusted, and everything that was
+  saved by a cycle that trained on them. The other near copies of the cycle that had saved it are doubtful. The next
+  load goes down to the global tier or to what an older cycle saved; to doubtful copies only if there is nothing else.
+* Loaded from the global tier: the generation is distrusted in every tier, and everything that descends from it. The
+  next load takes an older one. A second time, no copy is at fault: stop, with the diagnosis.
+
+All near copies of an attempt are distrusted at once. They were verified against the same digests, so they are the same
+bytes, and a replica that was fetched has become a memory copy by the time of the next load. What spoiled one on its way
+may have spoiled all that its cycle saved nearby, and trying them one by one would cost a cycle each. The global tier's
+copies are other files with digests of their own: they get their chance.
+
+Lineage has two sources. A manifest names the attempt that its processes had loaded; and a cycle that loaded a
+distrusted copy taints whatever it saved, even where a link between was deleted since. A copy from the global tier may
+be sound where the near ones of the same attempt are not, so what was saved after *it* was loaded is not tainted.
+
+It comes to an end: a copy is distrusted once, :data:`MAX_OPEN` judgements may be open, one of them of the global tier.
+One is settled when training committed a generation beyond the iteration at which the result had been invalid.
+
+**After a restart in process** (:func:`plan_in_place`) each rank reports what it holds: at which iteration its part of
+the state is *whole*, that is, as the end of that many optimizer steps left it. It is not whole where an update had
+begun, or something else has changed it since. What is a rank's own (random numbers, the position in the data) is kept
+apart, for the last two iterations, and also by its neighbours on the node, so that it outlives the rank. The ranks go
+on from the newest iteration at which each of them has its part, or another rank has the same part, and at which the own
+things of every rank are there. A rank that lacks its part gets it. In any doubt nothing of this is used, and everybody
+loads from the checkpoint tiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["Copy", "RecoveryPoint", "Tier", "choose_best_point", "choose_recovery_point"]
+from outlast.decoding import from_json
+from outlast.wording import count
 
 
 class Tier(IntEnum):
@@ -122,3 +153,303 @@ def choose_best_point(
 
 def _place(copy: Copy) -> tuple[Tier, str]:
     return copy.tier, copy.holder
+
+
+TierName: TypeAlias = Literal["memory", "local", "replica", "global"]
+MAX_OPEN = 3
+"""Judgements in a row after which an invalid result is no copy's fault any more."""
+_GLOBAL = str(Tier.GLOBAL)
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks of a cycle loaded."""
+
+    cycle: str
+    """Name of the cycle, ``<job>-<number>``: what it saved has names that begin with it."""
+    generation: int
+    attempt: str
+    """The attempt that had saved it."""
+    tier: TierName
+    """See :func:`tier_of_load`."""
+    suspect_window: int = 0
+    """Iterations after the load in which an invalid result casts doubt on it."""
+
+
+class Distrusted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Copies that are not loaded again: a generation's near ones or, with ``tier="global"``, all of them."""
+
+    generation: int
+    attempt: str
+    tier: TierName
+    """Where it was loaded from when the result was invalid."""
+    iteration: int = 0
+    """Number of optimizer steps done when the result was invalid."""
+    cycle: str = ""
+    """The cycle in which it was."""
+    why: str = ""
+    """One line for people."""
+    tainted: tuple[str, ...] = ()
+    """Names of the cycles that trained on it, or on what descends from it; empty = not known, then all of its
+    descendants count."""
+    settled: bool = False
+    """Training has since committed a generation beyond ``iteration``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What an invalid result shows about what was loaded."""
+
+    distrusted: Distrusted | None
+    """What is not loaded again; then the run is restarted. ``None``: it is not the copy's fault, the run stops."""
+    reason: str
+    """Part of a sentence, for people."""
+
+
+def tier_of_load(tiers: Iterable[str]) -> TierName:
+    """Return the tier that a load is judged by: the farthest near one that a rank used, else the global tier.
+
+    Args:
+        tiers: Each rank's tier.
+    """
+    used = sorted({Tier[tier.upper()] for tier in tiers} - {Tier.GLOBAL})
+    names: tuple[TierName, ...] = ("memory", "local", "replica", "global")
+    return names[used[-1]] if used else "global"
+
+
+def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distrusted], loads: Sequence[Load]) -> Judgement:
+    """Say what an invalid result means for what the cycle had loaded.
+
+    Args:
+        load: What the cycle loaded; ``None`` = nothing, or it is not known.
+        iteration: Number of optimizer steps done when the result was invalid; ``None`` = not known.
+        known: What is distrusted already.
+        loads: What earlier cycles of the run loaded.
+    """
+    if load is None or iteration is None:
+        why = f"{len(known)} copies being distrusted already" if known else "so no copy can be at fault"
+        return Judgement(distrusted=None, reason=f"nothing was loaded, {why}")
+    since = iteration - load.generation
+    what = f"generation {load.generation} ({load.tier} tier, attempt {load.attempt})"
+    if not 0 <= since <= load.suspect_window:
+        where = f"{count(since, 'iteration')} after {what} was loaded"
+        return Judgement(distrusted=None, reason=f"{where}, beyond the suspect window of {load.suspect_window}")
+    is_global = load.tier == _GLOBAL
+    if any(one.attempt == load.attempt and (one.tier == _GLOBAL or not is_global) for one in known):
+        return Judgement(distrusted=None, reason=f"{what} is distrusted already and was loaded all the same")
+    pending = [one for one in known if not one.settled]
+    if is_global and any(one.tier == _GLOBAL for one in pending):
+        return Judgement(distrusted=None, reason=f"{what} is the second one from the global tier to give one")
+    if len(pending) >= MAX_OPEN:
+        return Judgement(distrusted=None, reason=f"{len(pending)} other copies gave one before {what}")
+    distance = f"{since} iteration{'' if since == 1 else 's'} after it was loaded"
+    why = f"an invalid result at iteration {iteration}, {distance} from the {load.tier} tier in cycle {load.cycle}"
+    distrusted = Distrusted(
+        generation=load.generation,
+        attempt=load.attempt,
+        tier=load.tier,
+        iteration=iteration,
+        cycle=load.cycle,
+        why=why,
+        tainted=_tainted(load, loads),
+    )
+    scope = "it" if is_global else "its copies in memory, local tier and replicas"
+    return Judgement(
+        distrusted=distrusted, reason=f"{distance}, {what} is distrusted: {scope}, and what descends from it"
+    )
+
+
+def settle(known: Sequence[Distrusted], durable_iteration: int | None) -> tuple[Distrusted, ...]:
+    """Return what is distrusted after a cycle whose end cast no doubt on what it had loaded.
+
+    Args:
+        known: What is distrusted.
+        durable_iteration: The newest generation that the cycle committed; ``None`` = none.
+    """
+    return tuple(
+        msgspec.structs.replace(one, settled=True)
+        if durable_iteration is not None and durable_iteration > one.iteration
+        else one
+        for one in known
+    )
+
+
+def is_distrusted(copy: Copy, lineage: Mapping[str, str | None], distrusted: Iterable[Distrusted]) -> bool:
+    """Return whether a copy led to invalid results, or descends from one that did.
+
+    Args:
+        copy: Some rank's copy of a generation.
+        lineage: Attempt to the attempt that its processes had loaded; ``None`` = they had loaded nothing.
+        distrusted: What is distrusted.
+    """
+    ancestors = list(_ancestry(copy.attempt, lineage))
+    return any(_covers(one, copy, ancestors) for one in distrusted)
+
+
+def is_doubtful(copy: Copy, distrusted: Iterable[Distrusted]) -> bool:
+    """Return whether a near copy was saved by a cycle of which another near copy led to invalid results.
+
+    Args:
+        copy: Some rank's copy of a generation.
+        distrusted: What is distrusted.
+    """
+    bad = {_cycle_of(one.attempt) for one in distrusted if one.tier != _GLOBAL}
+    return copy.tier != Tier.GLOBAL and _cycle_of(copy.attempt) in bad
+
+
+def encode_distrusted(distrusted: Sequence[Distrusted]) -> str:
+    """Return a list as the text that workers are given."""
+    return msgspec.json.encode(distrusted).decode()
+
+
+def decode_distrusted(text: str | None) -> tuple[Distrusted, ...]:
+    """Return the list that :func:`encode_distrusted` made text of; ``None`` = nothing is distrusted.
+
+    Raises:
+        msgspec.DecodeError: It is none.
+    """
+    return from_json(text, tuple[Distrusted, ...]) if text else ()
+
+
+def _covers(one: Distrusted, copy: Copy, ancestors: Sequence[str]) -> bool:
+    if copy.attempt == one.attempt:
+        return one.tier == _GLOBAL or copy.tier != Tier.GLOBAL
+    if any(_cycle_of(attempt) in one.tainted for attempt in (copy.attempt, *ancestors) if attempt != one.attempt):
+        return True
+    return (one.tier == _GLOBAL or not one.tainted) and one.attempt in ancestors
+
+
+def _ancestry(attempt: str, lineage: Mapping[str, str | None]) -> Iterable[str]:
+    """Yield what an attempt descends from, nearest first, as far as it is known."""
+    seen = {attempt}
+    parent = lineage.get(attempt)
+    while parent is not None and parent not in seen:
+        yield parent
+        seen.add(parent)
+        parent = lineage.get(parent)
+
+
+def _tainted(load: Load, loads: Sequence[Load]) -> tuple[str, ...]:
+    """Return the cycles that trained on what was loaded, or on what such cycles saved."""
+    cycles = {load.cycle}
+    while True:
+        more = {
+            other.cycle
+            for other in loads
+            if (other.attempt == load.attempt and (load.tier == _GLOBAL or other.tier != _GLOBAL))
+            or _cycle_of(other.attempt) in cycles
+        }
+        if more <= cycles:
+            return tuple(sorted(cycles))
+        cycles |= more
+
+
+def _cycle_of(attempt: str) -> str:
+    """Return the name of the cycle that made an attempt, ``<job>-<cycle>-<token>.<ordinal>``."""
+    return attempt.rpartition("-")[0]
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """A generation that was loaded."""
+
+    generation: int
+    attempt: str
+    """The attempt that had saved it."""
+    tiers: tuple[str, ...]
+    """For each rank where its part came from."""
+
+
+class InPlaceHolding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one rank holds."""
+
+    iteration: int | None = None
+    """Number of optimizer steps that made its part of the state; ``None`` = it has none that is whole."""
+    reason: str = ""
+    """Why not, for people."""
+    rank: int | None = None
+    """The rank that it was when it came to hold it; ``None`` = none yet."""
+    world_size: int = 0
+    """Number of ranks then."""
+    digest: str = ""
+    """Digest of its part."""
+    is_shared: bool = False
+    """All of its part is on other ranks, too."""
+    replicas: tuple[int, ...] = ()
+    """Ranks of now that have the same part, in order, this one included."""
+    own: dict[int, tuple[int, ...]] = {}
+    """Whose own things it can give (rank of then), at which iterations."""
+    has_loaded: Origin | None = None
+    """What its part goes back to; ``None`` = it was never loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InPlacePlan:
+    """What the ranks do; the same on all of them."""
+
+    iteration: int | None
+    """Where training goes on; ``None`` = from the checkpoint tiers."""
+    reason: str = ""
+    """Why from there, for people; empty: nobody holds anything."""
+    part_from: Mapping[int, int] = field(default_factory=dict)
+    """WrappedRank that lacks its part to the rank that gives it."""
+    own_from: Mapping[int, int] = field(default_factory=dict)
+    """Every rank to the one that has its own things."""
+    digests: Mapping[int, str] = field(default_factory=dict)
+    """WrappedRank that is given its part to the digest it must have then."""
+    has_loaded: Origin | None = None
+    """What the state goes back to."""
+
+
+def plan_in_place(holdings: Sequence[InPlaceHolding]) -> InPlacePlan:
+    """Return what the ranks do.
+
+    Args:
+        holdings: What each rank of now holds, by rank.
+    """
+    whole = {rank: one for rank, one in enumerate(holdings) if one.iteration is not None}
+    reasons = [f"rank {rank}: {one.reason}" for rank, one in enumerate(holdings) if one.reason]
+    if not whole:
+        return InPlacePlan(iteration=None, reason="; ".join(reasons[:3]))
+    if any(one.world_size != len(holdings) for one in whole.values()):
+        return InPlacePlan(iteration=None, reason="the number of ranks has changed")
+    first = ""
+    for iteration in sorted({one.iteration for one in whole.values() if one.iteration is not None}, reverse=True):
+        plan = _plan_at(iteration, holdings)
+        if isinstance(plan, InPlacePlan):
+            return plan
+        first = first or plan
+    return InPlacePlan(iteration=None, reason="; ".join([first, *reasons[:3]]))
+
+
+def _plan_at(iteration: int, holdings: Sequence[InPlaceHolding]) -> InPlacePlan | str:
+    """Return the plan to go on from an iteration, or what is in the way of it."""
+    part_from, own_from, digests = dict[int, int](), dict[int, int](), dict[int, str]()
+    for rank in range(len(holdings)):
+        givers = [rank, *(other for other in range(len(holdings)) if other != rank)]
+        giver = next((one for one in givers if iteration in holdings[one].own.get(rank, ())), None)
+        if giver is None:
+            return f"nobody has the random numbers and the like of rank {rank} at iteration {iteration}"
+        own_from[rank] = giver
+        sources = [
+            other
+            for other, one in enumerate(holdings)
+            if one.iteration == iteration
+            and (other == rank or rank in one.replicas)
+            and (one.rank == rank if other == rank and not one.is_shared else one.is_shared)
+        ]
+        if not sources:
+            return f"no rank that is left has the part of rank {rank} at iteration {iteration}"
+        if len({holdings[source].digest for source in sources}) > 1:
+            return f"replicas of rank {rank} differ at iteration {iteration}: ranks {sources}"
+        if rank not in sources:
+            part_from[rank] = sources[0]
+            digests[rank] = holdings[sources[0]].digest
+    origins = {one.has_loaded for one in holdings if one.iteration == iteration}
+    if len(origins) > 1:
+        return "the ranks go back to different generations"
+    return InPlacePlan(
+        iteration=iteration,
+        part_from=part_from,
+        own_from=own_from,
+        digests=digests,
+        has_loaded=next(iter(origins)),
+    )

@@ -14,8 +14,6 @@ import msgspec
 
 from outlast.errors import ExitReason
 
-__all__ = ["TOLD_TO_LEAVE", "JobEnd", "RequeueState", "Ruling", "rule"]
-
 TOLD_TO_LEAVE = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 140: "SIGUSR2", 143: "SIGTERM"}
 """Exit codes of a job that was shut down, with the signal's name: an agent had nothing to save, or not the time."""
 

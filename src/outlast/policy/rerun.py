@@ -40,29 +40,7 @@ import msgspec
 
 from outlast.decoding import from_json
 from outlast.errors import ExitReason
-from outlast.policy.quarantine import Load
-
-__all__ = [
-    "TABLE",
-    "Action",
-    "Diagnosis",
-    "Finding",
-    "JsonNumber",
-    "Replay",
-    "RunOutcome",
-    "StepRun",
-    "Transition",
-    "advance",
-    "decode_diagnosis",
-    "decode_replay",
-    "encode_diagnosis",
-    "encode_replay",
-    "relative_difference",
-    "replay_state",
-    "to_json_number",
-    "to_number",
-]
-
+from outlast.policy.recovery_point import Load
 
 JsonNumber: TypeAlias = float | str | None
 """A number as JSON can hold it: ``"nan"``, ``"inf"`` and ``"-inf"`` for those; ``None`` = there is none."""

@@ -15,8 +15,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import RankMonitor
-from outlast.policy.deadlines import Timeouts
-from outlast.policy.protection import describe_saves
+from outlast.policy.deadlines import Timeouts, describe_saves
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import current_place
 from outlast.runtime.processes import describe_self

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from outlast.inprocess.restore import Restore
-    from outlast.policy.in_place import Origin
+    from outlast.policy.recovery_point import Origin
 
 __all__ = ["InProcessScope"]
 

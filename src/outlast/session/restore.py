@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from outlast.env import WorkerEnv
-from outlast.policy.in_place import Origin
+from outlast.policy.recovery_point import Origin
 from outlast.runtime.journal import Journal
 from outlast.session.attempts import Attempts
 from outlast.session.inprocess_scope import InProcessScope

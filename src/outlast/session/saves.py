@@ -24,7 +24,7 @@ from outlast.wording import count
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
-    from outlast.policy.in_place import Origin
+    from outlast.policy.recovery_point import Origin
 
 __all__ = ["NEAR_TIERS", "DueSave", "SaveSchedule", "Saves"]
 

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from outlast.policy.machines import MachineVerdict, SlownessCause
-    from outlast.policy.slowness import Basis, Slowness
-    from outlast.policy.stragglers import Findings, Straggler, WaitingRank
-    from outlast.policy.timings import RankTimings, Timing
+    from outlast.policy.slowness import Basis, RankTimings, Slowness, Timing
+    from outlast.policy.stragglers import Findings, MachineVerdict, SlownessCause, Straggler, WaitingRank
     from outlast.straggler.detector import StragglerDetector
     from outlast.straggler.recorder import StepSection
     from outlast.straggler.report import Report
@@ -18,15 +16,15 @@ if TYPE_CHECKING:
 _HOMES = {
     "Basis": "outlast.policy.slowness",
     "Findings": "outlast.policy.stragglers",
-    "MachineVerdict": "outlast.policy.machines",
-    "RankTimings": "outlast.policy.timings",
+    "MachineVerdict": "outlast.policy.stragglers",
+    "RankTimings": "outlast.policy.slowness",
     "Report": "outlast.straggler.report",
     "Slowness": "outlast.policy.slowness",
-    "SlownessCause": "outlast.policy.machines",
+    "SlownessCause": "outlast.policy.stragglers",
     "StepSection": "outlast.straggler.recorder",
     "Straggler": "outlast.policy.stragglers",
     "StragglerDetector": "outlast.straggler.detector",
-    "Timing": "outlast.policy.timings",
+    "Timing": "outlast.policy.slowness",
     "WaitingRank": "outlast.policy.stragglers",
 }
 

@@ -23,10 +23,8 @@ from outlast.config.training import StragglerDetectionConfig
 from outlast.decoding import from_msgpack
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError, PeerLost
-from outlast.policy.machines import MachineVerdict, SlownessCause, choose_others
-from outlast.policy.slowness import MIN_SAMPLES
-from outlast.policy.stragglers import Findings, Streaks, judge
-from outlast.policy.timings import RankTimings, Timing, lower_median
+from outlast.policy.slowness import MIN_SAMPLES, RankTimings, Timing, lower_median
+from outlast.policy.stragglers import Findings, MachineVerdict, SlownessCause, Streaks, choose_others, judge
 from outlast.runtime.device import device_word, timing_event, training_device
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import Group, gather_bytes

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from outlast.policy.timings import Timing, summarise
+from outlast.policy.slowness import Timing, summarise
 from outlast.runtime.device import kernel_seconds, profiled_activities
 
 __all__ = ["MAX_SAMPLES", "NUM_KERNEL_STEPS", "DeviceSpan", "DeviceTimes", "KernelTimes", "StreamEvent"]

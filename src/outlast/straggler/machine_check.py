@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from outlast import clock
 from outlast.decoding import from_msgpack
-from outlast.policy.machines import MachineTimes, MachineVerdict, judge_machine
-from outlast.policy.timings import lower_median
+from outlast.policy.slowness import lower_median
+from outlast.policy.stragglers import MachineTimes, MachineVerdict, judge_machine
 from outlast.runtime.device import time_on_device
 from outlast.runtime.process_groups import gather_bytes
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from outlast.errors import OutlastError
-from outlast.policy.timings import Timing, summarise
+from outlast.policy.slowness import Timing, summarise
 from outlast.straggler.device_times import MAX_SAMPLES, DeviceSpan, DeviceTimes
 
 __all__ = ["STEP", "SectionRecorder", "StepSection", "Wrappings"]

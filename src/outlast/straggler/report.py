@@ -11,10 +11,8 @@ import msgspec
 from outlast.config.training import StragglerDetectionConfig
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.policy.machines import MachineVerdict
-from outlast.policy.slowness import Basis
-from outlast.policy.stragglers import Findings
-from outlast.policy.timings import RankTimings, lower_median
+from outlast.policy.slowness import Basis, RankTimings, lower_median
+from outlast.policy.stragglers import Findings, MachineVerdict
 from outlast.runtime.journal import Journal
 
 __all__ = ["Metrics", "Report", "publish"]

@@ -22,8 +22,6 @@ from outlast.checkpoint.durable import MAY_BE_INFINITE, is_finite
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.errors import CheckpointError
 
-__all__ = ["Assemble", "Assembled", "Range", "assemble"]
-
 PART_BYTES = CHUNK_BYTES
 """Of an upload; a store takes 10,000 of them, which makes 80 GB a file."""
 MAX_PARTS = 10_000

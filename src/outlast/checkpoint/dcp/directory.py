@@ -23,8 +23,6 @@ from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import fsync_folder
 from outlast.runtime.lease import FOLDER, Records
 
-__all__ = ["GlobalDirectory", "StoreRecords"]
-
 _GENERATION = re.compile(r"step-(\d+)")
 _RECORD = re.compile(r"(\d+)\.json")
 _FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")

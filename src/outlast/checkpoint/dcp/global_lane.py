@@ -25,8 +25,6 @@ from outlast.checkpoint.shard import digests
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
 
-__all__ = ["GlobalLane"]
-
 log = logging.getLogger(__name__)
 NUM_FILES_AT_ONCE = 3
 ANSWER_S = 5.0

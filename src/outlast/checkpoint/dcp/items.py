@@ -29,14 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from outlast.checkpoint.dcp.layout import Inventory, PlainValue, TensorPart
 from outlast.checkpoint.dcp.manifest import GlobalManifest
-from outlast.checkpoint.layouts import Layout
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE
-from outlast.checkpoint.state import decode
+from outlast.checkpoint.state import Layout, decode
 from outlast.errors import CheckpointError
-
-__all__ = ["OURS", "ROOT", "TORCH_TYPES", "Items", "Path", "dump_metadata", "make_metadata", "named_tensors"]
-
 
 Path = tuple[str | int, ...]
 ROOT = "state"

@@ -2,11 +2,18 @@
 
 Each rank has an *inventory*; :func:`assign` gives each rank a *duty*, so that each part is written once and the work is
 even; :class:`Packing` fills a rank's files; :func:`compose` makes the manifest's entries of what all ranks wrote.
+
+A tensor lies in a file as ``torch.save`` writes it, made by hand around bytes that lie elsewhere: a stored zip archive
+of four records, the pickled description, the byte order, the format's version and, last, the raw bytes, which begin at
+a multiple of 64. So all but the raw bytes is known beforehand, and these are copied from where they lie without passing
+through an interpreter. The records' checksums are zero: torch looks at none, and the file that the archive becomes part
+of has digests of its own.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -14,23 +21,10 @@ from typing import TypeAlias
 import msgspec
 
 from outlast.checkpoint.dcp.assemble import Content, Range
-from outlast.checkpoint.dcp.blob import ALIGNMENT, tensor_blob
 from outlast.checkpoint.dcp.manifest import FileEntry, Item, OwnTensor, RankEntry, TensorPiece, Where
 from outlast.checkpoint.manifest import TensorEntry
+from outlast.checkpoint.shard import DTYPE_NAMES, ELEMENT_BYTES
 from outlast.errors import CheckpointError
-
-__all__ = [
-    "FILE_BYTES",
-    "Composed",
-    "Duty",
-    "Inventory",
-    "Packing",
-    "PlainValue",
-    "TensorPart",
-    "WriteReport",
-    "assign",
-    "compose",
-]
 
 
 class TensorPart(msgspec.Struct, frozen=True, array_like=True):
@@ -291,3 +285,143 @@ def _rank_entry(inventory: Inventory, duty: Duty, report: WriteReport, first: in
 
 def _moved(where: Where, first: int) -> Where:
     return msgspec.structs.replace(where, file=where.file + first)
+
+
+ALIGNMENT = 64
+"""Raw bytes begin at a multiple of it, in the blob as in the file."""
+
+_STORAGES = {
+    "F64": "Double",
+    "F32": "Float",
+    "F16": "Half",
+    "BF16": "BFloat16",
+    "C64": "ComplexFloat",
+    "I64": "Long",
+    "I32": "Int",
+    "I16": "Short",
+    "I8": "Char",
+    "U8": "Byte",
+    "BOOL": "Bool",
+}
+"""Element types with a storage class of their own in torch; the others are made of untyped storage."""
+_TORCH_NAMES = {short: name.removeprefix("torch.") for name, short in DTYPE_NAMES.items()}
+_ZIP64_LIMIT = 0xFFFFFFFF
+_DATE = 33
+"""1 January 1980, the earliest that the format knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """What surrounds a tensor's raw bytes."""
+
+    prefix: bytes
+    """Its length is a multiple of 64."""
+    suffix: bytes
+
+
+def tensor_blob(dtype: str, shape: tuple[int, ...], num_bytes: int) -> Blob:
+    """Return what surrounds the raw bytes of a contiguous tensor.
+
+    Args:
+        dtype: safetensors' name of the element type.
+        shape: Of the tensor.
+        num_bytes: Of the raw bytes.
+
+    Raises:
+        ValueError: There is no such type, or the tensor has another number of bytes.
+    """
+    if math.prod(shape) * ELEMENT_BYTES.get(dtype, -1) != num_bytes:
+        raise ValueError(f"a tensor of {dtype} {shape} does not take {num_bytes} bytes")
+    prefix, records = bytearray(), []
+    for name, content in (
+        ("data.pkl", _pickle(dtype, shape, num_bytes)),
+        ("byteorder", b"little"),
+        ("version", b"3\n"),
+    ):
+        record = _ZipRecord(f"archive/{name}".encode(), len(content), len(prefix))
+        records.append(record)
+        prefix += record.header() + content
+    raw = _ZipRecord(b"archive/data/0", num_bytes, len(prefix))
+    unpadded = len(prefix) + len(raw.header(padding=4))
+    prefix += raw.header(padding=4 + -unpadded % ALIGNMENT)
+    return Blob(bytes(prefix), _directory([*records, raw], len(prefix) + num_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _ZipRecord:
+    path: bytes
+    size: int
+    offset: int
+
+    @property
+    def fields(self) -> tuple[int, int, bytes]:
+        """Which version of the format it needs, its size for 32 bits, and its size again where these are too few."""
+        if self.size < _ZIP64_LIMIT:
+            return 10, self.size, b""
+        return 45, _ZIP64_LIMIT, struct.pack("<HHQQ", 1, 16, self.size, self.size)
+
+    def header(self, *, padding: int = 0) -> bytes:
+        """Return what precedes it.
+
+        Args:
+            padding: Bytes that an extra field fills, at least 4, or 0.
+        """
+        version, size, extra = self.fields
+        if padding:
+            extra += b"FB" + struct.pack("<H", padding - 4) + b"Z" * (padding - 4)
+        lengths = size, size, len(self.path), len(extra)
+        return struct.pack("<4sHHHHHIIIHH", b"PK\3\4", version, 0, 0, 0, _DATE, 0, *lengths) + self.path + extra
+
+
+def _directory(records: list[_ZipRecord], start: int) -> bytes:
+    """Return the archive's directory, which lies at ``start``."""
+    entries = bytearray()
+    for record in records:
+        version, size, extra = record.fields
+        sizes = (0, size, size, len(record.path), len(extra))
+        entries += struct.pack("<4sHHHHHHIIIHH", b"PK\1\2", version, version, 0, 0, 0, _DATE, *sizes)
+        entries += struct.pack("<HHHII", 0, 0, 0, 0, record.offset) + record.path + extra
+    end = b""
+    if start >= _ZIP64_LIMIT:
+        counts = (len(records), len(records), len(entries), start)
+        end += struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, *counts)
+        end += struct.pack("<4sIQI", b"PK\6\7", 0, start + len(entries), 1)
+    place = min(start, _ZIP64_LIMIT)
+    end += struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, len(records), len(records), len(entries), place, 0)
+    return bytes(entries) + end
+
+
+def _pickle(dtype: str, shape: tuple[int, ...], num_bytes: int) -> bytes:
+    """Return the description of a tensor: which function of torch makes it of which storage, protocol 2."""
+    strides, step = list[int](), 1
+    for length in reversed(shape):
+        strides.insert(0, step)
+        step *= max(1, length)
+    if dtype in _STORAGES:
+        rebuild, storage = "_rebuild_tensor_v2", _global("torch", f"{_STORAGES[dtype]}Storage")
+        length, tail = num_bytes // ELEMENT_BYTES[dtype], b""
+    else:
+        rebuild, storage = "_rebuild_tensor_v3", _global("torch.storage", "UntypedStorage")
+        length, tail = num_bytes, _global("torch", _TORCH_NAMES[dtype])
+    stored = b"(" + _text("storage") + storage + _text("0") + _text("cpu") + _int(length) + b"tQ"
+    hooks = _global("collections", "OrderedDict") + b")R"
+    arguments = stored + _int(0) + _ints(shape) + _ints(tuple(strides)) + b"\x89" + hooks + tail
+    return b"\x80\x02" + _global("torch._utils", rebuild) + b"(" + arguments + b"tR."
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def _text(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+def _int(number: int) -> bytes:
+    if number < 1 << 31:
+        return b"J" + struct.pack("<i", number)
+    return b"\x8a\x08" + struct.pack("<q", number)
+
+
+def _ints(numbers: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(map(_int, numbers)) + b"t"

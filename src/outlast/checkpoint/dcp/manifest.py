@@ -11,24 +11,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from outlast.checkpoint.dcp.blob import ELEMENT_BYTES
 from outlast.checkpoint.manifest import seal, unseal
-from outlast.checkpoint.shard import num_chunks
+from outlast.checkpoint.shard import ELEMENT_BYTES, num_chunks
 from outlast.errors import Corrupt
-
-__all__ = [
-    "METADATA",
-    "SCHEMA",
-    "FileEntry",
-    "GlobalManifest",
-    "Item",
-    "OwnTensor",
-    "RankEntry",
-    "TensorPiece",
-    "Where",
-    "decode_global_manifest",
-    "encode_global_manifest",
-]
 
 SCHEMA = 1
 METADATA = ".metadata"

@@ -1,13 +1,22 @@
-"""A reader for ``torch.distributed.checkpoint.load`` that verifies what it returns, and unpickles nothing.
+"""What is read of the global tier: regions of tensors, each rank's exact state, and what ``dcp.load`` asks for.
 
-dcp.load(state, storage_reader=VerifiedReader("s3://bucket/run/step-100"))
+Regions are read from wherever their pieces lie, by as many threads as a place keeps busy, and each chunk is verified.
+A rank's exact state is read by as many ranks as saved it; see :mod:`outlast.checkpoint.dcp.reshard` for others.
+Nothing here touches the state of the training. ``torch.distributed.checkpoint`` itself reads what is verified, and
+unpickles nothing, with a :class:`VerifiedReader`::
+
+    dcp.load(state, storage_reader=VerifiedReader("s3://bucket/run/step-100"))
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
-from typing import Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,13 +26,230 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.items import make_metadata
-from outlast.checkpoint.dcp.load import in_threads, read_region
+from outlast.checkpoint.dcp.items import TORCH_TYPES, make_metadata, named_tensors
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item, TensorPiece, Where
 from outlast.checkpoint.verification import VerifiedFile, VerifiedFiles
-from outlast.errors import CheckpointError, Untrusted
+from outlast.errors import CheckpointError, Incomplete, Untrusted
 
 __all__ = ["VerifiedReader"]
+
+
+NUM_LOCAL, NUM_REMOTE = 2, 8
+"""A disk is busy with two; a network waits most of the time."""
+T = TypeVar("T")
+
+
+def in_threads(work: Callable[[T], None], things: Iterable[T], *, is_remote: bool) -> None:
+    """Do something with each thing, several at once; raise the first error in their order.
+
+    Blocks: until all are done, or those that run when one fails.
+    """
+    ordered = list(things)
+    if len(ordered) < 2:
+        for thing in ordered:
+            work(thing)
+        return
+    with ThreadPoolExecutor(NUM_REMOTE if is_remote else NUM_LOCAL, thread_name_prefix="outlast-global") as pool:
+        running = [pool.submit(work, thing) for thing in ordered]
+        try:
+            for one in running:
+                one.result()
+        except BaseException:  # whatever it was: what has not begun need not begin
+            for one in running:
+                one.cancel()
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A region of a tensor, and what takes it."""
+
+    item: Item
+    offset: tuple[int, ...]
+    into: torch.Tensor
+    """A contiguous CPU tensor of the region's shape and the item's type."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    piece: TensorPiece
+    item: Item
+    offset: tuple[int, ...]
+    """Within the piece."""
+    into: torch.Tensor
+
+
+def fill(files: VerifiedFiles, wanted: Iterable[Wanted]) -> None:
+    """Read regions of tensors, whatever pieces they are stored in.
+
+    Raises:
+        CheckpointError: A chunk differs from its digest, a file is torn or missing, or no piece has what is wanted.
+
+    Blocks: until everything is read, several files at once.
+    """
+    by_file: dict[int, list[_Overlap]] = {}
+    for one in wanted:
+        found = [overlap for piece in one.item.pieces if (overlap := _overlap(one, piece)) is not None]
+        if (have := sum(overlap.into.numel() for overlap in found)) != one.into.numel():
+            raise Incomplete(f"item {one.item.name!r}: {have} of {one.into.numel()} elements are stored")
+        for overlap in found:
+            assert overlap.piece.where is not None
+            by_file.setdefault(overlap.piece.where.file, []).append(overlap)
+
+    def read_file(index: int) -> None:
+        file = files.open(index)
+        for one in sorted(by_file[index], key=_start):
+            read_region(file, one.item, one.piece, one.offset, tuple(one.into.shape), into=one.into)
+
+    in_threads(read_file, sorted(by_file), is_remote=files.directory.is_remote)
+
+
+def read_region(
+    file: VerifiedFile,
+    item: Item,
+    piece: TensorPiece,
+    offset: tuple[int, ...],
+    lengths: tuple[int, ...],
+    *,
+    into: torch.Tensor,
+) -> None:
+    """Read a region of a piece.
+
+    Args:
+        file: Where the piece lies.
+        item: The tensor.
+        piece: Of it.
+        offset: Of the region within the piece.
+        lengths: Of the region.
+        into: What takes it: of the same shape, on any device, of any type that it can be cast to.
+
+    Raises:
+        CheckpointError: A chunk differs from its digest, or the file is torn or missing.
+    """
+    if not into.numel():
+        return
+    assert item.dtype is not None
+    assert piece.where is not None
+    dtype = TORCH_TYPES[item.dtype]
+    # Rows that are not asked for are not read.
+    rows, first = (lengths[0], offset[0]) if lengths else (1, 0)
+    row = math.prod(piece.shape[1:])
+    start = piece.where.data_start + first * row * dtype.itemsize
+    is_plain = into.device.type == "cpu" and into.dtype == dtype and into.is_contiguous()
+    if is_plain and lengths[1:] == piece.shape[1:]:
+        file.read_into(start, bytes_of(into))
+        return
+    source = torch.empty((rows, *piece.shape[1:]) if lengths else (), dtype=dtype)
+    file.read_into(start, bytes_of(source))
+    for dim in range(1, len(lengths)):
+        source = source.narrow(dim, offset[dim], lengths[dim])
+    into.copy_(source)
+
+
+def _overlap(wanted: Wanted, piece: TensorPiece) -> _Overlap | None:
+    into, offset = wanted.into, []
+    if piece.where is None:
+        return None
+    for dim, (begin, length, stored, extent) in enumerate(
+        zip(wanted.offset, wanted.into.shape, piece.offset, piece.shape, strict=True)
+    ):
+        first, last = max(begin, stored), min(begin + length, stored + extent)
+        if first >= last:
+            return None
+        into = into.narrow(dim, first - begin, last - first)
+        offset.append(first - stored)
+    return _Overlap(piece, wanted.item, tuple(offset), into)
+
+
+def _start(overlap: _Overlap) -> int:
+    assert overlap.piece.where is not None
+    return overlap.piece.where.start
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def read_tree(files: VerifiedFiles, rank: int) -> bytes:
+    """Read a rank's plain values and structure. Raises: CheckpointError."""
+    where = files.manifest.ranks[rank].tree
+    return files.open(where.file).read(where.start, where.num_bytes)
+
+
+def tensors_of(manifest: GlobalManifest, rank: int, tree: bytes) -> dict[str, Item]:
+    """Return a rank's tensors, by their names in its shard; each with the one piece that was the rank's.
+
+    Raises:
+        Incomplete: The generation lacks one.
+    """
+    items = {item.name: item for item in manifest.items}
+    own = {tensor.name: tensor for tensor in manifest.ranks[rank].tensors}
+    found = {}
+    for name, shared_name in named_tensors(tree).items():
+        if name in own:
+            mine = own[name]
+            piece = TensorPiece((0,) * len(mine.shape), mine.shape, mine.where)
+            found[name] = Item(name=name, path=(), dtype=mine.dtype, shape=mine.shape, pieces=(piece,))
+            continue
+        item = items.get(shared_name)
+        pieces = [piece for piece in item.pieces if not piece.ranks or rank in piece.ranks] if item else []
+        if item is None or len(pieces) != 1:
+            raise Incomplete(f"item {shared_name!r} lacks the part of rank {rank}")
+        found[name] = Item(name=item.name, path=item.path, dtype=item.dtype, shape=item.shape, pieces=(pieces[0],))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRankState:
+    """One rank's state, as it was saved."""
+
+    tree: bytes
+    """Its plain values and structure, for ``state.decode``."""
+    tensors: dict[str, torch.Tensor]
+    num_bytes_read: int
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor by its name in the rank's shard."""
+        if name not in self.tensors:
+            raise CheckpointError(f"tensor {name!r} is missing")
+        return self.tensors[name]
+
+
+def read_rank(
+    directory: GlobalDirectory,
+    generation: int,
+    manifest: GlobalManifest,
+    rank: int,
+    *,
+    accept: Callable[[bytes], None] = lambda tree: None,
+) -> StoredRankState:
+    """Read the state that a rank had saved, random numbers and whatever else is its own included.
+
+    Args:
+        directory: The global tier.
+        generation: Iteration of the generation.
+        manifest: Of the generation.
+        rank: Below its world size.
+        accept: Is given the plain values and structure, and may raise before the tensors are read.
+
+    Raises:
+        CheckpointError: A byte differs from its digest, or is not there; names file, items and chunk.
+
+    Blocks: until everything is read into new memory.
+    """
+    files = VerifiedFiles(directory, manifest, directory.folder(generation))
+    tree = read_tree(files, rank)
+    accept(tree)
+    tensors: dict[str, torch.Tensor] = {}
+    wanted = []
+    for name, item in tensors_of(manifest, rank, tree).items():
+        assert item.dtype is not None
+        (piece,) = item.pieces
+        tensors[name] = torch.empty(piece.shape, dtype=TORCH_TYPES[item.dtype])
+        wanted.append(Wanted(item, piece.offset, tensors[name]))
+    fill(files, wanted)
+    return StoredRankState(tree, tensors, files.num_bytes_read)
 
 
 class VerifiedReader(StorageReader):

@@ -20,15 +20,21 @@ import torch
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import ROOT, TORCH_TYPES, Path
-from outlast.checkpoint.dcp.load import Wanted, fill, read_tree, tensors_of
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item
-from outlast.checkpoint.layouts import own_part
-from outlast.checkpoint.state import Wrapped, check_fit, decode, is_stateful, may_be_absent, restore_into
+from outlast.checkpoint.dcp.reader import Wanted, fill, read_tree, tensors_of
+from outlast.checkpoint.state import (
+    Wrapped,
+    check_fit,
+    decode,
+    is_nested,
+    is_stateful,
+    may_be_absent,
+    own_part,
+    restore_into,
+)
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Mismatch
 from outlast.wording import count
-
-__all__ = ["Resharded", "Stored", "find_all", "load_resharded", "replace_all", "saved_structure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +249,7 @@ class _Planner:
             return self._stateful(live, saved, path)
         if isinstance(live, torch.Tensor):
             return self._shadow(path, live)
-        if isinstance(live, Mapping) and _holds_more_than_values(live):
+        if is_nested(live):
             inner = saved if isinstance(saved, Mapping) else {}
             return {
                 name: self._any(value, inner.get(name, _MISSING), (*path, str(name))) for name, value in live.items()
@@ -344,12 +350,6 @@ def _optimizer_templates(
         for number, parameter in zip(numbers, parameters, strict=True)
         for key in saved["state"].get(number, ())
     }
-
-
-def _holds_more_than_values(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_more_than_values(inner) for inner in value.values())
-    return is_stateful(value) or isinstance(value, torch.Tensor)
 
 
 def _name(path: Path) -> str:

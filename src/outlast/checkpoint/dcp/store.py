@@ -17,8 +17,6 @@ from typing import Any
 
 from outlast.errors import CheckpointError
 
-__all__ = ["ObjectStore", "is_remote", "local_path", "open_store"]
-
 TIMEOUT_S = 60.0
 """For one small operation, or one piece of a large one."""
 SLACK_S = 1.0

@@ -1,4 +1,6 @@
-"""A run's jobs in Slurm: submitting one, and giving an ended one back to the queue from within its batch script.
+"""A run's jobs in Slurm: submitting one, giving an ended one back to the queue, and where the next one resumes.
+
+An ended job is given back from within its batch script; the next resumes from the newest generation that proves valid.
 
 ``scontrol requeue`` ends the batch script that calls it with SIGTERM, and Slurm's ``KillWait`` seconds later with
 SIGKILL. In between the nodes to exclude are set, which Slurm allows for a pending job only; so the caller ignores
@@ -9,16 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from outlast import clock
+from outlast import clock, env
 from outlast.decoding import from_json
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.integrations.slurm.batch_script import BatchScript
@@ -27,7 +31,19 @@ from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
 from outlast.runtime.files import write_atomically
 from outlast.slurm_notation import expand_nodes
 
-__all__ = ["Submission", "call_slurm", "end_job", "load_requeue_state", "prepare", "submit", "with_known_exclusions"]
+if TYPE_CHECKING:
+    from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, ListedPlace
+
+__all__ = [
+    "Submission",
+    "call_slurm",
+    "end_job",
+    "load_requeue_state",
+    "prepare",
+    "resolve_resume_path",
+    "submit",
+    "with_known_exclusions",
+]
 
 
 def call_slurm(command: Sequence[str], *, timeout_s: float = 60.0, stdin: str | None = None) -> str:
@@ -189,3 +205,92 @@ def _exclude(job_id: str, nodes: tuple[str, ...]) -> None:
         else:
             log.warning("excluded from now on: %s", wanted)
             return
+
+
+def resolve_resume_path(
+    checkpoint_dir: str | os.PathLike[str], *, run_dir: str | os.PathLike[str] | None = None, num_threads: int = 4
+) -> Path | str | None:
+    """Return the newest generation of which every byte is what was saved; ``None`` when there is none.
+
+    Torn, damaged and foreign ones are skipped, and so is what was saved for diagnosis. Nothing is trusted because
+    a tracker names it.
+
+    Args:
+        checkpoint_dir: A global directory (path or URL), a ``local_directory``, or one node's folder in it.
+        run_dir: The run directory; what its ``ladder.json`` distrusts, because it led to invalid results, is skipped
+            too.
+        num_threads: Readers.
+
+    Returns:
+        The generation's folder (of a local tier: this node's, else the first that holds some of it); a URL when a URL
+        was given.
+
+    Raises:
+        ConfigError: It is there and is no directory of generations.
+        CheckpointError: The store cannot be reached.
+        OSError: It cannot be read.
+
+    Blocks: while the newest generation is read.
+    """
+    from outlast.checkpoint.catalogue.listing import look_into, verify
+
+    name = os.fspath(checkpoint_dir)
+    is_url = "://" in name and not name.startswith("file://")
+    if not is_url and not Path(name.removeprefix("file://")).exists():
+        return None
+    looked = look_into(name)
+    distrusted = _distrusted_attempts(run_dir, looked.entry)
+    for found in sorted(looked.found, key=lambda one: one.entry.iteration, reverse=True):
+        why = _why_not(found.entry, distrusted)
+        if why is None:
+            entry = verify(found, num_threads=num_threads).entry
+            if entry.valid:
+                return _path_of(found, looked.entry, is_url=is_url)
+            why = "; ".join(str(problem) for problem in entry.problems[:3])
+        log.warning("generation %d in %s is skipped: %s", found.entry.iteration, name, why)
+    return None
+
+
+def _why_not(entry: Generation, distrusted: frozenset[str]) -> str | None:
+    if entry.suspect:
+        return "saved for diagnosis"
+    if not entry.valid:
+        return "; ".join(str(problem) for problem in entry.problems[:3]) or f"ranks {list(entry.missing)} are missing"
+    if entry.elsewhere:
+        return f"ranks {list(entry.elsewhere)} are on nodes that are not seen from here"
+    if entry.attempt in distrusted:
+        return "it led to invalid results"
+    return None
+
+
+def _distrusted_attempts(run_dir: str | os.PathLike[str] | None, place: ListedPlace) -> frozenset[str]:
+    """Return the attempts in this place that the run's ladder does not load any more."""
+    from outlast.launch.verdicts import load_ladder
+    from outlast.policy.recovery_point import Copy, Tier, is_distrusted
+
+    distrusted = load_ladder(None if run_dir is None else Path(run_dir), is_new_job=False).distrusted
+    tier = Tier.GLOBAL if place.tier == "global" else Tier.LOCAL
+    known = [one for one in place.generations if one.attempt is not None]
+    lineage = {str(one.attempt): one.restored_attempt for one in known}
+    return frozenset(
+        str(one.attempt)
+        for one in known
+        if is_distrusted(Copy(one.iteration, str(one.attempt), tier), lineage, distrusted)
+    )
+
+
+def _path_of(found: ListedGeneration, place: ListedPlace, *, is_url: bool) -> Path | str:
+    entry = found.entry
+    if is_url:
+        return f"{place.path.rstrip('/')}/step-{entry.iteration}"
+    if place.tier == "global":
+        folder = Path(place.path)
+    else:
+        nodes = [held.node for held in entry.held]
+        own = env.read_worker().node
+        node = own if own in nodes else nodes[0]
+        folder = Path(place.path) if Path(place.path).name == node and len(place.nodes) == 1 else Path(place.path, node)
+    path = folder / f"step-{entry.iteration}"
+    if not path.is_dir():
+        raise ConfigError(f"{path} was there a moment ago; is something else pruning {place.path}?")
+    return path

@@ -10,8 +10,7 @@ report would notice the hub's silence only after the heartbeats' timeout. One th
 Each process listens. A connection has a few seconds for the proof of the job's secret and a
 :class:`~outlast.inprocess.protocol.JoinHub`; any other is closed without an answer.
 
-Nothing here imports torch.
-"""
+Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -27,10 +26,9 @@ from outlast.errors import OutlastError
 from outlast.inprocess import protocol as m
 from outlast.inprocess.hub import RECONNECT_S, Hub
 from outlast.inprocess.hub_client import HubSeeker
+from outlast.policy import inprocess_protocol as p
 from outlast.runtime.processes import machine_id
 from outlast.runtime.wire import MAX_MESSAGE_BYTES, AuthenticationFailed, Handshake
-
-__all__ = ["PeerFailover"]
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ class PeerFailover:
         self._key = order.token.encode()
         if order.hub == self.address:
             return self.host_hub()
-        first = m.HubCandidate(initial_rank=0, node="", address=order.hub, life="")
+        first = p.HubCandidate(initial_rank=0, node="", address=order.hub, life="")
         self._known = m.HubCandidates(candidates=(first,))
         return self.find(self._task.limits.barrier_timeout_s, may_host=True)
 
@@ -208,9 +206,9 @@ class PeerFailover:
         self._hub.close()
         self._hub = None
 
-    def _describe(self) -> m.HubCandidate:
+    def _describe(self) -> p.HubCandidate:
         task = self._task
-        return m.HubCandidate(initial_rank=task.initial_rank, node=task.node, address=self.address, life=self._life)
+        return p.HubCandidate(initial_rank=task.initial_rank, node=task.node, address=self.address, life=self._life)
 
     def _make_join(self, wants: str) -> m.JoinHub:
         task = self._task
@@ -282,7 +280,7 @@ class _Search:
         self,
         selector: selectors.BaseSelector,
         failover: PeerFailover,
-        candidates: Sequence[m.HubCandidate],
+        candidates: Sequence[p.HubCandidate],
         own_life: str,
         timeout_s: float,
         *,

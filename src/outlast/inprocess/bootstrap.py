@@ -5,8 +5,7 @@ Every rank reads one key, once; from then on the store is not needed any more, a
 A rank that dies before its monitor process knows where the hub is would keep the others waiting for as long as the
 bootstrap may take. Its monitor process has no torch, which the launcher's store needs, so it starts a proxy process
 that finishes the bootstrap: for any rank the proxy reads where the hub is, for initial rank 0 it publishes that the hub
-is with its monitor process. Only that proxy imports torch.
-"""
+is with its monitor process. Only that proxy imports torch."""
 
 from __future__ import annotations
 
@@ -29,9 +28,7 @@ from outlast.runtime import addresses
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.processes import ChildProcess, channel_to_parent
 
-__all__ = ["Bootstrap", "BootstrapProxy", "main", "own_address"]
-
-log = logging.getLogger("outlast.inprocess.failover.bootstrap")
+log = logging.getLogger("outlast.inprocess.bootstrap")
 
 _RETRY_S = 0.02
 _ordinals = itertools.count()
@@ -164,7 +161,7 @@ class BootstrapProxy:
     ) -> None:
         self._selector, self._on_answer = selector, on_answer
         self._child = ChildProcess(
-            "outlast.inprocess.failover.bootstrap",
+            "outlast.inprocess.bootstrap",
             task=_ProxyTask(key=key, address=address, timeout_s=timeout_s, known=known),
             receives=m.Connect,
             own_session=False,
