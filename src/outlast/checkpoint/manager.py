@@ -6,57 +6,33 @@ import atexit
 import dataclasses
 import logging
 import operator
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from typing import Any
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
 from outlast import clock
-from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.arena import ArenaPool
-from outlast.checkpoint.arena import CopyGuard
-from outlast.checkpoint.arena import Stager
-from outlast.checkpoint.arena import changed_only_by_step
-from outlast.checkpoint.claim import Claim
-from outlast.checkpoint.claim import DirectoryRefused
+from outlast.checkpoint.arena import Arena, ArenaPool, CopyGuard, Stager, changed_only_by_step
+from outlast.checkpoint.claim import Claim, DirectoryRefused
 from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.lane import GRACE_S
-from outlast.checkpoint.lane import Lane
+from outlast.checkpoint.lane import GRACE_S, Lane
 from outlast.checkpoint.launcher_report import LauncherReport
 from outlast.checkpoint.near_lane import NearLane
-from outlast.checkpoint.outcomes import Outcomes
-from outlast.checkpoint.outcomes import Reporter
+from outlast.checkpoint.outcomes import Outcomes, Reporter
 from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Claims
-from outlast.checkpoint.places import agree_places
-from outlast.checkpoint.places import warn_of_copies
-from outlast.checkpoint.recovery import CheckpointRecovery
-from outlast.checkpoint.recovery import ProvenGeneration
-from outlast.checkpoint.recovery import Restored
-from outlast.checkpoint.save import Committed
-from outlast.checkpoint.save import Save
-from outlast.checkpoint.save import SaveHandle
-from outlast.checkpoint.save import SaveResult
-from outlast.checkpoint.save import wait_for_all
+from outlast.checkpoint.places import Claims, agree_places, warn_of_copies
+from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
+from outlast.checkpoint.save import Committed, Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.shard import Identity
-from outlast.checkpoint.state import FlatState
-from outlast.checkpoint.state import capture
-from outlast.checkpoint.state import flatten
-from outlast.checkpoint.state import without_collection
+from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError
-from outlast.errors import ConfigError
-from outlast.policy.recovery_point import Tier
+from outlast.errors import CheckpointError, ConfigError
+from outlast.policy.checkpoint_plan import RetentionRules
+from outlast.policy.recovery_point import Tier, decode_distrusted
 from outlast.runtime.device import capture_random
 from outlast.runtime.journal import Journal
-from outlast.runtime.process_groups import current_place
-from outlast.runtime.process_groups import is_initialised
-from outlast.policy.checkpoint_plan import RetentionRules
-from outlast.policy.recovery_point import decode_distrusted
-
+from outlast.runtime.process_groups import current_place, is_initialised
 
 __all__ = ["CheckpointManager"]
 

@@ -12,51 +12,38 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
 import msgspec
+
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.directory import SUSPECT
-from outlast.checkpoint.directory import Directory
+from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.peers import Peers
 from outlast.checkpoint.places import Places
-from outlast.checkpoint.restore import OPEN_TIMEOUT_S
-from outlast.checkpoint.restore import CopyProver
-from outlast.checkpoint.restore import ProvenCopy
+from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
 from outlast.checkpoint.save import Committed
-from outlast.checkpoint.tiers import PARITY
-from outlast.checkpoint.tiers import Rejection
-from outlast.checkpoint.tiers import Table
-from outlast.checkpoint.tiers import gather_copies
-from outlast.checkpoint.tiers import reject
+from outlast.checkpoint.state import OtherLayout
+from outlast.checkpoint.tiers import PARITY, Rejection, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
-from outlast.errors import CheckpointError
-from outlast.errors import Corrupt
-from outlast.errors import Incomplete
-from outlast.errors import Mismatch
-from outlast.errors import NotFinite
-from outlast.errors import OutlastError
-from outlast.errors import Untrusted
-from outlast.policy.recovery_point import Copy
-from outlast.policy.recovery_point import RecoveryPoint
-from outlast.policy.recovery_point import Tier
-from outlast.policy.recovery_point import choose_best_point
-from outlast.policy.recovery_point import choose_recovery_point
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Mismatch, NotFinite, OutlastError, Untrusted
+from outlast.policy.recovery_point import (
+    Copy,
+    Distrusted,
+    RecoveryPoint,
+    Tier,
+    choose_best_point,
+    choose_recovery_point,
+    is_distrusted,
+    is_doubtful,
+)
 from outlast.runtime.device import restore_random
-from outlast.checkpoint.state import OtherLayout
-from outlast.policy.recovery_point import Distrusted
-from outlast.policy.recovery_point import is_distrusted
-from outlast.policy.recovery_point import is_doubtful
-
-
 
 log = logging.getLogger(__name__)
 _LIVE_STATE = ""
