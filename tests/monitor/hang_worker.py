@@ -48,7 +48,7 @@ def main() -> None:
         hangs = rank == int(bad_rank) and iteration == int(at)
         with monitor.section("step"):
             if kind == "mismatch" and iteration == int(at) - 1:
-                while not os.path.exists(f"{board}-go"):
+                while not os.path.exists(f"{rendezvous}-go"):
                     time.sleep(0.02)  # every rank is equally slow
             batch = load_batch(kind if hangs else "none")
             if kind == "mismatch" and hangs:

@@ -85,7 +85,7 @@ def test_nobody_is_named_where_the_script_is_at_fault(tmp_path: Path) -> None:
         late = {"subject": Subject.SECTION, "section": "step", "timeout_s": 1.0, "elapsed_s": 1.1}
         first = Expired(**late, local_rank=0, global_rank=0, pid=ranks.pid(0), since_ns=0, iteration=AT - 1)
         slow = examine(board, node="worker-1", stacks_dir=None, expired=[first])
-        Path(f"{board.path}-go").touch()
+        (tmp_path / "rendezvous-go").touch()
         stuck = examine_until(board, lambda one: one.iteration == AT and one.waiting_in is not None)
 
     assert sum(one.expired for one in slow) == 1
