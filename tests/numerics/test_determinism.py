@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from rerun_training import Training, assert_same
 
 from outlast.config import RerunStateMachineConfig
+from outlast.env import WorkerEnv
 from outlast.incidents import EventKind
 from outlast.journal import read
 from outlast.numerics import RerunStateMachine
-from outlast.numerics.determinism import DeterminismStatistics, describe_differences
+from outlast.numerics.rerun_machine import machine_for
+from outlast.numerics.validation import DifferenceCounts, describe_differences
 from outlast.runtime.journal import Journal
 
 TWICE = RerunStateMachineConfig(rerun_mode="report_determinism_stats")
@@ -74,7 +76,7 @@ def test_validations_of_one_run_only_are_counted() -> None:
 def test_report_goes_to_the_journal(tmp_path: Path) -> None:
     """The report is an event, infinite differences included."""
     journal = Journal(tmp_path, run_id="r", job="j", node="n", proc="rank-0")
-    machine = RerunStateMachine(TWICE, journal=journal)
+    machine = machine_for(WorkerEnv(), journal, config=TWICE)
     machine.begin_step(0)
     values = iter([1.0, math.nan])
     while machine.should_run():
@@ -88,10 +90,10 @@ def test_report_goes_to_the_journal(tmp_path: Path) -> None:
 @given(st.lists(st.sampled_from([0.0, 0.0, 1e-7, 1e-3, 0.5]), min_size=1, max_size=300))
 def test_percentiles_are_of_all_comparisons(differences: list[float]) -> None:
     """Each percentile is the smallest difference that its share of all comparisons does not exceed."""
-    statistics = DeterminismStatistics()
+    counts = DifferenceCounts()
     for difference in differences:
-        statistics.add("loss", difference)
-    one = statistics.report()["loss"]
+        counts.add(difference)
+    one = counts.summary()
     ordered = sorted(differences)
     for share, value in ((0.5, one.p50), (0.9, one.p90), (0.99, one.p99), (0.999, one.p99_9)):
         assert value == ordered[math.ceil(share * len(ordered)) - 1]
@@ -101,10 +103,10 @@ def test_percentiles_are_of_all_comparisons(differences: list[float]) -> None:
 
 def test_many_differences_need_little_memory() -> None:
     """However many there are, percentiles stay close and what is kept stays bounded."""
-    statistics = DeterminismStatistics()
+    counts = DifferenceCounts()
     for number in range(300_000):
-        statistics.add("loss", (number % 1000 + 1) / 1000)
-    one = statistics.report()["loss"]
+        counts.add((number % 1000 + 1) / 1000)
+    one = counts.summary()
     assert one.num_different == 300_000
     assert one.p50 == pytest.approx(0.5, abs=0.02)
     assert one.p99 == pytest.approx(0.99, abs=0.02)

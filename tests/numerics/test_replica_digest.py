@@ -11,8 +11,7 @@ from gloo_ranks import run_ranks
 
 from outlast.errors import ConfigError
 from outlast.numerics import Agreement, Replica, ReplicaDigest
-from outlast.numerics.comparison import _factor, find_minority
-from outlast.numerics.replica_digest import find_replicated
+from outlast.numerics.replica_digest import _factor, find_minority, find_replicated
 
 SCENES = ("flips", "poisoned_training", "hsdp", "fsdp", "tensor_parallel_groups", "lost_state")
 

@@ -13,6 +13,7 @@ from rerun_training import Disturb, Training, assert_same, undisturbed
 from outlast.config import RerunStateMachineConfig
 from outlast.errors import OutlastError
 from outlast.numerics import ReplayableIterator, RerunStateMachine
+from outlast.numerics.rerun_machine import machine_for
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 from outlast.runtime.postmortem import read_diagnosis
 
@@ -259,7 +260,7 @@ def test_diagnosis_is_left_for_the_agent(tmp_path: Path) -> None:
     from outlast.env import WorkerEnv
 
     place = WorkerEnv(run_dir=str(tmp_path), job="j", cycle=4, node="n")
-    machine = RerunStateMachine(place=place)
+    machine = machine_for(place)
     machine.begin_step(7)
     while machine.should_run():
         machine.validate(math.inf)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from outlast.numerics.tensor_digest import BLOCK_WORDS, PIECE_BLOCKS, digest_tensors, weigh
+from outlast.numerics.replica_digest import BLOCK_WORDS, PIECE_BLOCKS, digest_tensors, weigh
 
 WAYS: dict[str, Callable[[torch.Tensor], int]] = {
     "host": lambda tensor: digest_tensors([tensor])[0],

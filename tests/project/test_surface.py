@@ -38,12 +38,8 @@ PUBLIC = [
     "outlast.testing",
 ]
 STILL_INTERNAL = {
-    "outlast.checkpoint.CheckpointManager.__init__",
     "outlast.monitor.RankMonitor.__init__",
     "outlast.monitor.RankMonitor.board_state",
-    "outlast.numerics.RerunStateMachine.__init__",
-    "outlast.ray.train.TrainWatches.__init__",
-    "outlast.ray.train.TrainWatches.standing",
     "outlast.straggler.Report.incidents",
     "outlast.straggler.StragglerDetector.__init__",
 }

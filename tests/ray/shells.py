@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from outlast.config import CheckpointConfig, FaultToleranceConfig
-from outlast.ray.mesh import Mesh
 from outlast.ray.protocol import (
     Aborted,
     ActorAssignment,
@@ -24,6 +23,7 @@ from outlast.ray.protocol import (
     CallFailed,
     CallReturned,
     Joined,
+    Mesh,
     ShellSettings,
 )
 from outlast.ray.shell import create_shell

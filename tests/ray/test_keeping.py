@@ -17,9 +17,8 @@ from ray.cluster_utils import Cluster
 from shells import LIMIT_S, Crew, Wrapped, wait_until
 
 from outlast.config import CheckpointConfig
-from outlast.ray.mesh import Mesh
-from outlast.ray.node_keeper import NodeKeepers
-from outlast.ray.protocol import CallFailed, FailureKind
+from outlast.ray.pool import NodeKeepers
+from outlast.ray.protocol import CallFailed, FailureKind, Mesh
 
 pytestmark = [pytest.mark.process]
 MESH = Mesh(dp=2)

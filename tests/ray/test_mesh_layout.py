@@ -9,7 +9,7 @@ import torch
 
 from outlast.errors import ConfigError
 from outlast.ray import Mesh
-from outlast.ray.mesh import AXES, shrunk
+from outlast.ray.protocol import AXES, shrunk
 
 
 def meshes(max_actors: int = 16) -> Iterator[Mesh]:

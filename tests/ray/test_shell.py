@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 from shells import Crew, Plain, wait_until
 
-from outlast.ray.mesh import Mesh
-from outlast.ray.protocol import Aborted, CallFailed, FailureKind, Joined
+from outlast.ray.protocol import Aborted, CallFailed, FailureKind, Joined, Mesh
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("ray_cluster")]
 MESH = Mesh(dp=2, tp=2)

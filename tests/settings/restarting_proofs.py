@@ -277,8 +277,8 @@ STRAGGLER: dict[str, Proof] = {
 
 pytest.importorskip("ray", reason="groups of actors need Ray")
 from outlast.ray import actor_group, pool, recovery, watch  # noqa: E402
-from outlast.ray.mesh import Mesh  # noqa: E402
 from outlast.ray.pool import Pool, Reply, _SparePing  # noqa: E402
+from outlast.ray.protocol import Mesh  # noqa: E402
 from outlast.ray.recovery import Incarnation, Recovery, _Progress  # noqa: E402
 from outlast.ray.watch import Gathered, Watch, _AwaitedActor  # noqa: E402
 

@@ -480,7 +480,7 @@ def rejected(config: RerunStateMachineConfig) -> list[str | None]:
 def struck(config: RerunStateMachineConfig) -> list[bool]:
     injector, found = ErrorInjector(config, "job-0-0"), []
     for call in range(20):
-        injector.begin_step()
+        injector.struck.clear()
         found.append(injector.strikes(StepRun.FIRST_RUN, call, 0))
         found.append(injector.strikes(StepRun.SECOND_RUN, call, 0))
     return found

@@ -31,8 +31,8 @@ from outlast.bench.measuring import (
 from outlast.bench.result import Bar, BenchResult
 from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
-from outlast.numerics import RerunStateMachine
-from outlast.numerics.tensor_digest import digest_tensors
+from outlast.numerics.replica_digest import digest_tensors
+from outlast.numerics.rerun_machine import machine_for
 from outlast.runtime.process_groups import Group
 
 __all__ = ["SmallTraining", "cost_in_percent", "measure", "measure_digests", "measure_steps"]
@@ -160,10 +160,10 @@ def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
     """
     with process_group():
         training = SmallTraining()
-        machine = RerunStateMachine(
-            RerunStateMachineConfig(rerun_mode="validate_results", check_for_spiky_loss=True),
+        machine = machine_for(
+            WorkerEnv(global_rank=dist.get_rank(), world_size=2),
+            config=RerunStateMachineConfig(rerun_mode="validate_results", check_for_spiky_loss=True),
             modules=[training.model],
-            place=WorkerEnv(global_rank=dist.get_rank(), world_size=2),
             timeout_s=GROUP_TIMEOUT_S,
         )
         batches, iterations = machine.replayable(itertools.repeat(training.batch)), itertools.count()

@@ -25,8 +25,6 @@ from outlast.errors import CheckpointError
 from outlast.runtime.processes import ChildProcess, describe_exit
 from outlast.runtime.wire import MessageChannel
 
-__all__ = ["WriterClient", "WriterProcess"]
-
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=msgspec.Struct)
 BACKLOG = 128

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from outlast.config import Config, HealthConfig
     from outlast.health import CheckResult
 
-__all__ = ["doctor"]
 
 SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""

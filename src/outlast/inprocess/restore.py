@@ -28,8 +28,7 @@ from outlast.decoding import from_msgpack
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.call import Handle, current_handle
 from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer
-from outlast.numerics.replica_digest import find_replicated
-from outlast.numerics.tensor_digest import digest_tensors
+from outlast.numerics.replica_digest import digest_tensors, find_replicated
 from outlast.policy.recovery_point import InPlaceHolding, InPlacePlan, Origin, plan_in_place
 from outlast.runtime import device
 from outlast.runtime.process_groups import Group, gather_bytes

@@ -44,9 +44,6 @@ from outlast.policy.ladder import LadderState
 from outlast.runtime.journal import Journal
 from outlast.runtime.store import TCPStore
 
-__all__ = ["PATIENCE_S", "CoordinatorServer", "LifelineServer", "beat_key", "channel_key"]
-
-
 log = logging.getLogger(__name__)
 _FOREVER = datetime.timedelta(days=365)
 
@@ -178,7 +175,7 @@ class CoordinatorServer:
             run_dir=self._run_dir,
             host=self._node,
         )
-        self._store.set(m.STATUS_KEY, status.encode())
+        self._store.set(m.STATUS_KEY, m.encode(status))
 
     def _judge_beats(self, now_s: float) -> list[tuple[str, str, m.ToNode]]:
         nodes = list(self._coordinator.nodes)

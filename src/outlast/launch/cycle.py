@@ -48,8 +48,6 @@ from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
 
-__all__ = ["ALONE_S", "Cycle", "make_logs_specs"]
-
 log = logging.getLogger(__name__)
 _FATAL_SIGNALS = {
     "Segmentation fault": -signal.SIGSEGV,

@@ -67,8 +67,6 @@ from outlast.policy.deadlines import Protection, describe_nodes
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
-__all__ = ["AgentState", "NodeAgent"]
-
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
 _BRIEF_GOODBYE_S = 0.2
@@ -237,7 +235,7 @@ class NodeAgent(SimpleElasticAgent):
         match event:
             case m.Prepare():
                 self._cycle_store = open_cycle_store(self._client.addr)
-                self._client.host_cycle(event.cycle, self._cycle_store.port)
+                self._client.send(m.Master(cycle=event.cycle, addr=self._client.addr, port=self._cycle_store.port))
             case m.Start():
                 self._timers.cancel("answer")
                 self._start = event
@@ -491,7 +489,7 @@ class NodeAgent(SimpleElasticAgent):
             return
         incident = cycle.describe_hang(hang.report)
         # The other nodes look at their ranks while this one does.
-        self._client.report_hang(incident, hang.report.expired, cycle.number)
+        self._client.send(m.Hung(cycle=cycle.number, incident=incident, expired=tuple(hang.report.expired)))
         positions = cycle.examine(hang.report)
         if is_alone := cycle.start.num_nodes == 1:
             incident = name_culprit(incident, positions)
@@ -581,13 +579,15 @@ class NodeAgent(SimpleElasticAgent):
         if incident.node == self._client.node and not cycle.has_lost(incident.rank):
             self._journal.write_incident(incident)
         log.warning("restart %d in process, after: %s", recovered.restart_count, incident.describe())
-        self._client.report_restart(
-            cycle.number,
-            recovered.call,
-            recovered.restart_count,
-            incident,
-            durable_iteration=cycle.durable_iteration,
-            progress_known=cycle.progress_known,
+        self._client.send(
+            m.Restarted(
+                cycle=cycle.number,
+                call=recovered.call,
+                restart_count=recovered.restart_count,
+                incident=incident,
+                durable_iteration=cycle.durable_iteration,
+                progress_known=cycle.progress_known,
+            )
         )
 
     def _continue_without(self, worker: WorkerProcess, key: int, cycle: Cycle) -> None:
@@ -640,7 +640,7 @@ class NodeAgent(SimpleElasticAgent):
         if cycle is not None:
             self._write_ended(cycle, "left")
         number = self._signal or signal.SIGTERM
-        self._client.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
+        self._client.send(m.Leave(saved=saved, signal=number, facts=facts, whole_job=whole_job))
         self._failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + number
         what = "a saved generation exists" if saved else "nothing was saved"

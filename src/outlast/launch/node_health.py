@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from outlast.launch.agent_events import NodeJournal
     from outlast.launch.coordinator_client import CoordinatorClient
 
-__all__ = ["CheckedUp", "Checkups", "NodeHealth", "Occasion"]
-
 
 _CLOSE_S = 3.0
 
@@ -248,7 +246,7 @@ class NodeHealth:
         assert self._checkups is not None
         node, retry_s = self._client.node, self._checkups.config.retry_interval
         stays = retry_s > 0 or (self._is_host and not self._is_alone)
-        self._client.report_unhealthy(self._outside, stays=stays)
+        self._client.send(m.Unhealthy(incident=self._outside, stays=stays))
         if retry_s > 0:
             log.warning("node %s does not join; it is checked again in %g s", node, retry_s)
             self._timers.set("retry", retry_s, self._look_before_joining)
@@ -340,7 +338,7 @@ class NodeHealth:
         elif known and not self._known:
             log.info("node %s is healthy again", self._client.node)
         if found.failed:
-            self._client.report_unhealthy(self._incident(found), stays=True)
+            self._client.send(m.Unhealthy(incident=self._incident(found), stays=True))
 
     # -- what is reported --------------------------------------------------------------------------------------
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from outlast.launch.coordinator_client import CoordinatorClient
     from outlast.launch.node_agent import NodeAgent
 
-__all__ = ["RunOwner", "Summary", "count_lost", "launch", "summarise"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:

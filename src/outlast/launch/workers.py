@@ -44,9 +44,6 @@ from outlast.runtime.zygote import (
     ZygoteReady,
 )
 
-__all__ = ["InProcessRecovery", "NodeWorkers", "RecoveredInProcess", "WorkerProcess"]
-
-
 log = logging.getLogger(__name__)
 
 

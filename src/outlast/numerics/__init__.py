@@ -7,25 +7,24 @@ from typing import TYPE_CHECKING
 from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from outlast.numerics.comparison import Agreement, Replica
-    from outlast.numerics.determinism import Differences
     from outlast.numerics.nonfinite import FiniteCheck, NonFiniteAction, NonFiniteDetector
     from outlast.numerics.replay import ReplayableIterator
-    from outlast.numerics.replica_digest import ReplicaDigest
+    from outlast.numerics.replica_digest import Agreement, Replica, ReplicaDigest
     from outlast.numerics.rerun_machine import RerunDecision, RerunStateMachine
+    from outlast.numerics.validation import Differences
     from outlast.policy.rerun import Action, Diagnosis, Finding, Replay
 
 _HOMES = {
     "Action": "outlast.policy.rerun",
-    "Agreement": "outlast.numerics.comparison",
+    "Agreement": "outlast.numerics.replica_digest",
     "Diagnosis": "outlast.policy.rerun",
-    "Differences": "outlast.numerics.determinism",
+    "Differences": "outlast.numerics.validation",
     "Finding": "outlast.policy.rerun",
     "FiniteCheck": "outlast.numerics.nonfinite",
     "NonFiniteAction": "outlast.numerics.nonfinite",
     "NonFiniteDetector": "outlast.numerics.nonfinite",
     "Replay": "outlast.policy.rerun",
-    "Replica": "outlast.numerics.comparison",
+    "Replica": "outlast.numerics.replica_digest",
     "ReplicaDigest": "outlast.numerics.replica_digest",
     "ReplayableIterator": "outlast.numerics.replay",
     "RerunStateMachine": "outlast.numerics.rerun_machine",

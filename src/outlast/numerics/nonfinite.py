@@ -24,8 +24,6 @@ from outlast.runtime.consensus import Consensus
 from outlast.runtime.postmortem import leave_diagnosis
 from outlast.runtime.process_groups import current_place
 
-__all__ = ["FiniteCheck", "NonFiniteAction", "NonFiniteDetector"]
-
 log = logging.getLogger(__name__)
 Optimizers: TypeAlias = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _MAX_NAMED = 8

@@ -1,32 +1,68 @@
-"""What it takes to run a step again: its batches, and, after a restart, all that a diagnostic save holds of it.
+"""What it takes to run a step again: its batches, what it changed, and, after a restart, what a diagnostic save holds.
 
 Batches are stored without running anybody's code when they are read: tensors, arrays, numbers and texts, in containers.
 Whatever else a batch holds is named, and not stored, since reading a pickle runs code from the file.
+
+Besides its results a run changes random numbers, gradients, and the buffers that a forward pass changes. Parameters are
+not among them: the optimizer has not stepped. Nor is what the script keeps elsewhere and changes within the step.
+
+Gradients are put back without copies: one that was ``None`` becomes ``None``, one that was there and was changed
+becomes zero, as ``zero_grad()`` leaves it. So what is accumulated into a gradient must be accumulated within one run.
+
+A buffer, such as BatchNorm's statistics, is copied only where that is needed: which ones a run changes is learned in
+the first runs, and again when the module goes from ``eval()`` to ``train()`` or back, by torch's version counter and by
+value. A copy is good for as long as the counter stands still. BatchNorm's statistics change without it (torch 2.13), as
+does what is changed through ``.data``: what was seen to change so is copied before every run.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
-
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import Generic
+from typing import TypeAlias
+from typing import TypeVar
 import msgspec
 import numpy as np
 import torch
 import xxhash
-
 from outlast.decoding import convert
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
-from outlast.numerics.validation import Rejected, StepValidation
-from outlast.policy.rerun import Diagnosis, Replay, StepRun, decode_diagnosis, encode_diagnosis, to_number
-from outlast.runtime.device import RandomSnapshot, restore_random, training_device
+from outlast.numerics.validation import Rejected
+from outlast.numerics.validation import StepValidation
+from outlast.policy.rerun import Diagnosis
+from outlast.policy.rerun import Replay
+from outlast.policy.rerun import StepRun
+from outlast.policy.rerun import encode_diagnosis
+from outlast.policy.rerun import to_number
+from outlast.runtime.device import RandomSnapshot
+from outlast.runtime.device import restore_random
+from outlast.runtime.device import training_device
+from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Batches", "ReplayableIterator", "StepReplay", "as_iterators", "fingerprint", "give_back", "store"]
+
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _SCALARS = (type(None), bool, int, float, str, bytes)
+LEARNING_RUNS = 2
+"""Runs in which every buffer is copied and compared."""
+
+
+class _Drawn(NamedTuple):
+    """A batch that was drawn for a step."""
+
+    batch: Any
+    versions: tuple[int, ...]
+    """Of its tensors when it was drawn."""
+    random_after: dict[str, Any]
+    """Random numbers after it was drawn."""
 
 
 class ReplayableIterator(Generic[T]):
@@ -44,10 +80,8 @@ class ReplayableIterator(Generic[T]):
 
     def __init__(self, batches: Iterable[T]) -> None:
         self._source = iter(batches)
-        self._drawn: list[T] = []
-        self._versions: list[tuple[int, ...]] = []
+        self._drawn: list[_Drawn] = []
         self._random = RandomSnapshot()
-        self._random_after: list[dict[str, Any]] = []
         self._given = 0
         self.is_recording = True
         """Whether a step's batches may be wanted again."""
@@ -62,28 +96,27 @@ class ReplayableIterator(Generic[T]):
             return self._draw()
         if self._given == len(self._drawn):
             batch = self._draw()
-            self._drawn.append(batch)
-            self._versions.append(_versions(batch))
             self._random.take()
-            self._random_after.append(self._random.state)
+            self._drawn.append(_Drawn(batch, _versions(batch), self._random.state))
         else:
-            restore_random(self._random_after[self._given])
+            restore_random(self._drawn[self._given].random_after)
         self._given += 1
-        return self._drawn[self._given - 1]
+        given: T = self._drawn[self._given - 1].batch
+        return given
 
     @property
     def drawn(self) -> Sequence[T]:
         """The batches of this step so far, in order."""
-        return tuple(self._drawn)
+        return tuple(one.batch for one in self._drawn)
 
     @property
     def random_after(self) -> Sequence[dict[str, Any]]:
         """Random numbers after each of them was drawn."""
-        return tuple(self._random_after)
+        return tuple(one.random_after for one in self._drawn)
 
     def changed(self) -> bool:
         """Return whether the step changed a tensor of its batches in place."""
-        return any(_versions(batch) != seen for batch, seen in zip(self._drawn, self._versions, strict=True))
+        return any(_versions(one.batch) != one.versions for one in self._drawn)
 
     def rewind(self) -> None:
         """Give this step's batches again, from the first."""
@@ -91,7 +124,7 @@ class ReplayableIterator(Generic[T]):
 
     def end_step(self) -> None:
         """Forget the batches that were given; what was drawn and not given again comes next."""
-        del self._drawn[: self._given], self._versions[: self._given], self._random_after[: self._given]
+        del self._drawn[: self._given]
         self._given = 0
         if self._replayed is not None:
             self._skip, self._replayed = self._replayed, None
@@ -106,9 +139,8 @@ class ReplayableIterator(Generic[T]):
         Whether the source stands before or behind them depends on what the script saved and when. So the first batch
         that is drawn from it afterwards is compared: if it is the first of these, as many are skipped.
         """
-        self._drawn, self._given = list(batches), 0
-        self._versions = [_versions(batch) for batch in batches]
-        self._random_after = list(random_after)
+        pairs = zip(batches, random_after, strict=True)
+        self._drawn, self._given = [_Drawn(batch, _versions(batch), after) for batch, after in pairs], 0
         self._replayed = (fingerprint(batches[0]), len(batches)) if batches else None
 
     def _draw(self) -> T:
@@ -163,16 +195,6 @@ class StepReplay:
         """What this rank keeps of a step, for a diagnostic save or from one: plain values and tensors."""
         self._has_batches = True
 
-    def last_on_same_device(self, tries: int) -> Replay:
-        """Return the replay that the save describes, after ``tries`` on the same device.
-
-        Raises:
-            OutlastError: No diagnostic save was loaded.
-        """
-        if self.saved is None:
-            raise OutlastError("there is nothing to replay; load the state of a diagnostic save first")
-        return decode_diagnosis(self.saved["diagnosis"]).replay(tries=tries)
-
     def begin_step(self, iteration: int, iterators: Iterators) -> tuple[dict[int, tuple[Rejected, Any]], list[int]]:
         """Restore batches and random numbers of the step, if it is the one to replay.
 
@@ -203,7 +225,12 @@ class StepReplay:
             log.warning("the step is replayed with new batches instead of its own (%s)", why)
         if self.saved is not None:
             restore_random(dict(self.saved["random"]))
-            return self._saved_rejections(self.saved), list(self.saved["struck"])
+            rejections = {}
+            for plain, form in self.saved["rejected"]:
+                one = convert(plain, Rejected)
+                result = to_number(one.value) if form is None else give_back(form, self._place.local_rank)
+                rejections[one.call] = (one, result)
+            return rejections, list(self.saved["struck"])
         if self._place.global_rank != self.ordered.rank:
             return {}, []
         known = Rejected(call=self.ordered.call, what=self.ordered.what, message="", value=self.ordered.first)
@@ -257,10 +284,6 @@ class StepReplay:
             "random": dict(random),
         }
 
-    def forget(self) -> None:
-        """Continue with steps that are run for the first time."""
-        self.ordered = self.saved = None
-
     def _give_saved_batches(self, iterators: Iterators) -> bool:
         """Return whether the iterators give the saved batches.
 
@@ -271,14 +294,6 @@ class StepReplay:
         for iterator, forms, states in zip(iterators, self.saved["batches"], self.saved["random_after"], strict=True):
             iterator.replay([give_back(form, self._place.local_rank) for form in forms], states)
         return True
-
-    def _saved_rejections(self, saved: Mapping[str, Any]) -> dict[int, tuple[Rejected, Any]]:
-        rejections = {}
-        for plain, form in saved["rejected"]:
-            one = convert(plain, Rejected)
-            result = to_number(one.value) if form is None else give_back(form, self._place.local_rank)
-            rejections[one.call] = (one, result)
-        return rejections
 
 
 def fingerprint_of(iterators: Iterators) -> str:
@@ -379,3 +394,186 @@ def _digest(value: Any, digest: Any) -> None:
             _digest(inner, digest)
     elif isinstance(value, _SCALARS):
         digest.update(repr(value).encode())
+
+
+@dataclass(slots=True)
+class _WatchedBuffer:
+    """One buffer of one module."""
+
+    owner: dict[str, torch.Tensor | None]
+    name: str
+    label: str
+    tensor: torch.Tensor | None = None
+    """The buffer at the beginning of the run."""
+    version: int = -1
+    """Its version then."""
+    copy: torch.Tensor | None = None
+    """Its values then, if they are known; ``None`` also where there was no buffer."""
+    is_known: bool = False
+    """Whether it is known what it was then."""
+    changes: bool = False
+    """Whether runs change it."""
+    is_silent: bool = False
+    """Whether they change it without a change of its version."""
+    changes_outside: bool = False
+    """Whether it changes between runs, and no run was seen to change it."""
+
+    def is_same(self) -> bool:
+        tensor = self.owner.get(self.name)
+        return tensor is self.tensor and _version(tensor) == self.version
+
+    def look(self, *, learning: bool) -> bool:
+        """Look at the buffer at the beginning of a run; return whether its values are still to be copied."""
+        same = self.is_same()
+        if self.is_known and same and not (self.is_silent or learning):
+            return False
+        if self.is_known and not (self.changes or same):
+            # It changed since the last run began, and no run was seen to do it: outside, if that was seen before.
+            self.changes_outside = learning or self.changes_outside
+            self.changes = not self.changes_outside
+        tensor = self.tensor = self.owner.get(self.name)
+        self.version = _version(tensor)
+        self.is_known = tensor is None or learning or not self.changes_outside
+        if tensor is None or not self.is_known:
+            self.copy = None
+            return False
+        if self.copy is None or self.copy.shape != tensor.shape or self.copy.dtype != tensor.dtype:
+            self.copy = tensor.detach().clone()
+            return False
+        return True
+
+    def learn(self) -> None:
+        """Compare the buffer at the end of a run."""
+        if not self.is_same():
+            self.changes = True
+        elif self.tensor is not None and self.copy is not None and not _is_equal(self.tensor, self.copy):
+            self.changes = self.is_silent = True
+        self.changes_outside = self.changes_outside and not self.changes
+
+    def rewind(self) -> bool:
+        """Put the buffer back; return ``False`` if it changed and it is not known what it was."""
+        if self.is_same() and not self.is_silent:
+            return True
+        self.changes, self.changes_outside = True, False
+        if not self.is_known:
+            return False
+        self.owner[self.name] = self.tensor
+        if self.tensor is not None and self.copy is not None:
+            self.tensor.copy_(self.copy)
+            self.version = _version(self.tensor)
+        return True
+
+
+class Rewinder:
+    """Remember the beginning of a run, and go back to it.
+
+    Thread: that of the training loop.
+    """
+
+    def __init__(self) -> None:
+        self.random = RandomSnapshot()
+        self._modules: list[torch.nn.Module] = []
+        self._modes: list[bool] = []
+        self._parameters: dict[int, torch.nn.Parameter] = {}
+        self._gradient_versions: list[int | None] = []
+        self._buffers: dict[tuple[int, str], _WatchedBuffer] = {}
+        self._runs_to_learn = 0
+        self._silent: list[_WatchedBuffer] = []
+        self._others: list[_WatchedBuffer] = []
+        self._copies: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def watch(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Put back gradients and buffers of these modules too; a module's buffers are looked up once."""
+        for module in modules:
+            self._parameters.update((id(parameter), parameter) for parameter in module.parameters())
+            if any(one is module for one in self._modules):
+                continue
+            self._modules.append(module)
+            for prefix, inner in module.named_modules():
+                is_silent = isinstance(inner, torch.nn.modules.batchnorm._NormBase)
+                owner: dict[str, Any] = inner._buffers
+                for name in owner:
+                    label = f"{prefix}.{name}" if prefix else name
+                    buffer = _WatchedBuffer(owner, name, label, is_silent=is_silent, changes=is_silent)
+                    self._buffers.setdefault((id(owner), name), buffer)
+            self._learn_anew()
+
+    def begin(self) -> None:
+        """Remember what there is at the beginning of a run.
+
+        Blocks: never; costs about 10 us, 50 ns for each parameter, 0.2 us for each buffer, and a copy of the buffers
+        that runs change.
+        """
+        self.random.take()
+        parameters = self._parameters.values()
+        self._gradient_versions = [None if (grad := one.grad) is None else grad._version for one in parameters]
+        if [module.training for module in self._modules] != self._modes:
+            self._learn_anew()
+        if self._runs_to_learn:
+            self._copy([buffer for buffer in self._buffers.values() if buffer.look(learning=True)])
+            return
+        copied = [buffer for buffer in self._others if buffer.look(learning=False)]
+        if all(buffer.owner.get(buffer.name) is buffer.tensor for buffer in self._silent):
+            # Here comes every step of a model with BatchNorm, with hundreds of small buffers.
+            if self._sources:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._copies, self._sources)
+        else:
+            copied += [buffer for buffer in self._silent if buffer.look(learning=False)]
+            self._list_silent()
+        self._copy(copied)
+
+    def end_run(self) -> None:
+        """Learn from a run that is over, if there is something to learn.
+
+        Blocks: in the first runs, until the device has computed the buffers.
+        """
+        if self._runs_to_learn:
+            for buffer in self._buffers.values():
+                buffer.learn()
+            self._runs_to_learn -= 1
+            if not self._runs_to_learn:
+                self._list_silent()
+
+    def rewind(self) -> None:
+        """Go back to where :meth:`begin` was called."""
+        self.random.restore()
+        with torch.no_grad():
+            for parameter, version in zip(self._parameters.values(), self._gradient_versions, strict=True):
+                if version is None:
+                    parameter.grad = None
+                elif parameter.grad is not None and parameter.grad._version != version:
+                    parameter.grad.zero_()
+            lost = [buffer.label for buffer in self._buffers.values() if not buffer.rewind()]
+        if lost:
+            log.warning("%s changed within a step for the first time and cannot be put back", ", ".join(lost))
+
+    def _learn_anew(self) -> None:
+        self._modes = [module.training for module in self._modules]
+        self._runs_to_learn = LEARNING_RUNS
+
+    def _list_silent(self) -> None:
+        self._silent = [buffer for buffer in self._buffers.values() if buffer.is_silent]
+        self._others = [buffer for buffer in self._buffers.values() if not buffer.is_silent]
+        pairs = [(one.copy, one.tensor) for one in self._silent if one.copy is not None and one.tensor is not None]
+        self._copies, self._sources = [copy for copy, _ in pairs], [tensor for _, tensor in pairs]
+
+    def _copy(self, buffers: list[_WatchedBuffer]) -> None:
+        with torch.no_grad():
+            for buffer in buffers:
+                assert buffer.copy is not None
+                assert buffer.tensor is not None
+                buffer.copy.copy_(buffer.tensor)
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    # What was made in inference mode counts no changes.
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same values, NaN being equal to NaN."""
+    if a.layout != torch.strided or a.is_quantized:
+        return True
+    return a.shape == b.shape and bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())

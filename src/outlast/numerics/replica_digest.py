@@ -12,15 +12,32 @@ Compared are the parameters of modules and the state of optimizers, as far as se
 
 Buffers are left out: running statistics of batches are each rank's own. So is what is sharded without recording how:
 parameters of ``FullyShardedDataParallel`` and the state of a ``ZeroRedundancyOptimizer``.
+
+A tensor's digest has 64 bits, which change when a bit, or the order of the bytes, does. Memory that the CPU can read is
+digested by xxh3_64, which is faster than memory is read by one core. What lies on an accelerator is digested there, as
+copying it to the host would take longer than the step: :func:`weigh` is a sum of all words, each times an odd
+pseudo-random weight of its position. Integer sums do not depend on their order, so that it is the same on every device.
+Words are 32 bits wide and weights 64. With words of 64 bits the highest bit of a word would count only whether it was
+flipped an even number of times, whatever the weights are (odd x 2**63 is 2**63): two flipped signs would cancel.
+``torch.hash_tensor`` is no alternative: it is an XOR, which sees neither order nor equal flips in two places.
+
+While replicas agree, one reduction of two integers is all: each rank's digests, each times a factor, are summed over
+all ranks. The factors of the holders of the same tensors add up to 0, and so does the sum when they agree; when they do
+not, it is 0 for less than one disagreement in 2**50. So one small reduction compares any number of groups of replicas,
+of any size, and every rank knows the outcome: all of them enter what follows, in which they exchange their digests.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
+import msgspec
 import torch
 import torch.distributed as dist
 import xxhash
@@ -29,127 +46,86 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from outlast import env
+from outlast.decoding import from_json
 from outlast.errors import ConfigError, PeerLost
-from outlast.numerics.comparison import Agreement, Holdings, agree_equal, gather_differences
-from outlast.numerics.tensor_digest import digest_tensors
 from outlast.runtime.device import device_name
-from outlast.runtime.process_groups import Group
+from outlast.runtime.process_groups import Group, broadcast_bytes, gather_bytes
 from outlast.wording import count
 
-__all__ = ["ReplicaDigest", "ReplicatedTensor", "find_replicated"]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicatedTensor:
-    """A tensor of this rank, and who holds the same one."""
-
-    name: str
-    """The same on all of ``ranks``: path of the module or optimizer, parameter, and what of it."""
-    tensor: torch.Tensor
-    """This rank's part; not a copy."""
-    ranks: tuple[int, ...]
-    """Global ranks with a replica, in order, this one included; empty = unknown."""
-
-
-def find_replicated(state: Any, ranks: tuple[int, ...]) -> list[ReplicatedTensor]:
-    """Return the parameters and the optimizer state of a rank, in an order that is the same on all replicas.
-
-    Args:
-        state: Modules and optimizers, in mappings, lists and tuples; everything else in it is ignored.
-        ranks: Ranks of the data-parallel group, in order.
-    """
-    modules, optimizers = dict[str, torch.nn.Module](), dict[str, Any]()
-    _sort(state, "", modules, optimizers)
-    finder = _TensorCollector(ranks)
-    for path, module in modules.items():
-        finder.add_module(path, module)
-    for path, optimizer in optimizers.items():
-        finder.add_optimizer(path, optimizer)
-    return finder.found
-
-
-def _sort(value: Any, path: str, modules: dict[str, torch.nn.Module], optimizers: dict[str, Any]) -> None:
-    if isinstance(value, torch.nn.Module):
-        modules[path] = value
-    elif isinstance(getattr(value, "param_groups", None), list) and isinstance(getattr(value, "state", None), Mapping):
-        optimizers[path] = value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            _sort(inner, _join(path, str(name)), modules, optimizers)
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            _sort(inner, _join(path, str(index)), modules, optimizers)
-
-
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
-
-
-class _TensorCollector:
-    """Collects tensors; names a parameter where it is met first, so that its optimizer state is named after it."""
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.found: list[ReplicatedTensor] = []
-        self._ranks = ranks
-        self._names: dict[int, str] = {}
-        self._unplaced: set[int] = set()
-
-    def add_module(self, path: str, module: torch.nn.Module) -> None:
-        is_placed = not _is_fsdp1(module)
-        for name, parameter in module.named_parameters():
-            self._add_parameter(_join(path, name), parameter, is_placed)
-
-    def add_optimizer(self, path: str, optimizer: Any) -> None:
-        is_placed = not hasattr(optimizer, "consolidate_state_dict")  # as ZeroRedundancyOptimizer has
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        for index, parameter in enumerate(parameters):
-            self._add_parameter(_join(path, str(index)), parameter, is_placed)
-            name = _join(path, self._names[id(parameter)].removeprefix(f"{path}."))
-            is_state_placed = is_placed and id(parameter) not in self._unplaced
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    self._add(_join(name, str(key)), value, is_state_placed)
-                elif isinstance(value, int | float):
-                    number = torch.tensor(float(value), dtype=torch.float64)
-                    self._add(_join(name, str(key)), number, is_state_placed)
-
-    def _add_parameter(self, name: str, parameter: torch.Tensor, is_placed: bool) -> None:
-        if id(parameter) in self._names:
-            return
-        self._names[id(parameter)] = name
-        if not is_placed:
-            self._unplaced.add(id(parameter))
-        self._add(name, parameter, is_placed)
-
-    def _add(self, name: str, tensor: torch.Tensor, is_placed: bool) -> None:
-        if isinstance(tensor, DTensor):
-            ranks = _holders(tensor, self._ranks)
-            tensor = tensor.to_local()
-        else:
-            ranks = self._ranks
-        if tensor.layout != torch.strided or tensor.is_meta:
-            is_placed = False
-        self.found.append(ReplicatedTensor(name, tensor.detach(), ranks if is_placed else ()))
-
-
-def _holders(tensor: DTensor, among: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks that hold the same part of a DTensor as this one does."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None or any(placement.is_partial() for placement in tensor.placements):
-        return ()
-    where = tuple(
-        slice(None) if placement.is_replicate() else index
-        for placement, index in zip(tensor.placements, coordinate, strict=True)
-    )
-    ranks = tensor.device_mesh.mesh[where].reshape(-1).tolist()
-    return tuple(sorted(set(ranks) & set(among)))
-
-
-def _is_fsdp1(module: torch.nn.Module) -> bool:
-    return any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules())
-
-
 log = logging.getLogger(__name__)
+Holdings: TypeAlias = dict[tuple[int, ...], list[tuple[str, int]]]
+"""Ranks that hold the same tensors, this rank among them, to the name and digest of each of these tensors here."""
+MAX_LOCATED = 8
+"""Replicas whose first differing tensor is looked for; each takes two broadcasts."""
+BLOCK_WORDS = 1 << 17
+"""Words that share a factor, beside a weight of their place in the block: 1 MiB of weights for tensors of any size."""
+PIECE_BLOCKS = 32
+"""Blocks that are weighed at a time: 32 MiB of products, which the cache of an accelerator holds."""
+_MASK = (1 << 64) - 1
+_HALF = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One rank's replica that differs from others."""
+
+    rank: int
+    """Global rank."""
+    node: str
+    """Its node."""
+    device: str
+    """What it computes on, as :func:`outlast.runtime.device.device_name` names it."""
+    tensor: str
+    """The first tensor that differs; empty = not looked for, as too many replicas differ."""
+
+    def __str__(self) -> str:
+        where = f" in {self.tensor}" if self.tensor else ""
+        return f"rank {self.rank} on node {self.node} (device {self.device}){where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What a check found.
+
+    Whether replicas agree, and who does not, is the same on all ranks; the numbers are this rank's own.
+    """
+
+    iteration: int
+    """Number of optimizer steps done."""
+    agrees: bool
+    """Whether all replicas on all ranks are bit-identical."""
+    num_replicas: int
+    """Largest number of replicas of a tensor of this rank; 1 = there is nothing to compare."""
+    num_bytes: int
+    """Bytes of this rank that were compared."""
+    num_single_bytes: int
+    """Bytes of this rank that no other rank holds, as shards are; nothing can be compared with them."""
+    culprits: tuple[Replica, ...] = ()
+    """Replicas that differ from the majority of at least three, by rank."""
+    undecided: tuple[Replica, ...] = ()
+    """Replicas that differ without a majority, as two always do, by rank: one of them is bad, or several."""
+
+    @property
+    def tensor(self) -> str:
+        """The first tensor that differs; empty = none."""
+        return next((replica.tensor for replica in (*self.culprits, *self.undecided) if replica.tensor), "")
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        if not self.agrees:
+            line = f"replicas differ at iteration {self.iteration}: "
+            if self.culprits:
+                line += f"from the majority {', '.join(map(str, self.culprits))}"
+            if self.undecided:
+                line += f"{'; ' if self.culprits else ''}without a majority {', '.join(map(str, self.undecided))}"
+            return line
+        line = f"replicas agree at iteration {self.iteration}"
+        if self.num_replicas == 1:
+            return (
+                f"{line}: nothing to compare, as no other rank holds any of this rank's {self.num_single_bytes} bytes"
+            )
+        line += f": {self.num_bytes} bytes, up to {self.num_replicas} replicas"
+        return line + (f"; {self.num_single_bytes} bytes are on no other rank" if self.num_single_bytes else "")
 
 
 class ReplicaDigest:
@@ -202,26 +178,36 @@ class ReplicaDigest:
         Collective: all ranks of the default group, after the same step's update; the first check opens a group.
         Blocks: while this rank's replicas are digested, and until all ranks have come, up to ``timeout_s``.
         """
-        tensors = find_replicated(self._state, self._ranks())
-        self._warn_of_unplaced(tensors)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        tensors = find_replicated(self._state, self._holders(world_size))
+        unplaced = [tensor.name for tensor in tensors if not tensor.ranks]
+        if unplaced and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s not compared, the first of them %s: it is unknown which ranks hold replicas; fully_shard and "
+                "DistributedDataParallel record that",
+                count(len(unplaced), "tensor"),
+                unplaced[0],
+            )
         shared = [tensor for tensor in tensors if len(tensor.ranks) > 1]
         holdings: Holdings = {}
         for tensor, digest in zip(shared, digest_tensors([tensor.tensor for tensor in shared]), strict=True):
             form = f"{tensor.name} {tensor.tensor.dtype} {tuple(tensor.tensor.shape)} {digest}"
             holdings.setdefault(tensor.ranks, []).append((tensor.name, xxhash.xxh3_64_intdigest(form.encode())))
+        found = self._compare(holdings, iteration) if world_size > 1 else None
+        culprits, undecided = found or ((), ())
         num_bytes = sum(tensor.tensor.nbytes for tensor in shared)
         agreement = Agreement(
             iteration=iteration,
-            agrees=True,
+            agrees=found is None,
             num_replicas=max((len(ranks) for ranks in holdings), default=1),
             num_bytes=num_bytes,
             num_single_bytes=sum(tensor.tensor.nbytes for tensor in tensors) - num_bytes,
+            culprits=culprits,
+            undecided=undecided,
         )
-        if self._world_size() > 1:
-            agreement = self._compare(holdings, agreement)
-        if not agreement.agrees:
-            logs_for_all = not dist.is_initialized() or dist.get_rank() == 0  # every rank knows the same
-            log.log(logging.ERROR if logs_for_all else logging.DEBUG, "%s", agreement.describe())
+        if not agreement.agrees:  # every rank knows the same
+            log.log(logging.ERROR if dist.get_rank() == 0 else logging.DEBUG, "%s", agreement.describe())
         return agreement
 
     def close(self) -> None:
@@ -230,43 +216,338 @@ class ReplicaDigest:
             self._group.close()
             self._group = None
 
-    def _compare(self, holdings: Holdings, agreement: Agreement) -> Agreement:
-        rank = dist.get_rank()
-        device = device_name(self._place.device or self._place.node, self._place.local_rank)
+    def _holders(self, world_size: int) -> tuple[int, ...]:
+        """Return the ranks that hold replicas of plain tensors."""
+        if isinstance(self._among, DeviceMesh):
+            return tuple(sorted(self._among.mesh.reshape(-1).tolist()))
+        if self._among is None:
+            return tuple(range(world_size))
+        return tuple(sorted(dist.get_process_group_ranks(self._among)))
+
+    def _compare(self, holdings: Holdings, iteration: int) -> tuple[tuple[Replica, ...], tuple[Replica, ...]] | None:
+        """Return culprits and undecided replicas, as in :class:`Agreement`; ``None`` = all agree. Collective."""
         try:
             if self._group is None:
                 self._group = Group.open(timeout_s=self._timeout_s)
             group = self._group.process_group
             assert group is not None, "closed"
-            if agree_equal(group, rank, holdings):
-                return agreement
-            culprits, undecided = gather_differences(group, holdings, node=self._place.node, device=device)
+            total = 0
+            for holders, tensors in holdings.items():
+                total += _digest(tensors) * _factor(holders.index(dist.get_rank()), len(holders))
+            total &= _MASK
+            halves = torch.tensor([total & _HALF, total >> 32])  # no sum of halves overflows
+            dist.all_reduce(halves, group=group)
+            low, high = halves.tolist()
+            if (low + (high << 32)) & _MASK == 0:
+                return None
+            device = device_name(self._place.device or self._place.node, self._place.local_rank)
+            return _gather_differences(group, holdings, self._place.node, device)
         except RuntimeError as error:
             raise PeerLost(
                 f"a peer left or did not come to the comparison of replicas within {self._timeout_s:g} s ({error}); "
                 "its own log or the launcher's report says why",
-                iteration=agreement.iteration,
+                iteration=iteration,
             ) from error
-        return replace(agreement, agrees=False, culprits=culprits, undecided=undecided)
 
-    def _world_size(self) -> int:
-        return dist.get_world_size() if dist.is_initialized() else 1
 
-    def _ranks(self) -> tuple[int, ...]:
-        """Return the ranks that hold replicas of plain tensors."""
-        if isinstance(self._among, DeviceMesh):
-            return tuple(sorted(self._among.mesh.reshape(-1).tolist()))
-        if self._among is None:
-            return tuple(range(self._world_size()))
-        return tuple(sorted(dist.get_process_group_ranks(self._among)))
+# -- who differs -----------------------------------------------------------------------------------------------------
 
-    def _warn_of_unplaced(self, tensors: list[ReplicatedTensor]) -> None:
-        names = [tensor.name for tensor in tensors if not tensor.ranks]
-        if names and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "%s not compared, the first of them %s: it is unknown which ranks hold replicas; fully_shard and "
-                "DistributedDataParallel record that",
-                count(len(names), "tensor"),
-                names[0],
+
+class _GroupDigest(msgspec.Struct, frozen=True):
+    """One rank's digest of what a group of ranks holds alike."""
+
+    holders: int
+    """Digest of who they are."""
+    num_holders: int
+    digest: int
+
+
+class _RankDigests(msgspec.Struct, frozen=True):
+    """What a rank sends when replicas differ."""
+
+    node: str
+    device: str
+    groups: list[_GroupDigest]
+
+
+def _gather_differences(
+    group: dist.ProcessGroup, holdings: Holdings, node: str, device: str
+) -> tuple[tuple[Replica, ...], tuple[Replica, ...]]:
+    """Return the replicas that differ from a majority, and those that differ without one; the same on all ranks.
+
+    Args:
+        group: A gloo group of all ranks.
+        holdings: What was compared.
+        node: This rank's node.
+        device: What this rank computes on.
+
+    Raises:
+        RuntimeError: A peer is gone, or did not come in time.
+
+    Collective: all ranks of the group.
+    Blocks: up to the group's timeout.
+    """
+    own = {xxhash.xxh3_64_intdigest(msgspec.json.encode(holders)): holders for holders in holdings}
+    digests = [_GroupDigest(key, len(holders), _digest(holdings[holders])) for key, holders in own.items()]
+    gathered = gather_bytes(group, msgspec.json.encode(_RankDigests(node, device, digests)))
+    ranks = [from_json(data, _RankDigests) for data in gathered]
+    by_holders: dict[int, dict[int, _GroupDigest]] = {}
+    for rank, one in enumerate(ranks):
+        for part in one.groups:
+            by_holders.setdefault(part.holders, {})[rank] = part
+    culprits: dict[int, Replica] = {}
+    undecided: dict[int, Replica] = {}
+    num_located = 0
+
+    def add(replicas: dict[int, Replica], suspects: Iterable[int], key: int, reference: int, other: int) -> None:
+        """Add the suspects with the first tensor that two ranks hold differently. Collective: all ranks."""
+        nonlocal num_located
+        num_located += 1
+        name = ""
+        if num_located <= MAX_LOCATED:
+            mine = msgspec.json.encode(holdings[own[key]] if key in own else [])
+            first, second = (
+                from_json(broadcast_bytes(group, mine, rank), list[tuple[str, int]]) for rank in (reference, other)
             )
+            pairs = zip_longest(first, second, fillvalue=("", 0))
+            name = next((two[0] or one[0] for one, two in pairs if one != two), "")
+        for rank in suspects:
+            one = Replica(rank=rank, node=ranks[rank].node, device=ranks[rank].device, tensor=name)
+            replicas.setdefault(rank, one)
+
+    for key, by_rank in by_holders.items():  # in the same order on all ranks: that of what was gathered
+        by_digest = {rank: part.digest for rank, part in by_rank.items()}
+        num_replicas = max(part.num_holders for part in by_rank.values())
+        if len(by_digest) == num_replicas and len(set(by_digest.values())) == 1:
+            continue
+        if (found := find_minority(by_digest, num_replicas)) is not None:
+            reference, minority = found
+            for rank in minority:
+                add(culprits, [rank], key, reference, rank)
+        else:
+            reference = min(by_digest)
+            differing = (rank for rank in sorted(by_digest) if by_digest[rank] != by_digest[reference])
+            add(undecided, by_digest, key, reference, next(differing, reference))
+    return tuple(culprits[rank] for rank in sorted(culprits)), tuple(undecided[rank] for rank in sorted(undecided))
+
+
+def find_minority(digests: Mapping[int, int], num_replicas: int) -> tuple[int, list[int]] | None:
+    """Return a rank of the majority, and the ranks that differ from it; ``None`` = there is no majority.
+
+    Args:
+        digests: Rank to digest.
+        num_replicas: How many there should be; more than half of them are a majority, so that of two neither is.
+    """
+    ((digest, count),) = Counter(digests.values()).most_common(1)
+    if 2 * count <= num_replicas:
+        return None
+    reference = min(rank for rank, other in digests.items() if other == digest)
+    return reference, sorted(rank for rank, other in digests.items() if other != digest)
+
+
+def _digest(tensors: list[tuple[str, int]]) -> int:
+    return xxhash.xxh3_64_intdigest(b"".join(digest.to_bytes(8, "little") for _, digest in tensors))
+
+
+def _factor(index: int, num_holders: int) -> int:
+    """Return the factor of a holder; those of all ``num_holders`` add up to 0 modulo 2**64."""
+    if index < num_holders - 1:
+        return xxhash.xxh3_64_intdigest(index.to_bytes(8, "little")) | 1
+    return _last_factor(num_holders)
+
+
+@lru_cache
+def _last_factor(num_holders: int) -> int:
+    return -sum(_factor(index, num_holders) for index in range(num_holders - 1)) & _MASK
+
+
+# -- which tensors have replicas -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatedTensor:
+    """A tensor of this rank, and who holds the same one."""
+
+    name: str
+    """The same on all of ``ranks``: path of the module or optimizer, parameter, and what of it."""
+    tensor: torch.Tensor
+    """This rank's part; not a copy."""
+    ranks: tuple[int, ...]
+    """Global ranks with a replica, in order, this one included; empty = unknown."""
+
+
+def find_replicated(state: Any, ranks: tuple[int, ...]) -> list[ReplicatedTensor]:
+    """Return the parameters and the optimizer state of a rank, in an order that is the same on all replicas.
+
+    A parameter is named where it is met first, modules before optimizers; its optimizer state is named after it.
+
+    Args:
+        state: Modules and optimizers, in mappings, lists and tuples; everything else in it is ignored.
+        ranks: Ranks of the data-parallel group, in order.
+    """
+    found: list[ReplicatedTensor] = []
+    names: dict[int, str] = {}
+    placed: dict[int, bool] = {}  # whether it is known who holds a parameter
+
+    def add(name: str, tensor: torch.Tensor, is_placed: bool) -> None:
+        holders = ranks
+        if isinstance(tensor, DTensor):
+            holders = _holders_of(tensor, ranks)
+            tensor = tensor.to_local()
+        is_comparable = is_placed and tensor.layout == torch.strided and not tensor.is_meta
+        found.append(ReplicatedTensor(name, tensor.detach(), holders if is_comparable else ()))
+
+    def add_parameter(name: str, parameter: torch.Tensor, is_placed: bool) -> None:
+        if id(parameter) not in names:
+            names[id(parameter)], placed[id(parameter)] = name, is_placed
+            add(name, parameter, is_placed)
+
+    parts = list(_modules_and_optimizers(state, ""))
+    for path, module in parts:
+        if isinstance(module, torch.nn.Module):
+            is_placed = not any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules())
+            for name, parameter in module.named_parameters():
+                add_parameter(_join(path, name), parameter, is_placed)
+    for path, optimizer in parts:
+        if isinstance(optimizer, torch.nn.Module):
+            continue
+        is_placed = not hasattr(optimizer, "consolidate_state_dict")  # as ZeroRedundancyOptimizer has
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for index, parameter in enumerate(parameters):
+            add_parameter(_join(path, str(index)), parameter, is_placed)
+            name = _join(path, names[id(parameter)].removeprefix(f"{path}."))
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, int | float):
+                    value = torch.tensor(float(value), dtype=torch.float64)
+                if isinstance(value, torch.Tensor):
+                    add(_join(name, str(key)), value, is_placed and placed[id(parameter)])
+    return found
+
+
+def _modules_and_optimizers(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.nn.Module) or (
+        isinstance(getattr(value, "param_groups", None), list) and isinstance(getattr(value, "state", None), Mapping)
+    ):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _modules_and_optimizers(inner, _join(path, str(name)))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _modules_and_optimizers(inner, _join(path, str(index)))
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _holders_of(tensor: DTensor, among: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks that hold the same part of a DTensor as this one does."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None or any(placement.is_partial() for placement in tensor.placements):
+        return ()
+    where = tuple(
+        slice(None) if placement.is_replicate() else index
+        for placement, index in zip(tensor.placements, coordinate, strict=True)
+    )
+    ranks = tensor.device_mesh.mesh[where].reshape(-1).tolist()
+    return tuple(sorted(set(ranks) & set(among)))
+
+
+# -- digests ----------------------------------------------------------------------------------------------------------
+
+
+def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the digest of each tensor's elements, in the order of its indices; 0 to 2**64 - 1.
+
+    Element type and shape are not part of it. Digests compare among tensors on devices of the same type.
+
+    Args:
+        tensors: Strided tensors on any device, of any element type, shape and stride, empty ones too.
+
+    Blocks: for one synchronisation with each accelerator that holds some of them.
+    """
+    found = [0] * len(tensors)
+    elsewhere: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.device.type == "cpu":
+            found[index] = xxhash.xxh3_64_intdigest(_bytes(tensor).numpy().data)
+        else:
+            elsewhere.setdefault(tensor.device, []).append(index)
+    for indices in elsewhere.values():
+        sums = torch.stack([weigh(tensors[index]) for index in indices]).tolist()
+        for index, value in zip(indices, sums, strict=True):
+            found[index] = value & _MASK
+    return found
+
+
+@torch.no_grad()
+def weigh(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's 32-bit words, each times the weight of its position; wraps at 64 bits.
+
+    A single changed word always changes it, since a weight is odd; a swap of two words, or equal changes of two, leave
+    it as it is for about one pair of positions in 2**32.
+
+    Returns:
+        An int64 tensor without dimensions on the tensor's device; nothing is waited for.
+    """
+    data = _bytes(tensor)
+    if data.storage_offset() % 4:
+        data = data.clone()  # words cannot be read from there
+    num_words, rest = divmod(data.numel(), 4)
+    if rest:
+        last = torch.zeros(4, dtype=torch.uint8, device=data.device)
+        last[:rest] = data[num_words * 4 :]
+        total = _weigh_words(last.view(torch.int32), num_words)
+    else:
+        total = torch.zeros((), dtype=torch.int64, device=data.device)
+    words = data[: num_words * 4].view(torch.int32)
+    step = BLOCK_WORDS * PIECE_BLOCKS
+    for start in range(0, num_words, step):
+        total += _weigh_words(words[start : start + step], start)
+    return total
+
+
+def _weigh_words(words: torch.Tensor, start: int) -> torch.Tensor:
+    """Weigh words of which the first is number ``start`` of its tensor."""
+    weights = _weights(words.device)
+    block, offset = divmod(start, BLOCK_WORDS)
+    num_blocks = words.numel() // BLOCK_WORDS if offset == 0 else 0
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    if num_blocks:
+        whole = words[: num_blocks * BLOCK_WORDS].view(num_blocks, BLOCK_WORDS)
+        factors = _scatter(torch.arange(block, block + num_blocks, device=words.device))
+        total += ((whole * weights).sum(dim=1) * factors).sum()
+    rest = words[num_blocks * BLOCK_WORDS :]
+    if rest.numel():
+        factor = _scatter(torch.tensor(block + num_blocks, device=words.device))
+        total += (rest * weights[offset : offset + rest.numel()]).sum() * factor
+    return total
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Return the weights of the places in a block."""
+    return _scatter(torch.arange(BLOCK_WORDS, device=device) + (1 << 40))
+
+
+def _scatter(numbers: torch.Tensor) -> torch.Tensor:
+    """Return an odd pseudo-random number for each number: the finaliser of SplitMix64 (Steele and others, 2014)."""
+    mixed = (numbers + 1) * _signed(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
+    return (mixed ^ _shifted(mixed, 31)) | 1
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _shifted(numbers: torch.Tensor, places: int) -> torch.Tensor:
+    """Shift to the right with zeros from the left; int64's own shift repeats the sign."""
+    return (numbers >> places) & ((1 << (64 - places)) - 1)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as bytes in one dimension: a view where they lie in order, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

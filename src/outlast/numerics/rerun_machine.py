@@ -17,23 +17,26 @@ And the session's: :meth:`RerunStateMachine.begin_step`, ``while machine.should_
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import torch
 
-from outlast import env
 from outlast.config import RerunStateMachineConfig
+from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.incidents import EventKind, Rung, Verdict
-from outlast.numerics.determinism import DeterminismStatistics, Differences, describe_differences
-from outlast.numerics.replay import Batches, ReplayableIterator, StepReplay, as_iterators, fingerprint_of
-from outlast.numerics.rewind import Rewinder
-from outlast.numerics.validation import Compare, Judged, StepValidation
+from outlast.numerics.replay import Batches, ReplayableIterator, Rewinder, StepReplay, as_iterators, fingerprint_of
+from outlast.numerics.validation import (
+    Compare,
+    Differences,
+    Judged,
+    StepValidation,
+    describe_differences,
+)
 from outlast.policy.rerun import (
     TABLE,
     Action,
@@ -55,7 +58,6 @@ from outlast.runtime.process_groups import current_place, is_initialised
 if TYPE_CHECKING:
     from outlast.runtime.journal import Journal
 
-__all__ = ["Agree", "RerunDecision", "RerunStateMachine"]
 
 log = logging.getLogger(__name__)
 Agree: TypeAlias = Callable[[Sequence[int]], list[int]]
@@ -92,8 +94,6 @@ class RerunStateMachine:
     Args:
         config: The settings; ``None`` = the defaults.
         modules: Modules of which gradients and buffers are put back before a step is run again.
-        place: This worker's place; ``None`` = from the environment and ``torch.distributed``.
-        journal: Where findings are written; ``None`` = nowhere.
         agree: How the ranks agree. Called with one number when a run of a step ends and, where something was rejected,
             a few times more with others; ``None`` = through a group of its own.
         timeout_s: Seconds that a peer may be late, without ``agree``.
@@ -110,29 +110,39 @@ class RerunStateMachine:
         config: RerunStateMachineConfig | None = None,
         *,
         modules: Iterable[torch.nn.Module] = (),
-        place: env.WorkerEnv | None = None,
-        journal: Journal | None = None,
         agree: Agree | None = None,
         timeout_s: float = 1800.0,
+    ) -> None:
+        place = current_place()
+        if not is_initialised():
+            place = replace(place, global_rank=0, world_size=1)
+        self._open(config, modules, agree, timeout_s, place, None)
+
+    def _open(
+        self,
+        config: RerunStateMachineConfig | None,
+        modules: Iterable[torch.nn.Module],
+        agree: Agree | None,
+        timeout_s: float,
+        place: WorkerEnv,
+        journal: Journal | None,
     ) -> None:
         self.config = config or RerunStateMachineConfig()
         self.decision = RerunDecision()
         """What follows the last step whose runs are over."""
-        self._place = place or _own_place()
-        self._device = device_name(self._place.device or self._place.node, self._place.local_rank)
-        self._journal = journal
-        self._validates = self.config.rerun_mode == "validate_results"
-        self._compares = self.config.rerun_mode == "report_determinism_stats"
+        self._place, self._journal = place, journal
+        self._device = device_name(place.device or place.node, place.local_rank)
+        self._is_active = self.config.rerun_mode != "disabled"
+        self._judges = self.config.rerun_mode == "validate_results"
         self._consensus: Consensus | None = None
-        if agree is None and self._validates:
-            self._consensus = Consensus(["outcome"], world_size=self._place.world_size, timeout_s=timeout_s)
+        if agree is None and self._judges:
+            self._consensus = Consensus(["outcome"], world_size=place.world_size, timeout_s=timeout_s)
             agree = self._consensus.agree
         self._agree: Agree = agree or list
         self._rewinder = Rewinder()
         self._rewinder.watch(modules)
-        self._validation = StepValidation(self.config, self._place, self._device)
-        self._replay = StepReplay(self._place, self._device)
-        self._statistics = DeterminismStatistics()
+        self._validation = StepValidation(self.config, place, self._device)
+        self._replay = StepReplay(place, self._device)
         self._num_found: dict[Finding, int] = dict.fromkeys(Finding, 0)
         self._wrapped: list[tuple[Any, ReplayableIterator[Any]]] = []
         self._iterators: tuple[ReplayableIterator[Any], ...] = ()
@@ -182,7 +192,7 @@ class RerunStateMachine:
             raise OutlastError(f"the ranks were to leave with exit code {self.decision.exit_code}; no step follows")
         self._iterators = as_iterators(batches)
         for iterator in self._iterators:
-            iterator.is_recording = self._validates or self._compares
+            iterator.is_recording = self._is_active
         self._iteration, self._num_runs, self._is_open = iteration, 0, True
         expected, struck = self._replay.begin_step(iteration, self._iterators)
         self._validation.begin_step(iteration, self._state, expected=expected, struck=struck)
@@ -200,13 +210,18 @@ class RerunStateMachine:
             raise OutlastError("should_run() without begin_step(); call it for each step")
         self._num_runs += 1
         if self._num_runs == 1:
-            if self._validates or self._compares:
+            if self._is_active:
                 self._rewinder.begin()
             return True
-        if self._validates:
-            return self._end_judged_run()
-        if self._compares:
-            return self._end_compared_run()
+        if self._is_active:
+            self._validation.end_run()
+            self._rewinder.end_run()
+            if self._judges:
+                return self._end_judged_run()
+            if self._num_runs == 2:
+                self._begin_second_run()
+                return True
+            self._validation.count_differences()
         self._end_step(RerunDecision())
         return False
 
@@ -233,7 +248,7 @@ class RerunStateMachine:
         Raises:
             ValueError: It is not one number.
         """
-        if not self._is_open or not (self._validates or self._compares):
+        if not (self._is_open and self._is_active):
             return
         self._validation.take_number(value, what, rejects=rejects, message=message, tolerance=tolerance)
 
@@ -259,7 +274,7 @@ class RerunStateMachine:
 
         Blocks: until a device has computed the result.
         """
-        if not self._is_open or not (self._validates or self._compares):
+        if not (self._is_open and self._is_active):
             return
         self._validation.take_result(
             result,
@@ -284,7 +299,7 @@ class RerunStateMachine:
         """
         if not self._is_open:
             replay = self._replay
-            if self._validates and replay.saved is not None and replay.ordered is None and not self.decision.must_save:
+            if self._judges and replay.saved is not None and replay.ordered is None and not self.decision.must_save:
                 self.begin_replay()
             iteration = self._iteration + 1 if replay.ordered is None else replay.ordered.iteration
             self.begin_step(iteration, data_iterator)
@@ -307,11 +322,14 @@ class RerunStateMachine:
         Collective: all ranks, after :meth:`load_state_dict`.
         Blocks: until all ranks have come.
         """
-        if not self._validates:
+        if not self._judges:
             log.warning("nothing is replayed: rerun_mode is %r", self.config.rerun_mode)
             return
         max_tries = self.config.max_same_device_reruns
-        ordered = replay or self._replay.last_on_same_device(max_tries)
+        if (ordered := replay) is None:
+            if self._replay.saved is None:
+                raise OutlastError("there is nothing to replay; load the state of a diagnostic save first")
+            ordered = decode_diagnosis(self._replay.saved["diagnosis"]).replay(tries=max_tries)
         is_here = self._place.global_rank == ordered.rank and self._device == ordered.device
         (same_device,) = self._agree([int(is_here)])
         self._replay.ordered = ordered
@@ -322,7 +340,7 @@ class RerunStateMachine:
 
         It is logged and written to the journal too.
         """
-        report = self._statistics.report()
+        report = {what: counts.summary() for what, counts in self._validation.statistics.items()}
         log.info("differences between two runs of a step:\n%s", describe_differences(report))
         if self._journal is not None:
             rank, builtins = self._place.global_rank, msgspec.to_builtins(report)
@@ -357,8 +375,6 @@ class RerunStateMachine:
             self._consensus = None
 
     def _end_judged_run(self) -> bool:
-        self._validation.end_run()
-        self._rewinder.end_run()
         judged = self._validation.judge(same_batch=self._replay.has_same_batch(self._iterators))
         mine = RunOutcome.VALID if judged is None else judged.outcome
         outcome = RunOutcome(self._agree([mine])[0])
@@ -395,19 +411,6 @@ class RerunStateMachine:
         self.decision = RerunDecision(action=transition.action, diagnosis=diagnosis)
         return False
 
-    def _end_compared_run(self) -> bool:
-        self._validation.end_run()
-        self._rewinder.end_run()
-        if self._num_runs == 2:
-            self._begin_second_run()
-            return True
-        for what, difference in self._validation.differences:
-            self._statistics.add(what, difference)
-        for what in self._validation.unmatched():
-            self._statistics.add_unreached(what)
-        self._end_step(RerunDecision())
-        return False
-
     def _begin_second_run(self) -> None:
         if any(iterator.changed() for iterator in self._iterators):
             log.warning("the step changes its batch in place, so its second run cannot be the same; copy it first")
@@ -421,7 +424,7 @@ class RerunStateMachine:
         for iterator in self._iterators:
             iterator.end_step()
         self._is_open = False
-        self._replay.forget()
+        self._replay.ordered = self._replay.saved = None  # the next step is run for the first time
         self.decision = decision
 
     def _diagnose(self, judged: Judged, finding: Finding) -> Diagnosis:
@@ -471,6 +474,27 @@ class RerunStateMachine:
         return msgspec.structs.replace(diagnosis, rejected_ranks=ranks)
 
 
-def _own_place() -> env.WorkerEnv:
-    place = current_place()
-    return place if is_initialised() else dataclasses.replace(place, global_rank=0, world_size=1)
+def machine_for(
+    place: WorkerEnv,
+    journal: Journal | None = None,
+    *,
+    config: RerunStateMachineConfig | None = None,
+    modules: Iterable[torch.nn.Module] = (),
+    agree: Agree | None = None,
+    timeout_s: float = 1800.0,
+) -> RerunStateMachine:
+    """Return the machine of a worker whose place is known; findings go to its journal.
+
+    Args:
+        place: The worker's place.
+        journal: Where findings are written; ``None`` = nowhere.
+        config: As :class:`RerunStateMachine` takes it, and so are the others.
+        modules: See there.
+        agree: See there.
+        timeout_s: See there.
+
+    Collective: all ranks.
+    """
+    machine = RerunStateMachine.__new__(RerunStateMachine)
+    machine._open(config, modules, agree, timeout_s, place, journal)
+    return machine

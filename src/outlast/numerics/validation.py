@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
 from outlast.policy.rerun import JsonNumber, RunOutcome, StepRun, relative_difference, to_json_number
 
-__all__ = ["Compare", "ErrorInjector", "Judged", "Rejected", "SpikeRule", "StepValidation"]
-
 log = logging.getLogger(__name__)
 Compare = Callable[[Any, Any], float]
 """Returns how much two results differ."""
+MAX_KEPT = 1 << 17
+"""Differences kept for the percentiles of one value; when there are more, every second one of them is dropped."""
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,12 +62,13 @@ class StepValidation:
 
     def __init__(self, config: RerunStateMachineConfig, place: WorkerEnv, device: str) -> None:
         self.injector = ErrorInjector(config, f"{place.job}-{place.cycle}-{place.global_rank}")
-        self.differences: list[tuple[str, float]] = []
-        """Name and difference of each result that both runs have, where all results are kept."""
+        self.statistics: dict[str, DifferenceCounts] = {}
+        """How much two runs of a step differed, by the name of what was validated, where all results are kept."""
         self._config, self._place, self._device = config, place, device
         self._rejects = config.rerun_mode == "validate_results"
         self._spikes: dict[str, SpikeRule] = {}
         self._seen: list[tuple[str, float]] = []  # by this run; the spike rules learn it once it is trained on
+        self._differences: list[tuple[str, float]] = []  # of each result that both runs have
         self._pending: list[tuple[torch.Tensor, Callable[[float], None]]] = []
         self._results: dict[int, tuple[str, Any]] = {}  # by call; of all calls or of the rejected ones
         self._rejected: dict[int, Rejected] = {}
@@ -94,7 +96,7 @@ class StepValidation:
         self._iteration = iteration
         self._expected = {call: one for call, (one, _) in (expected or {}).items()}
         self._results_before = {call: (one.what, result) for call, (one, result) in (expected or {}).items()}
-        self.injector.begin_step(struck)
+        self.injector.struck = set(struck)
         self._begin_run(state)
 
     def begin_second_run(self) -> None:
@@ -107,13 +109,13 @@ class StepValidation:
         self._results, self._rejected, self._judged = {}, {}, {}
         self._pending.clear()
         self._seen.clear()
-        self.differences.clear()
+        self._differences.clear()
 
     def take_number(
         self, value: Any, what: str, *, rejects: Callable[[float], bool] | None, message: str, tolerance: float
     ) -> None:
         """Judge one number; one on a device is judged when the run ends."""
-        call = self._next_call()
+        call, self._num_calls = self._num_calls, self._num_calls + 1
 
         def judge(number: float) -> None:
             if self.injector.strikes(self._state, self._iteration, call):
@@ -143,7 +145,7 @@ class StepValidation:
         fatal: bool = True,
     ) -> None:
         """Judge one result, at once; see :meth:`outlast.numerics.RerunStateMachine.validate_result`."""
-        call = self._next_call()
+        call, self._num_calls = self._num_calls, self._num_calls + 1
         if self.injector.strikes(self._state, self._iteration, call):
             result = torch.full_like(result, math.nan) if isinstance(result, torch.Tensor) else math.nan
         if comparison_func is None and _as_number(result) is None:
@@ -179,12 +181,16 @@ class StepValidation:
         now = {call: (one, self._results[call][1]) for call, one in self._rejected.items()}
         return now | {call: (one, self._results_before[call][1]) for call, one in self._expected.items()}
 
-    def unmatched(self) -> list[str]:
-        """Return the names of the validations that only one of the two runs reached, where all results are kept."""
+    def count_differences(self) -> None:
+        """Add how much the two runs differed to the statistics, with the validations that only one of them reached."""
+        for what, difference in self._differences:
+            self.statistics.setdefault(what, DifferenceCounts()).add(difference)
         before, now = self._results_before, self._results
-        calls = sorted({*before, *now})
-        pairs = [(before.get(call, (None, None))[0], now.get(call, (None, None))[0]) for call in calls]
-        return [name for pair in pairs if pair[0] != pair[1] for name in pair if name is not None]
+        for call in sorted({*before, *now}):
+            names = [results[call][0] for results in (before, now) if call in results]
+            if len(set(names)) == len(names):  # reached by one run only, or two validations
+                for name in names:
+                    self.statistics.setdefault(name, DifferenceCounts()).num_unreached += 1
 
     def end_step(self) -> None:
         """Let the spike rules learn what this run saw: it is trained on."""
@@ -201,10 +207,6 @@ class StepValidation:
         self._spikes.clear()
         for what, numbers in state.items():
             self._spike_rule(what).load_state_dict(numbers)
-
-    def _next_call(self) -> int:
-        self._num_calls += 1
-        return self._num_calls - 1
 
     def _reject_by_settings(self, what: str, value: float) -> tuple[str | None, bool]:
         """Return why a number is invalid (``None`` = it is valid), and whether that is fatal."""
@@ -255,38 +257,35 @@ class StepValidation:
             rejected = self._rejected[call] = Rejected(call=call, what=what, message=why, value=value, fatal=fatal)
         before = self._results_before.get(call)
         if not self._rejects and before is not None and before[0] == what:
-            self.differences.append((what, compare(before[1], result)))
+            self._differences.append((what, compare(before[1], result)))
         if rejected is not None or not self._rejects:
             self._results[call] = (what, _kept(result))
         first = self._expected.get(call)
-        if first is None or first.what != what:
-            if rejected is not None:
-                outcome = RunOutcome.NEW if fatal or self._state is StepRun.FIRST_RUN else RunOutcome.TOLERATED
-                self._judged[call] = Judged(outcome=outcome, rejected=rejected)
-                self._log_rejected(rejected)
-            return
-        is_fatal = first.fatal or (rejected is not None and fatal)
-        if compare(self._results_before[call][1], result) <= tolerance:
-            outcome = RunOutcome.REPRODUCED if is_fatal else RunOutcome.TOLERATED
+        if first is not None and first.what == what:
+            second = to_json_number(_as_number(result))
+            is_fatal = first.fatal or (rejected is not None and fatal)
+            if compare(self._results_before[call][1], result) <= tolerance:
+                outcome = RunOutcome.REPRODUCED if is_fatal else RunOutcome.TOLERATED
+            elif rejected is not None:
+                outcome = RunOutcome.CHANGED if is_fatal else RunOutcome.TOLERATED
+            else:
+                outcome = RunOutcome.CLEARED
+            self._judged[call] = Judged(outcome=outcome, rejected=first, second=second)
         elif rejected is not None:
-            outcome = RunOutcome.CHANGED if is_fatal else RunOutcome.TOLERATED
-        else:
-            outcome = RunOutcome.CLEARED
-        self._judged[call] = Judged(outcome=outcome, rejected=first, second=to_json_number(_as_number(result)))
-
-    def _log_rejected(self, rejected: Rejected) -> None:
-        log.warning(
-            "rank %d on node %s (device %s), iteration %d, validation %d: %s is %s (%s)%s",
-            self._place.global_rank,
-            self._place.node,
-            self._device,
-            self._iteration,
-            rejected.call,
-            rejected.what,
-            rejected.value,
-            rejected.message,
-            "; all ranks run the step again" if self._state is StepRun.FIRST_RUN else "",
-        )
+            outcome = RunOutcome.NEW if fatal or self._state is StepRun.FIRST_RUN else RunOutcome.TOLERATED
+            self._judged[call] = Judged(outcome=outcome, rejected=rejected)
+            log.warning(
+                "rank %d on node %s (device %s), iteration %d, validation %d: %s is %s (%s)%s",
+                self._place.global_rank,
+                self._place.node,
+                self._device,
+                self._iteration,
+                call,
+                what,
+                rejected.value,
+                why,
+                "; all ranks run the step again" if self._state is StepRun.FIRST_RUN else "",
+            )
 
 
 class SpikeRule:
@@ -358,10 +357,6 @@ class ErrorInjector:
         self.struck: set[int] = set()
         """Validations of this step that were struck in its first run."""
 
-    def begin_step(self, struck: Iterable[int] = ()) -> None:
-        """Begin a step; ``struck`` is that of the step that is replayed."""
-        self.struck = set(struck)
-
     def strikes(self, state: StepRun, iteration: int, call: int) -> bool:
         """Return whether a value becomes NaN."""
         if not self._rate:
@@ -402,3 +397,83 @@ def _difference(before: Any, now: Any) -> float:
             f"results of type {type(now).__name__} cannot be compared; validate one number, or give comparison_func"
         )
     return relative_difference(a, b)
+
+
+class Differences(msgspec.Struct, frozen=True, kw_only=True):
+    """Relative differences of one validated value between two runs of a step.
+
+    Percentiles are of all comparisons, those without a difference included: the smallest difference that at least that
+    share of them does not exceed.
+    """
+
+    num_compared: int
+    num_different: int
+    mean: JsonNumber
+    """Mean of all comparisons."""
+    p50: JsonNumber
+    p90: JsonNumber
+    p99: JsonNumber
+    p99_9: JsonNumber
+    maximum: JsonNumber
+    num_unreached: int = 0
+    """Validations that only one of the two runs reached."""
+
+
+class DifferenceCounts:
+    """Count the differences of one validated value in this process."""
+
+    def __init__(self) -> None:
+        self.num_compared = self.num_different = self.num_unreached = 0
+        self.total = self.maximum = 0.0
+        self._kept = array("d")
+        self._every = 1
+
+    def add(self, difference: float) -> None:
+        """Add one comparison."""
+        self.num_compared += 1
+        if difference == 0:
+            return
+        if self.num_different % self._every == 0:
+            self._kept.append(difference)
+            if len(self._kept) >= MAX_KEPT:
+                self._kept, self._every = self._kept[::2], self._every * 2
+        self.num_different += 1
+        self.total += difference
+        self.maximum = max(self.maximum, difference)
+
+    def summary(self) -> Differences:
+        """Return what was counted."""
+        kept = sorted(self._kept)
+        num_same = self.num_compared - self.num_different
+
+        def percentile(share: float) -> JsonNumber:
+            place = math.ceil(share * self.num_compared) - num_same  # which of the different ones, from 1
+            if place <= 0:
+                return 0.0
+            return to_json_number(kept[math.ceil(place / self.num_different * len(kept)) - 1])
+
+        return Differences(
+            num_compared=self.num_compared,
+            num_different=self.num_different,
+            mean=to_json_number(self.total / self.num_compared) if self.num_compared else 0.0,
+            p50=percentile(0.5),
+            p90=percentile(0.9),
+            p99=percentile(0.99),
+            p99_9=percentile(0.999),
+            maximum=to_json_number(self.maximum),
+            num_unreached=self.num_unreached,
+        )
+
+
+def describe_differences(report: Mapping[str, Differences]) -> str:
+    """Return a report as lines for people."""
+    heads = " ".join(f"{head:>9}" for head in ("mean", "p50", "p90", "p99", "p99.9", "max"))
+    lines = [f"{'value':<16} {'compared':>9} {'differ':>7} {heads}"]
+    for what, one in report.items():
+        numbers = (one.mean, one.p50, one.p90, one.p99, one.p99_9, one.maximum)
+        texts = " ".join(f"{value if isinstance(value, str) else format(value, '.3g'):>9}" for value in numbers)
+        line = f"{what:<16} {one.num_compared:>9} {one.num_different:>7} {texts}"
+        if one.num_unreached:
+            line += f"  ({one.num_unreached} were reached by one run only)"
+        lines.append(line)
+    return "\n".join(lines)

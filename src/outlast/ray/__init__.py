@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from outlast.config import RecoveryConfig
     from outlast.ray.actor_group import ActorGroup, Pending
     from outlast.ray.dispatch import Dispatch, MeshDispatch, PassThroughDispatch, Whole, concat, register_dispatch
-    from outlast.ray.mesh import Mesh, MeshRank
+    from outlast.ray.protocol import Mesh, MeshRank
     from outlast.ray.recovery import RecoveryReport
     from outlast.ray.train_actor import TrainActor
     from outlast.ray.watch import LossKind, LostActor
@@ -24,9 +24,9 @@ _HOMES = {
     "Dispatch": "outlast.ray.dispatch",
     "LossKind": "outlast.ray.watch",
     "LostActor": "outlast.ray.watch",
-    "Mesh": "outlast.ray.mesh",
+    "Mesh": "outlast.ray.protocol",
     "MeshDispatch": "outlast.ray.dispatch",
-    "MeshRank": "outlast.ray.mesh",
+    "MeshRank": "outlast.ray.protocol",
     "PassThroughDispatch": "outlast.ray.dispatch",
     "TrainActor": "outlast.ray.train_actor",
     "Pending": "outlast.ray.actor_group",

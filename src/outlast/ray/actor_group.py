@@ -27,17 +27,13 @@ from outlast.config import CheckpointConfig, FaultToleranceConfig, RecoveryConfi
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, OutlastError, RolledBack
 from outlast.policy.actor_recovery import RecoveryBudget, ends_call
 from outlast.ray.dispatch import Dispatch, find_dispatch, takes_weights
-from outlast.ray.mesh import Mesh
-from outlast.ray.node_keeper import NodeKeepers
-from outlast.ray.pool import GroupClosed, Pool, describe_error
-from outlast.ray.protocol import Call, FailureKind, ShellSettings
+from outlast.ray.pool import GroupClosed, NodeKeepers, Pool, describe_error
+from outlast.ray.protocol import Call, FailureKind, Mesh, ShellSettings
 from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
 from outlast.ray.shell import create_shell
 from outlast.ray.train_actor import TrainActor
 from outlast.ray.watch import Gathered, LossKind, Watch
 from outlast.runtime.journal import Journal
-
-__all__ = ["ActorGroup", "Pending"]
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2

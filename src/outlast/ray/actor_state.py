@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
     from outlast.runtime.journal import Journal
 
-__all__ = ["StartingState", "StateTracker"]
-
 
 class StartingState(msgspec.Struct, frozen=True, kw_only=True):
     """The state from which a rank continues."""
@@ -140,12 +138,12 @@ class StateTracker:
 
         Collective: all ranks.
         """
-        from outlast.checkpoint import CheckpointManager
+        from outlast.checkpoint.manager import open_manager
 
         self._incarnation, self._world_size = place.cycle, place.world_size
         if self._config is None:
             return
-        self._manager = CheckpointManager(self._config, env=place, journal=journal)
+        self._manager = open_manager(self._config, env=place, journal=journal)
         self._manager.treat_failures_as_abandoned(lambda: self._interruption.is_left(place.cycle))
         self._rhythm = SaveSchedule(
             self._config,
@@ -157,14 +155,14 @@ class StateTracker:
             self._consensus = Consensus(["save"], world_size=place.world_size)
 
     def restore(
-        self, state: Mapping[str, Any], has: int | None, take: Callable[[dict[str, Any]], None]
+        self, state: Mapping[str, Any], has: int | None, take: Callable[[dict[str, Any]], None] | None
     ) -> StartingState:
         """Load, or keep, the state that all ranks continue from.
 
         Args:
             state: Name to what is saved.
             has: The iteration whose state may be kept; ``None`` = it is loaded in any case.
-            take: Called with plain values that were loaded.
+            take: Called with plain values that were loaded; ``None`` = nothing is ever loaded.
 
         Returns:
             Which one that is.
@@ -193,6 +191,7 @@ class StateTracker:
         self._origin = restored
         self.count, self._is_torn, self._attempt = restored.iteration, False, restored.attempt
         if restored.tier != "kept":
+            assert take is not None
             take({name: value for name, value in loaded.items() if value is not given[name]})
             self._random.take()
         return self._resume(StartingState(generation=restored.generation, origin=restored.tier))

@@ -21,23 +21,7 @@ import torch
 
 from outlast.config.base import nearest
 from outlast.errors import ConfigError
-from outlast.ray.mesh import Mesh, MeshRank
-
-__all__ = [
-    "Dispatch",
-    "MeshDispatch",
-    "Parcel",
-    "PassThroughDispatch",
-    "Whole",
-    "concat",
-    "count_samples",
-    "cut",
-    "find_dispatch",
-    "keep_whole",
-    "pad_weights",
-    "register_dispatch",
-    "takes_weights",
-]
+from outlast.ray.protocol import Mesh, MeshRank
 
 
 class Whole:

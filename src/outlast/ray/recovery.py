@@ -16,15 +16,11 @@ from outlast.config import RecoveryConfig
 from outlast.errors import ActorFailed, SparesExhausted
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.actor_recovery import ActorFacts, Formation, MissingSlots, ends_call, fill_slots, shrink_slots
-from outlast.ray.mesh import AXES, Mesh, shrunk
 from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error
-from outlast.ray.protocol import Aborted, ActorAssignment, FailureKind, Joined
+from outlast.ray.protocol import AXES, Aborted, ActorAssignment, FailureKind, Joined, Mesh, shrunk
 from outlast.ray.watch import Gathered, LossKind, LostActor, Watch, lose
 from outlast.runtime.journal import Journal
 from outlast.wording import count
-
-__all__ = ["Incarnation", "Recovery", "RecoveryReport", "cause_of", "journal_recovery"]
-
 
 log = logging.getLogger(__name__)
 _KINDS = {

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,6 @@ from outlast.monitor.examination import read_books, waits_in
 from outlast.monitor.stacks import Frame, Stack
 from outlast.policy.causes import Position
 from outlast.policy.deadlines import deadlines, expired
-from outlast.ray.membership import StoreHost
 from outlast.ray.protocol import (
     Aborted,
     ActorAssignment,
@@ -42,9 +42,9 @@ from outlast.ray.protocol import (
 )
 from outlast.ray.train_actor import ActorHost
 from outlast.runtime import connections, device
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.interruption import Abandoned, AsyncInterruption, CallOutcome
-
-__all__ = ["Shell", "create_shell"]
+from outlast.runtime.store import TCPStore, host
 
 log = logging.getLogger(__name__)
 _NUM_CONTROL_THREADS = 4
@@ -54,6 +54,8 @@ _BOTH_WAYS_S = 0.2
 _SAVES_S = 0.1
 """Seconds after which saves are given up that the working thread waits for."""
 _STORE_TIMEOUT_S = 60.0
+_NUM_STORES = 2
+"""The newest and the one before."""
 
 
 class Shell:
@@ -80,7 +82,7 @@ class Shell:
         self._addr = str(ray.util.get_node_ip_address())
         self._interruption = AsyncInterruption()
         self._host = ActorHost(partial(actor_class, *args, **kwargs), settings, self._node, self._interruption)
-        self._stores = StoreHost()
+        self._stores: deque[TCPStore] = deque(maxlen=_NUM_STORES)
         self._incarnation = self._joined = -1
         self._call: int | None = None
         self._leaving = threading.Lock()
@@ -151,8 +153,16 @@ class Shell:
 
     @ray.method(concurrency_group="control")
     def host_store(self) -> tuple[str, int]:
-        """Host the store of the next incarnation; return its address and port."""
-        return self._addr, self._stores.open(self._addr, timeout_s=_STORE_TIMEOUT_S)
+        """Host the store over which the next incarnation meets; return its address and port.
+
+        Raises:
+            RendezvousError: This machine gives no port.
+        """
+        store = host(Endpoint(self._addr, 0), timeout_s=_STORE_TIMEOUT_S)
+        if store is None:
+            raise RendezvousError(f"no port of {self._addr} can be listened on; are all in use?")
+        self._stores.append(store)
+        return self._addr, int(store.port)
 
     @ray.method(concurrency_group="control")
     def abort(self, incarnation: int, timeout_s: float) -> Aborted:
@@ -250,7 +260,7 @@ class Shell:
             if passed_s > timeout_s:
                 where = _stack_of(interruption.thread).line or "no line of Python"
                 return f"the working thread is at {where}"
-            self._host.membership.cut(both_ways=passed_s > _BOTH_WAYS_S)
+            connections.cut_all(both_ways=passed_s > _BOTH_WAYS_S)
             if interruption.wait_outside(_LOOK_S):
                 break
             if passed_s > _SAVES_S:

@@ -1,28 +1,33 @@
-"""What a user's actor derives from, and the host that takes it from one incarnation to the next."""
+"""What a user's actor derives from, and the host that takes it from one incarnation to the next.
+
+The process groups of an incarnation are made over a store, and left at any time.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from outlast import clock
 from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
-from outlast.errors import OutlastError
+from outlast.errors import ConfigError, OutlastError, RendezvousError
+from outlast.inprocess.call import end_groups
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.policy.deadlines import Timeouts
 from outlast.ray.actor_state import StartingState, StateTracker
-from outlast.ray.membership import Membership
-from outlast.ray.mesh import MeshRank
-from outlast.ray.protocol import ActorAssignment, Joined, ShellSettings
-from outlast.runtime import device
+from outlast.ray.protocol import AXES, ActorAssignment, Joined, MeshRank, ShellSettings
+from outlast.runtime import connections, device
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.interruption import AsyncInterruption
 from outlast.runtime.journal import Journal
+from outlast.runtime.store import TCPStore, connect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +39,8 @@ if TYPE_CHECKING:
     from outlast.checkpoint import SaveHandle
     from outlast.monitor.rank_monitor import SectionTimer
 
-__all__ = ["ActorHost", "TrainActor"]
+_CONNECT_S = 1.0
+"""Of connecting to the store: between two tries the wait can be interrupted."""
 
 
 class TrainActor:
@@ -98,7 +104,7 @@ class TrainActor:
     @property
     def mesh(self) -> DeviceMesh:
         """All ranks by axis: ``pp``, ``dp``, ``cp``, ``tp``; another one in each incarnation."""
-        return self._hosted.membership.mesh
+        return self._hosted.mesh
 
     @property
     def device(self) -> torch.device:
@@ -115,8 +121,15 @@ class TrainActor:
 
         Args:
             axis: ``pp``, ``dp``, ``cp`` or ``tp``.
+
+        Raises:
+            ConfigError: There is no such axis.
+            OutlastError: There are no groups now.
         """
-        return self._hosted.membership.group(axis)
+        mesh = self._hosted.mesh
+        if axis not in AXES:
+            raise ConfigError(f"there is no axis {axis!r}; the axes are {', '.join(AXES)}")
+        return mesh.get_group(axis)
 
     def section(self, name: str) -> SectionTimer:
         """Return the marker of a section, for ``with self.section("step"):``; its timeout is watched.
@@ -168,9 +181,6 @@ class TrainActor:
         return self._host
 
 
-log = logging.getLogger(__name__)
-
-
 class ActorHost:
     """Host a user's actor through incarnations.
 
@@ -190,9 +200,11 @@ class ActorHost:
         self._make, self._settings, self._node, self._interruption = make, settings, node, interruption
         self.actor = make()
         self.tracker = StateTracker(settings.checkpoint, interruption)
-        self.membership = Membership(
-            settings.backend or device.training_backend(), use_gpu=settings.use_gpu, name=settings.group
-        )
+        self._noting = connections.Noting()
+        self._excepthook = sys.excepthook
+        self._mesh: DeviceMesh | None = None
+        self._store: TCPStore | None = None
+        self._has_groups = False
         self.timeouts = Timeouts.from_config(self._fault_tolerance)
         self._place: MeshRank | None = None
         self._is_set_up = self._is_half_set_up = False
@@ -206,6 +218,17 @@ class ActorHost:
         """The actor's place in the mesh."""
         assert self._place is not None
         return self._place
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks by axis: ``pp``, ``dp``, ``cp``, ``tp``.
+
+        Raises:
+            OutlastError: There are no groups now.
+        """
+        if self._mesh is None:
+            raise OutlastError("there are no process groups now; use them in setup(), regroup() and calls")
+        return self._mesh
 
     @property
     def monitor(self) -> RankMonitor:
@@ -238,8 +261,12 @@ class ActorHost:
         place = assignment.mesh.place(assignment.rank)
         env = self._describe(assignment)
         with self._timed(phases, "groups"), self._interruption.update():
-            self._watch(env)
-            self.membership.form(assignment, self._interruption.check)
+            self._monitor = RankMonitor(env)
+            self._journal = Journal(
+                env.run_dir, run_id=env.run_id, job=env.job, node=env.node, proc=f"actor-{os.getpid()}"
+            )
+            self._journal.cycle = env.cycle
+            self._form_groups(assignment)
         with self._timed(phases, "setup"), self.monitor.section("setup"):
             if self._is_half_set_up or (self._is_set_up and place != self._place):
                 self._start_over()
@@ -315,7 +342,12 @@ class ActorHost:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
-        self.membership.leave()
+        if self._has_groups:
+            self._mesh = self._store = None
+            end_groups()
+            self._noting.stop()
+            sys.excepthook = self._excepthook  # torch puts another layer around it for every default group
+            self._has_groups = False
 
     # -- details -----------------------------------------------------------------------------------------------
 
@@ -344,10 +376,57 @@ class ActorHost:
             master_addr=assignment.store_addr,
         )
 
-    def _watch(self, env: WorkerEnv) -> None:
-        self._monitor = RankMonitor(env)
-        self._journal = Journal(env.run_dir, run_id=env.run_id, job=env.job, node=env.node, proc=f"actor-{os.getpid()}")
-        self._journal.cycle = env.cycle
+    def _form_groups(self, assignment: ActorAssignment) -> None:
+        """Meet the other ranks and connect to them.
+
+        Raises:
+            RendezvousError: The ranks did not find each other.
+
+        Collective: all ranks of the incarnation.
+        Blocks: up to ``assignment.timeout_s``, until all ranks have come; unless the incarnation is given up.
+        """
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self._has_groups = True
+        self._noting.start()
+        timeout = timedelta(seconds=assignment.timeout_s)
+        if self._settings.use_gpu:
+            device.settle_collectives()
+            device.use_device(assignment.local_rank)
+        try:
+            self._store = self._connect(assignment)
+            self._store.set_timeout(timeout)
+            self._interruption.check()
+            dist.init_process_group(
+                self._settings.backend or device.training_backend(),
+                store=PrefixStore(f"{self._settings.group}/{assignment.incarnation}", self._store),
+                rank=assignment.rank,
+                world_size=assignment.mesh.size,
+                timeout=timeout,
+            )
+            self._interruption.check()
+            self._mesh = init_device_mesh(self.device.type, assignment.mesh.sizes, mesh_dim_names=AXES)
+        except ValueError as error:
+            raise ConfigError(f"the groups cannot be made: {error}") from error
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"the ranks could not connect ({error}); see the log of the rank that left"
+            ) from error
+
+    def _connect(self, assignment: ActorAssignment) -> TCPStore:
+        end_s = clock.now_s() + assignment.timeout_s
+        endpoint = Endpoint(assignment.store_addr, assignment.store_port)
+        while True:
+            self._interruption.check()
+            limit_s = min(_CONNECT_S, max(0.001, end_s - clock.now_s()))
+            try:
+                with connections.noting(is_store=True):
+                    return connect(endpoint, timeout_s=limit_s, call_timeout_s=assignment.timeout_s)
+            except RendezvousError:
+                if clock.now_s() >= end_s:
+                    raise
 
     def _set_up(self) -> None:
         is_ours = isinstance(self.actor, TrainActor)
@@ -362,9 +441,6 @@ class ActorHost:
         if callable(function := getattr(self.actor, name, None)):
             function()
 
-    def _take_values(self, values: dict[str, Any]) -> None:
-        self.actor.take_state(values)
-
     def _start_over(self) -> None:
         """Make a new object in place of the one that has trained, which is unusable now."""
         self.actor = self._make()
@@ -378,7 +454,8 @@ class ActorHost:
             return StartingState(origin="new" if self.tracker.is_new else "kept")
         with self._interruption.update():
             self.tracker.open(env, self._journal)
-            begin = self.tracker.restore(state, has, self._take_values)
+            take = getattr(self.actor, "take_state", None)  # a plain class has none, and is never loaded
+            begin = self.tracker.restore(state, has, take)
         if begin.origin == "new" and not begin.is_as_set_up:
             self._start_over()
             self._set_up()

@@ -36,8 +36,6 @@ from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
 from outlast.wording import count
 
-__all__ = ["AttemptFacts", "RunFacts", "TrainWatch", "WatchAddresses", "WorkerPlace", "answers_of"]
-
 log = logging.getLogger(__name__)
 
 _ASK_S = 5.0

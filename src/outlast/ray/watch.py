@@ -21,8 +21,6 @@ from outlast.policy.causes import Position, find_culprit
 from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error, read_reply
 from outlast.ray.protocol import ActorStatus, CallFailed, FailureKind
 
-__all__ = ["Gathered", "LossKind", "LostActor", "Watch", "lose"]
-
 log = logging.getLogger(__name__)
 _AFTER_DUE_S = 0.02
 """An actor is asked so long after a timeout of its own was due."""

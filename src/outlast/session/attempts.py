@@ -114,11 +114,9 @@ class Attempts:
         consensus: StepConsensus,
         faults: ArmedFaults | None,
     ) -> None:
-        from outlast.numerics.rerun_machine import RerunStateMachine
+        from outlast.numerics.rerun_machine import machine_for
 
-        self._machine: RerunStateMachine = RerunStateMachine(
-            config, place=place, journal=journal, agree=consensus.agree
-        )
+        self._machine: RerunStateMachine = machine_for(place, journal, config=config, agree=consensus.agree)
         self._faults = faults
         self._is_used = False
         self._state: Mapping[str, Any] = {}

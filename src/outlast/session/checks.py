@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from outlast.numerics.comparison import Agreement
+    from outlast.numerics.replica_digest import Agreement
     from outlast.straggler import Report
 
 __all__ = ["RankLiveness", "ReplicaWatch", "SlowRanks"]

@@ -23,7 +23,7 @@ from outlast.session.inprocess_scope import InProcessScope
 from outlast.wording import count
 
 if TYPE_CHECKING:
-    from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
+    from outlast.checkpoint import Restored, SaveHandle
     from outlast.policy.recovery_point import Origin
 
 __all__ = ["NEAR_TIERS", "DueSave", "SaveSchedule", "Saves"]
@@ -155,10 +155,10 @@ class Saves:
     """
 
     def __init__(self, config: CheckpointConfig, place: WorkerEnv, journal: Journal, scope: InProcessScope) -> None:
-        from outlast.checkpoint import CheckpointManager
+        from outlast.checkpoint.manager import open_manager
 
         self._place = place
-        self.manager: CheckpointManager = CheckpointManager(config, env=place, journal=journal)
+        self.manager = open_manager(config, env=place, journal=journal)
         if scope.is_active:
             self.manager.treat_failures_as_abandoned(lambda: scope.is_left)
         self.schedule = SaveSchedule(

@@ -28,8 +28,6 @@ from outlast.runtime.lease import FOLDER
 from outlast.runtime.processes import is_alive, machine_id
 from outlast.runtime.store import read_key
 
-__all__ = ["Evidence", "JobProcess", "ask_coordinator", "gather", "processes_in"]
-
 MAX_FILES = 20_000
 """Newest files of the journal that are looked at."""
 HEAD_BYTES = 64 * 2**10

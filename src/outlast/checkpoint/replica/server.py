@@ -36,9 +36,6 @@ from outlast.checkpoint.replica.protocol import (
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.runtime.wire import ProtocolError
 
-__all__ = ["ReplicaServer", "Service"]
-
-
 WORKING_S = 1.0
 """Seconds after which a peer that waits for a disk gets a :class:`Working`."""
 MAX_WORK_S = 120.0

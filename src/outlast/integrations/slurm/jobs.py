@@ -34,17 +34,6 @@ from outlast.slurm_notation import expand_nodes
 if TYPE_CHECKING:
     from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, ListedPlace
 
-__all__ = [
-    "Submission",
-    "call_slurm",
-    "end_job",
-    "load_requeue_state",
-    "prepare",
-    "resolve_resume_path",
-    "submit",
-    "with_known_exclusions",
-]
-
 
 def call_slurm(command: Sequence[str], *, timeout_s: float = 60.0, stdin: str | None = None) -> str:
     """Run a command of Slurm's and return what it printed.
