@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+
 import numpy as np
 import pytest
 import torch
-from outlast.runtime.device import RandomSnapshot
+
 from outlast.numerics.replay import Rewinder
-
-
+from outlast.runtime.device import RandomSnapshot
 
 
 class Counting(torch.nn.Module):

@@ -18,35 +18,21 @@ does what is changed through ``.data``: what was seen to change so is copied bef
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Any
-from typing import Generic
-from typing import TypeAlias
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
 import msgspec
 import numpy as np
 import torch
 import xxhash
+
 from outlast.decoding import convert
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
-from outlast.numerics.validation import Rejected
-from outlast.numerics.validation import StepValidation
-from outlast.policy.rerun import Diagnosis
-from outlast.policy.rerun import Replay
-from outlast.policy.rerun import StepRun
-from outlast.policy.rerun import encode_diagnosis
-from outlast.policy.rerun import to_number
-from outlast.runtime.device import RandomSnapshot
-from outlast.runtime.device import restore_random
-from outlast.runtime.device import training_device
-from dataclasses import dataclass
-from typing import NamedTuple
-
-
+from outlast.numerics.validation import Rejected, StepValidation
+from outlast.policy.rerun import Diagnosis, Replay, StepRun, encode_diagnosis, to_number
+from outlast.runtime.device import RandomSnapshot, restore_random, training_device
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
