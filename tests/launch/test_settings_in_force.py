@@ -25,7 +25,7 @@ from outlast.launch.membership import JobSettings
 from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.options import parse_options
 from outlast.launch.workers import InProcessRecovery, WorkerProcess
-from outlast.monitor import RankMonitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
@@ -141,7 +141,7 @@ def make_cycle(tmp_path: Path) -> Any:
 def attach_only(cycle: Cycle, config: FaultToleranceConfig | None = None, local_rank: int = 0) -> None:
     """Have a rank come and go, as far as the board and the agent's channel show."""
     place = WorkerEnv(local_rank=local_rank, board=cycle.board.path, config_file="")
-    RankMonitor(place, config).close()
+    PlacedRankMonitor(place, config).close()
 
 
 def attach(cycle: Cycle, config: FaultToleranceConfig | None = None, local_rank: int = 0) -> None:

@@ -38,8 +38,6 @@ PUBLIC = [
     "outlast.testing",
 ]
 STILL_INTERNAL = {
-    "outlast.monitor.RankMonitor.__init__",
-    "outlast.monitor.RankMonitor.board_state",
     "outlast.straggler.Report.incidents",
     "outlast.straggler.StragglerDetector.__init__",
 }

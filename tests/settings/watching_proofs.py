@@ -23,7 +23,8 @@ from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
 from outlast.launch.options import parse_options
-from outlast.monitor import RankMonitor, rank_guard
+from outlast.monitor import rank_guard
+from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.watchdog import FILE_NAME, HangReport, LearnedTimeouts, Observation
 from outlast.policy import ladder
 from outlast.policy.deadlines import Expired, Subject, Timeouts, deadlines
@@ -51,7 +52,7 @@ def learns_only_when_told(scene: Scene) -> None:
     """Durations are kept in ft_state.json with calc_ft_timeouts alone."""
     for config in (FaultToleranceConfig(), FaultToleranceConfig(calc_ft_timeouts=True)):
         assert not (scene.folder / FILE_NAME).exists()
-        monitor = RankMonitor(WorkerEnv(), config, scene.folder)
+        monitor = PlacedRankMonitor(WorkerEnv(), config, scene.folder)
         monitor.finish()
         monitor.close()
     assert (scene.folder / FILE_NAME).exists()

@@ -68,7 +68,7 @@ class Watchdog:
     ) -> None:
         self._board = board
         self._timeouts = timeouts or Timeouts()
-        self._says = timeouts is not None
+        self._has_timeouts = timeouts is not None
         self._node = node
         self._on_hang = on_hang
         self._on_error = on_error
@@ -80,9 +80,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="outlast-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Say what is enforced, and start watching."""
-        if self._says:
-            self._say(self._timeouts.describe())
+        """Log what is enforced, and start watching."""
+        if self._has_timeouts:
+            self._log(self._timeouts.describe())
         else:
             log.debug("the ranks are watched as soon as the script calls outlast.init() or makes a RankMonitor")
         self._thread.start()
@@ -90,10 +90,10 @@ class Watchdog:
     def enforce(self, timeouts: Timeouts, description: str) -> None:
         """Enforce other timeouts from now on; at DEBUG the log describes them. Thread: any."""
         self._timeouts = timeouts
-        self._say(description, logging.DEBUG)
+        self._log(description, logging.DEBUG)
         self._wake.set()
 
-    def _say(self, description: str, level: int = logging.INFO) -> None:
+    def _log(self, description: str, level: int = logging.INFO) -> None:
         num = self._board.num_ranks
         log.log(level, "node %s watches %d %s: %s", self._node, num, "rank" if num == 1 else "ranks", description)
 
@@ -114,13 +114,13 @@ class Watchdog:
         """Look at the board once, report a new hang, and return until when to sleep.
 
         Returns:
-            Monotonic nanoseconds; ``None`` = for ever, nothing is enforced.
+            Monotonic nanoseconds; ``None`` = forever, nothing is enforced.
         """
         now = self._clock.now_ns()
         states = self._board.read_all()
         if self._wake_ns is not None and now - self._wake_ns > _SUSPENDED_NS:
-            # Not only this thread may have slept (a paused container, a suspended machine): let the ranks go
-            # on for a moment before they are judged.
+            # Not only this thread may have slept (a paused container, a suspended machine): the ranks may run for a
+            # moment before they are judged.
             log.warning(
                 "node %s was suspended for %.1f s; its ranks get one more second",
                 self._node,

@@ -58,6 +58,12 @@ _MAKERS = (
 )
 """What opens connections in ``torch.distributed``: module and name."""
 _RESTING_LOOKS = 3
+COLLECTIVES_THREAD = "pt_gloo_runloop"
+"""Name of gloo's threads that run collectives."""
+_CLASS = "N4gloo9transport3tcp13UnboundBuffer"
+_MAX_OFFSET = 0x100
+"""Bytes of a buffer before the futex words of its condition variables; 0x9c in torch 2.13."""
+_FUTEX = {"x86_64": 202, "aarch64": 98}
 _TRY_S = 0.3
 """Of connecting to a store."""
 _PAUSE_S = 0.01
@@ -149,19 +155,30 @@ def shut_down(fd: int, inode: int, *, how: int = socket.SHUT_RDWR) -> bool:
     Blocks: never.
     Thread: any.
     """
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        return False  # closed by its owner
-    if os.fstat(copy).st_ino != inode:
-        os.close(copy)  # it belongs to something else by now, perhaps no socket at all
-        return False
-    with socket.socket(fileno=copy) as connection:
+    with _borrowed(fd, inode) as connection:
+        if connection is None:
+            return False
         try:
             connection.shutdown(how)
         except OSError:
             pass  # its other end was faster
     return True
+
+
+@contextmanager
+def _borrowed(fd: int, inode: int) -> Iterator[socket.socket | None]:
+    """Lend a connection under a descriptor of its own; ``None``: it is closed, or something else by now."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    if os.fstat(copy).st_ino != inode:
+        os.close(copy)  # perhaps no socket at all
+        yield None
+        return
+    with socket.socket(fileno=copy) as connection:
+        yield connection
 
 
 def of_group(opened: frozenset[tuple[int, int]], timeout_s: float | None = None) -> frozenset[tuple[int, int]]:
@@ -178,13 +195,9 @@ def of_group(opened: frozenset[tuple[int, int]], timeout_s: float | None = None)
 
 
 def _is_marked(fd: int, inode: int, timeout_s: float | None) -> bool:
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        return False
-    with socket.socket(fileno=copy) as connection:
+    with _borrowed(fd, inode) as connection:
         try:
-            if os.fstat(copy).st_ino != inode or not os.get_inheritable(fd):
+            if connection is None or not os.get_inheritable(fd):
                 return False
             if timeout_s is None:
                 return True
@@ -253,11 +266,12 @@ def wait_until_at_rest(timeout_s: float, *, patience_s: float = 0.03) -> bool:
     while True:
         passed_s = (clock.now_ns() - begin_ns) / 1e9
         is_closed = not num_open() or passed_s > patience_s
-        running = _runs_collectives()
-        if running is None and is_closed:
+        statuses = named_threads(COLLECTIVES_THREAD).values()
+        if not statuses and is_closed:
             return True
+        is_running = any("\nState:\tS" not in status for status in statuses)
         woken = end_waits() if is_closed else 0
-        num_resting = num_resting + 1 if is_closed and not running and not woken else 0
+        num_resting = num_resting + 1 if is_closed and not is_running and not woken else 0
         if num_resting >= _RESTING_LOOKS:
             return True
         if passed_s > timeout_s:
@@ -369,26 +383,17 @@ def _is_open(fd: int, inode: int) -> bool:
         return False
 
 
-def _runs_collectives() -> bool | None:
-    """Return whether a thread of gloo runs a collective; ``None``: gloo has no thread."""
-    num_threads = 0
+def named_threads(name: str) -> dict[int, str]:
+    """Return the threads of this process that bear a name, each with its ``/proc`` status."""
+    found = {}
     for thread in os.listdir("/proc/self/task"):
         try:
-            stat = Path(f"/proc/self/task/{thread}/stat").read_text()
+            status = Path(f"/proc/self/task/{thread}/status").read_text()
         except OSError:
             continue  # ended meanwhile
-        name, _, rest = stat.partition(" (")[2].rpartition(") ")
-        if name == "pt_gloo_runloop":
-            num_threads += 1
-            if rest[:1] != "S":
-                return True
-    return False if num_threads else None
-
-
-_CLASS = "N4gloo9transport3tcp13UnboundBuffer"
-_MAX_OFFSET = 0x100
-"""Bytes of a buffer before the futex words of its condition variables; 0x9c in torch 2.13."""
-_FUTEX = {"x86_64": 202, "aarch64": 98}
+        if status.startswith(f"Name:\t{name}\n"):
+            found[int(thread)] = status
+    return found
 
 
 class _Gloo(NamedTuple):
@@ -463,20 +468,14 @@ def end_waits(threads: frozenset[int] | None = None) -> int:
     gloo = _gloo()
     waiting = waiting_threads()
     if threads is not None:
-        waiting = {thread: waiting[thread] for thread in waiting.keys() & threads if _is_collectives_thread(thread)}
+        own = threads & named_threads(COLLECTIVES_THREAD).keys()
+        waiting = {thread: buffer for thread, buffer in waiting.items() if thread in own}
     if gloo is None or not waiting:
         return 0
     for buffer in waiting.values():
         gloo.abort_receive(buffer)
         gloo.abort_send(buffer)
     return len(waiting)
-
-
-def _is_collectives_thread(thread: int) -> bool:
-    try:
-        return Path(f"/proc/self/task/{thread}/comm").read_text() == "pt_gloo_runloop\n"
-    except OSError:
-        return False  # ended meanwhile
 
 
 def _buffer_around(memory: int, futex: int, table: int) -> int | None:

@@ -12,12 +12,10 @@ Rejected: ``torch.distributed``'s own gather of objects. It passes pickles, whic
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Collection
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import clock, env
@@ -124,10 +122,10 @@ def settle(timeout_s: float = 0.5) -> bool:
     """
     end_ns = clock.now_ns() + int(timeout_s * 1e9)
     before = _count_switches("gloo_tcp_loop")
-    at_rest: dict[str, int] = {}
+    at_rest: dict[int, int] = {}
     num_same = 0
     while num_same < 3:
-        running = _count_switches("pt_gloo_runloop")
+        running = _count_switches(connections.COLLECTIVES_THREAD)
         if not running:
             return True
         if clock.now_ns() >= end_ns:
@@ -139,17 +137,12 @@ def settle(timeout_s: float = 0.5) -> bool:
     return True
 
 
-def _count_switches(thread_name: str) -> dict[str, int]:
+def _count_switches(thread_name: str) -> dict[int, int]:
     """Return how often each of this process's threads of that name has gone to sleep."""
-    counts = {}
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            status = Path(f"/proc/self/task/{thread}/status").read_text()
-        except OSError:
-            continue  # ended meanwhile
-        if status.startswith(f"Name:\t{thread_name}\n"):
-            counts[thread] = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
-    return counts
+    return {
+        thread: int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+        for thread, status in connections.named_threads(thread_name).items()
+    }
 
 
 def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:

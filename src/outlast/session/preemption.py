@@ -12,7 +12,7 @@ from outlast.config import PreemptionConfig
 from outlast.env import WorkerEnv, environ
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
-from outlast.monitor.rank_monitor import RankMonitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.preemption.listener import Notice, ShutdownListener
 from outlast.preemption.signals import does_nothing_else
 from outlast.preemption.sources import EndTime, NoticeFile, NoticeSource, NoticeURL, load_source
@@ -43,7 +43,7 @@ class Preemption:
     """
 
     def __init__(
-        self, config: PreemptionConfig | None, *, place: WorkerEnv, journal: Journal, monitor: RankMonitor
+        self, config: PreemptionConfig | None, *, place: WorkerEnv, journal: Journal, monitor: PlacedRankMonitor
     ) -> None:
         self._config = config = config or PreemptionConfig()
         self._journal, self._rank, self._monitor = journal, place.global_rank, monitor
