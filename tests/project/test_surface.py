@@ -37,8 +37,7 @@ PUBLIC = [
     "outlast.straggler",
     "outlast.testing",
 ]
-STILL_INTERNAL = {
-}
+STILL_INTERNAL = {}
 """Public signatures that still name a type that is not public; this list only becomes shorter."""
 COMMITTED = Path(__file__).with_name("surface.txt")
 
