@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from outlast.config import FaultToleranceConfig
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind, IncidentKind

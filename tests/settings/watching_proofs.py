@@ -11,7 +11,7 @@ from scenes import Proof, Scene, differs
 
 from outlast.chaos.armed import arm_configured, simulated_fault
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.env import WorkerEnv
 from outlast.health import check_gpu, check_node
 from outlast.health.result import CheckResult, Status

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from outlast import clock, env
 from outlast.bench.measuring import ONE_THREAD, Progress, median, run_rounds, worker_command
 from outlast.bench.result import Bar, BenchResult
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
 from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News

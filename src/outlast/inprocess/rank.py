@@ -19,7 +19,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from outlast import clock, env, logs
 from outlast.config import Config
-from outlast.config.files import load_config
+from outlast.config.sources import load_config
 from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError, ExitReason, OutlastError, RestartAbort
 from outlast.incidents import EventKind, IncidentKind

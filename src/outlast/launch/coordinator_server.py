@@ -30,7 +30,7 @@ import msgspec
 from torch.distributed import DistError
 
 from outlast import clock
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.decoding import from_json
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind

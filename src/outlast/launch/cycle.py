@@ -30,7 +30,7 @@ from torch.distributed.elastic.utils.api import macros
 from torch.distributed.run import _get_logs_specs_class
 
 from outlast import clock, env
-from outlast.config.flags import SCRIPT, LayeredSettings
+from outlast.config.sources import SCRIPT, LayeredSettings
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
-from outlast.config.flags import DEFAULT
+from outlast.config.sources import DEFAULT
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Rung
 from outlast.journal import read

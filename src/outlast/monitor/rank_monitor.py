@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from outlast import logs
-from outlast.config.flags import merge_under
 from outlast.config.launching import FaultToleranceConfig
+from outlast.config.sources import merge_under
 from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
 from outlast.monitor import stacks

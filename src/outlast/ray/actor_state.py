@@ -19,8 +19,7 @@ from outlast.runtime.interruption import AsyncInterruption
 from outlast.runtime.process_groups import gather_bytes
 from outlast.runtime.random_numbers import RandomSnapshot
 from outlast.session.environment import has_near_tier
-from outlast.session.restore import unwrap_ddp
-from outlast.session.saves import NEAR_TIERS, DueSave, SaveSchedule
+from outlast.session.saves import NEAR_TIERS, DueSave, SaveSchedule, unwrap_ddp
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager, Restored, SaveHandle

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import clock, env
+from outlast.env import expand_nodes
 from outlast.errors import ConfigError, OutlastError, PeerLost, RendezvousError
 from outlast.runtime import connections, device, gloo_waits
-from outlast.slurm_notation import expand_nodes
 
 if TYPE_CHECKING:
     import torch
