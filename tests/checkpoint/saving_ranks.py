@@ -14,7 +14,7 @@ import json, logging, os, random, signal, sys
 import numpy as np
 import torch
 import torch.distributed as dist
-from outlast.checkpoint import CheckpointManager
+from outlast.checkpoint.manager import open_manager
 from outlast.config import CheckpointConfig
 from outlast.env import read_worker
 from outlast.errors import CheckpointError
@@ -48,7 +48,7 @@ def manage(**arguments):
     local = folder if "OUTLAST_NODES" in os.environ else os.path.dirname(folder)
     options = {"local_directory": local, "save_timeout": 120.0, **arguments.pop("config", {})}
     journal = Journal(folder + "-journal", run_id="r", job="job", node="n", proc=f"rank-{rank}")
-    return CheckpointManager(CheckpointConfig(**options), env=read_worker(), journal=journal, **arguments)
+    return open_manager(CheckpointConfig(**options), env=read_worker(), journal=journal, **arguments)
 
 def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)

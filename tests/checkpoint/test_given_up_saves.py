@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from pathlib import Path
+
+import pytest
 
 from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.outcomes import Outcomes
-from outlast.checkpoint.save import Save, SaveHandle
+from outlast.checkpoint.save import Outcomes, Save, SaveHandle
+from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
+from outlast.runtime.journal import Journal
 
 
-class Told:
-    """Stands in for those who are told."""
+def outcomes_of(folder: Path) -> Outcomes:
+    """Return outcomes that write their events into a folder; no save of this test has memory to give back."""
+    journal = Journal(folder, run_id="r", job="j", node="n", proc="rank-0")
+    return Outcomes(WorkerEnv(node="n"), journal, None, suspect_window=0)  # type: ignore[arg-type]
 
-    def __init__(self) -> None:
-        self.said: list[str] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: self.said.append(name)
+def written(folder: Path) -> str:
+    """Return what the journal holds."""
+    return "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.jsonl"))
 
 
 def fail(outcomes: Outcomes) -> SaveHandle:
@@ -35,18 +40,21 @@ def fail(outcomes: Outcomes) -> SaveHandle:
     return handle
 
 
-def test_without_a_call_every_failure_is_one() -> None:
+def test_without_a_call_every_failure_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is reported, and counts."""
-    told = Told()
-    outcomes = Outcomes(told, told, told)  # type: ignore[arg-type]
+    outcomes = outcomes_of(tmp_path / "journal")
     assert fail(outcomes).error is not None
-    assert (told.said, outcomes.num_failures) == (["failed"], 1)
+    assert outcomes.num_failures == 1
+    assert [record.getMessage() for record in caplog.records] == ["save failed: a connection ended"]
+    assert "save_failed" in written(tmp_path / "journal")
 
 
-def test_what_fails_as_the_call_is_left_is_abandoned() -> None:
+def test_what_fails_as_the_call_is_left_is_abandoned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is neither an incident nor counted, also where the peers' leaving is noticed before one's own."""
-    told, looks = Told(), iter([False, False, True, True])
-    outcomes = Outcomes(told, told, told)  # type: ignore[arg-type]
+    outcomes, looks = outcomes_of(tmp_path / "journal"), iter([False, False, True, True])
     outcomes.is_left = lambda: next(looks)
-    assert fail(outcomes).error is not None
-    assert (told.said, outcomes.num_failures) == (["given_up"], 0)
+    with caplog.at_level(logging.INFO):
+        assert fail(outcomes).error is not None
+    assert outcomes.num_failures == 0
+    assert ["abandoned" in record.getMessage() for record in caplog.records] == [True]
+    assert "save_failed" not in written(tmp_path / "journal")

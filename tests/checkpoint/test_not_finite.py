@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outlast.checkpoint import CheckpointManager, Restored
+from outlast.checkpoint.manager import open_manager
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
@@ -28,7 +29,7 @@ def _manager(folder: Path, **settings: object) -> CheckpointManager:
         suspect_window=0,
         **{"most_recent_k": 2, "local_most_recent_k": 2, **settings},
     )
-    return CheckpointManager(config, env=WorkerEnv(node="node"))
+    return open_manager(config, env=WorkerEnv(node="node"))
 
 
 def _save(folder: Path, values: dict[int, list[float]]) -> None:
@@ -117,14 +118,14 @@ def test_a_doubtful_generation_is_not_said_to_give_way_to_a_finite_one(tmp_path:
     state = {"bias": torch.tensor([NAN])}
     attempt = ""
     for cycle in (0, 1):
-        with closing(CheckpointManager(near, env=WorkerEnv(node="node", cycle=cycle))) as manager:
+        with closing(open_manager(near, env=WorkerEnv(node="node", cycle=cycle))) as manager:
             manager.load_latest(state)
             handle = manager.save(state, 10 + 10 * cycle)
             handle.wait(30)
             attempt = handle.attempt
     other = Distrusted(generation=15, attempt=f"{attempt}5", tier="local")  # of the second cycle, and gone
     untrusted = encode_distrusted([other])
-    with closing(CheckpointManager(near, env=WorkerEnv(node="node", cycle=2, untrusted=untrusted))) as manager:
+    with closing(open_manager(near, env=WorkerEnv(node="node", cycle=2, untrusted=untrusted))) as manager:
         restored = manager.load_latest(state)
     assert restored is not None
     assert (restored.iteration, restored.finite, restored.rejected) == (10, False, [])
@@ -142,7 +143,7 @@ def test_a_save_that_fails_does_not_use_up_the_warning(tmp_path: Path, caplog: p
     state = {"bias": torch.tensor([NAN])}
     with (
         armed("checkpoint.rename", fail_once),
-        closing(CheckpointManager(config, env=WorkerEnv(node="node"))) as manager,
+        closing(open_manager(config, env=WorkerEnv(node="node"))) as manager,
     ):
         with pytest.raises(CheckpointError, match="no room"):
             manager.save(state, 1).wait(30)

@@ -10,7 +10,7 @@ import pytest
 from saving_ranks import start
 
 from outlast.checkpoint.lane import SaveExchange, SaveOutcome, deadline
-from outlast.checkpoint.peers import OwnStore
+from outlast.checkpoint.places import OwnStore
 
 OUTCOMES = """
 def outcome(save):

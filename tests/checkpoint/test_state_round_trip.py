@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from outlast.checkpoint import CheckpointManager
-from outlast.checkpoint.durable import is_finite
+from outlast.checkpoint.manager import open_manager
+from outlast.checkpoint.shard import is_finite
 from outlast.checkpoint.state import decode, flatten
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
@@ -158,7 +159,7 @@ def test_what_cannot_be_loaded_safely_is_refused_at_the_save(tmp_path: Path) -> 
 
 def _manager(folder: Path) -> CheckpointManager:
     config = CheckpointConfig(local_directory=str(folder.parent), save_timeout=100)
-    return CheckpointManager(config, env=WorkerEnv(node=folder.name))
+    return open_manager(config, env=WorkerEnv(node=folder.name))
 
 
 def test_what_was_loaded_is_nobody_elses_memory(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.reshard import load_resharded
+from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.state import capture, decode, flatten
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
@@ -38,7 +39,7 @@ def round_trip(value: Any) -> Any:
 
 def manage(folder: Path) -> CheckpointManager:
     config = CheckpointConfig(local_directory=str(folder / "local"), directory=str(folder / "global"), save_timeout=40)
-    return CheckpointManager(config, env=WorkerEnv(node="node"))
+    return open_manager(config, env=WorkerEnv(node="node"))
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ def test_quantised_tensors_come_back_bit_by_bit(saved: Path) -> None:
         if tier == "global":
             manager.close()
             config = CheckpointConfig(directory=str(saved / "global"), save_timeout=40)
-            manager = CheckpointManager(config, env=WorkerEnv(node="another"))
+            manager = open_manager(config, env=WorkerEnv(node="another"))
         restored = manager.load_latest(live)
         manager.close()
         assert restored is not None
@@ -381,7 +382,7 @@ def test_shards_of_quantised_tensors_come_back_to_the_same_layout_only(tmp_path:
         expected = {name: bits(tensor) for name, tensor in shards(1, all_of_them=all_of_them).items()}
         live = {"w": shards(50, all_of_them=all_of_them)}
         for again in (CheckpointConfig(directory=str(folder / "global")), None):
-            manager = manage(folder) if again is None else CheckpointManager(again, env=WorkerEnv(node="another"))
+            manager = manage(folder) if again is None else open_manager(again, env=WorkerEnv(node="another"))
             manager.load_latest(live)
             manager.close()
             assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected

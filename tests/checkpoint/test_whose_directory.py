@@ -14,7 +14,8 @@ import torch
 
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.claim import DirectoryLease
+from outlast.checkpoint.directory import DirectoryLease
+from outlast.checkpoint.manager import open_manager
 from outlast.cli.main import main
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
@@ -40,7 +41,7 @@ def _managers(config: CheckpointConfig, count: int, job: str = "job") -> Iterato
     with ExitStack() as stack:
         managers = []
         for _ in range(count):
-            managers.append(CheckpointManager(config, env=WorkerEnv(node=NODE, job=job)))
+            managers.append(open_manager(config, env=WorkerEnv(node=NODE, job=job)))
             stack.callback(managers[-1].close)
         yield managers
 

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.checkpoint.arena import Arena, Stager
-from outlast.checkpoint.claim import NEW, Claim
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.global_lane import GlobalLane
-from outlast.checkpoint.directory import SaveAttempt
+from outlast.checkpoint.directory import NEW, Claim, SaveAttempt
 from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.peers import OwnStore
-from outlast.checkpoint.places import Places, Replication
+from outlast.checkpoint.places import OwnStore, Places, Replication
 from outlast.checkpoint.save import Save, SaveHandle
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from outlast.checkpoint import CheckpointManager
+from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.state import capture
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
@@ -78,7 +79,7 @@ def content(state: dict[str, Any]) -> dict[str, str]:
 
 def manage(folder: Path, env: WorkerEnv) -> CheckpointManager:
     config = CheckpointConfig(local_directory=str(folder / "local"), directory=str(folder / "global"), save_timeout=60)
-    return CheckpointManager(config, env=env)
+    return open_manager(config, env=env)
 
 
 def main() -> None:

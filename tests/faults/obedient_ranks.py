@@ -164,13 +164,13 @@ class _Training:
     def _manager(self, config: dict[str, Any], job: str, journal: str | None = None) -> Any:
         from dataclasses import replace
 
-        from outlast.checkpoint import CheckpointManager
+        from outlast.checkpoint.manager import open_manager
         from outlast.config import CheckpointConfig
         from outlast.env import read_worker
         from outlast.runtime.journal import Journal
 
         events = Journal(journal, run_id="r", job=job, node=read_worker().node, proc=f"rank-{self._rank}")
-        return CheckpointManager(CheckpointConfig(**config), env=replace(read_worker(), job=job), journal=events)
+        return open_manager(CheckpointConfig(**config), env=replace(read_worker(), job=job), journal=events)
 
     def _train(self) -> None:
         self._optim.zero_grad()

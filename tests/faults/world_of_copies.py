@@ -15,7 +15,7 @@ from obedient_ranks import Ranks
 
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.manifest import CopyKey, decode_manifest
-from outlast.checkpoint.replica.replicator import Replicator, Target
+from outlast.checkpoint.replica.client import Replicator, Target
 from outlast.checkpoint.writer_client import WriterClient, WriterProcess
 from outlast.policy.recovery_point import Tier
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from outlast.checkpoint.arena import Arena, Staged, Stager
-from outlast.checkpoint.durable import digest_image, write_image
 from outlast.checkpoint.manifest import SCHEMA, Manifest, ShardEntry
-from outlast.checkpoint.shard import Identity, shard_name
+from outlast.checkpoint.shard import Identity, digest_image, shard_name, write_image
 from outlast.checkpoint.state import FlatState, flatten
 
 IDENTITY = Identity(run="run", topology="t", rank=0, world_size=1, iteration=7, attempt="7-a")

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from outlast.checkpoint.durable import digest_image, write_image
-from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.checkpoint.shard import CHUNK_BYTES, digest_image, write_image
 
 real_open, real_pwrite = os.open, os.pwrite
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.durable import MAY_BE_INFINITE, PIECE_BYTES, Numbers, is_finite
-from outlast.checkpoint.shard import DTYPE_NAMES
+from outlast.checkpoint.shard import DTYPE_NAMES, MAY_BE_INFINITE, PIECE_BYTES, Numbers, is_finite
 
 TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, short in DTYPE_NAMES.items()}
 

@@ -129,7 +129,7 @@ def test_a_killed_job_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert "set checkpoint.resume_from_other_run = true (--resume-from-other-run), else" in output
     code, output = _run("--rdzv-id=other", "--resume-from-other-run", *again)
     assert code == 0, output
-    assert "training goes on from there, since resume_from_other_run is on" in output
+    assert "training resumes from there, since resume_from_other_run is on" in output
 
 
 @pytest.mark.slow

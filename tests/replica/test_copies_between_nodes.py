@@ -12,9 +12,8 @@ from replica_nodes import Arriving, Memory
 
 from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey
 from outlast.checkpoint.replica import client
-from outlast.checkpoint.replica.client import ReplicaError, fetch, push, read_small
+from outlast.checkpoint.replica.client import ReplicaError, Replicator, Target, fetch, push, read_small
 from outlast.checkpoint.replica.protocol import Put, Working
-from outlast.checkpoint.replica.replicator import Replicator, Target
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
 
 KEY = b"k" * 32

@@ -12,18 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint.manifest import CopyKey, HoldingsError
-from outlast.checkpoint.replica import parity
-from outlast.checkpoint.replica.client import ReplicaError, push
-from outlast.checkpoint.replica.parity import (
-    PARITY_PART,
-    Parities,
-    ParityMember,
-    blocks_of,
-    holders_of,
-    rebuild,
-    xor_into,
-)
-from outlast.checkpoint.replica.replicator import CopyOutcome, Holder, Replicator
+from outlast.checkpoint.replica import client, parity
+from outlast.checkpoint.replica.client import CopyOutcome, Holder, ParityMember, ReplicaError, Replicator, push, rebuild
+from outlast.checkpoint.replica.parity import PARITY_PART, Parities, blocks_of, holders_of, xor_into
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
 
 KEY = b"k" * 32
@@ -218,13 +209,11 @@ def test_xor_changes_what_it_covers(base: bytes, piece: bytes) -> None:
 @given(st.data())
 def test_ragged_groups_come_back_whole(data: st.DataObject) -> None:
     """For groups of any size and shards of any sizes, each shard is the XOR that the plan of its rebuild names."""
-    from outlast.checkpoint.replica import parity as module
-
     chunk = 4
     ranks = data.draw(st.lists(st.integers(0, 30), min_size=2, max_size=6, unique=True).map(sorted))
     shards = {rank: data.draw(st.binary(max_size=40)) for rank in ranks}
     with pytest.MonkeyPatch.context() as patch:
-        for place in (module, parity):
+        for place in (parity, client):
             patch.setattr(place, "CHUNK_BYTES", chunk, raising=False)
         patch.setattr(parity, "num_chunks", lambda num_bytes: -(-num_bytes // chunk))
         parts: dict[CopyKey, bytes] = {CopyKey(1, "a", rank): shard for rank, shard in shards.items()}
@@ -241,7 +230,7 @@ def test_ragged_groups_come_back_whole(data: st.DataObject) -> None:
         members = [ParityMember(rank, len(shards[rank]), None) for rank in ranks]  # type: ignore[arg-type]
         for lost in ranks:
             rebuilt = b""
-            for pieces in module._plan(CopyKey(1, "a", lost), members):
+            for pieces in client._plan(CopyKey(1, "a", lost), members):
                 assert all(ranks[piece.member] != lost for piece in pieces)
                 out = bytearray(pieces[0].num_bytes)
                 for piece in pieces:

@@ -13,8 +13,7 @@ import pytest
 
 from outlast import clock
 from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.replica.client import ReplicaError, Target, fetch
-from outlast.checkpoint.replica.replicator import CopyOutcome, Replicator
+from outlast.checkpoint.replica.client import CopyOutcome, ReplicaError, Replicator, Target, fetch
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
 from outlast.testing import RankProcesses
 

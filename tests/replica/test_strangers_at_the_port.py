@@ -15,9 +15,8 @@ import pytest
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica import protocol as f
 from outlast.checkpoint.replica import server as server_module
-from outlast.checkpoint.replica.client import ReplicaError, Target, fetch, ping, push
+from outlast.checkpoint.replica.client import ReplicaError, Replicator, Target, fetch, ping, push
 from outlast.checkpoint.replica.protocol import ReplicaChannel
-from outlast.checkpoint.replica.replicator import Replicator
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
 from outlast.runtime.wire import encode_frame
 

@@ -123,7 +123,7 @@ def test_what_another_run_saved_is_gone_on_from_only_when_it_is_asked_for(tmp_pa
     assert code == ExitReason.NO_PROGRESS, output
     last = output.splitlines()[-1]
     assert f"{tmp_path}/ckpt holds what the run with directory {tmp_path}/one" in last
-    assert "to go on from there set checkpoint.resume_from_other_run = true" in last
+    assert "to resume from there set checkpoint.resume_from_other_run = true" in last
     assert "Traceback" not in output
     for run, more in (("one", {}), (None, {}), ("other", {"resume": True}), ("other", {})):
         code, output = _train(tmp_path, told(run, **more))

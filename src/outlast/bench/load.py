@@ -43,6 +43,7 @@ from outlast.bench.measuring import (
 from outlast.bench.result import BenchResult
 from outlast.bench.save_peers import MetaCheckpointing
 from outlast.checkpoint import CheckpointManager
+from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import CheckpointConfig
 from outlast.errors import OutlastError
@@ -276,7 +277,7 @@ class _Loads:
         if not with_agent:
             place = dataclasses.replace(place, writer=None)
         self._saved.forget()
-        opened_s, manager = timed(lambda: CheckpointManager(self._files.config(), env=place))
+        opened_s, manager = timed(lambda: open_manager(self._files.config(), env=place))
         try:
             seconds, restored = timed(lambda: manager.load_latest(self._saved.state))
         finally:

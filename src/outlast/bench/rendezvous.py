@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from outlast import clock, env
 from outlast.bench.measuring import ONE_THREAD, Progress, median, run_rounds, worker_command
 from outlast.bench.result import Bar, BenchResult
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
 from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News
@@ -34,7 +34,7 @@ from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore, open_cycle_store
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 __all__ = ["measure", "run_agents"]
 

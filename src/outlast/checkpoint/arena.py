@@ -33,9 +33,6 @@ from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
 
-__all__ = ["Arena", "ArenaPool", "CopyGuard", "Staged", "Stager", "changed_only_by_step"]
-
-
 PIECE_BYTES = 8 << 20
 SMALL_BYTES = 256 << 10
 """Tensors up to this are put together before they are copied: one by one, each costs more than its bytes."""

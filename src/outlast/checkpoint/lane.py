@@ -22,21 +22,17 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 
 from outlast import clock
-from outlast.checkpoint.claim import Claim, DirectoryRefused
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.directory import Directory
-from outlast.checkpoint.outcomes import Outcomes
-from outlast.checkpoint.places import Places
+from outlast.checkpoint.directory import Claim, Directory, DirectoryRefused
+from outlast.checkpoint.places import Committed, Places
 from outlast.checkpoint.protocol import CopyFailure
-from outlast.checkpoint.save import Committed, PeerSilent, Save
+from outlast.checkpoint.save import Outcomes, PeerSilent, Save
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError
 from outlast.policy.checkpoint_plan import RetentionRules, choose_removed
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.injection import reach
-
-__all__ = ["GRACE_S", "Lane", "NoAnswer", "RankAnswer", "Reached", "SaveExchange", "SaveOutcome", "Stopped", "deadline"]
 
 log = logging.getLogger(__name__)
 GRACE_S = 10.0
@@ -145,7 +141,7 @@ class Lane(ABC):
 
     def has(self, save: Save) -> bool:
         """Return whether a save's iteration is known to be in all of its tiers. Thread: any."""
-        return not self._committed.missing(save)
+        return not self._committed.missing(save.iteration, save.tiers)
 
     def submit(self, save: Save) -> None:
         """Commit a save. Thread: any, but on all ranks in the same order."""

@@ -11,17 +11,13 @@ from typing import Any, TypeVar
 
 from outlast import clock
 from outlast.checkpoint.arena import Arena, ArenaPool, CopyGuard, Stager, changed_only_by_step
-from outlast.checkpoint.claim import Claim, DirectoryRefused
 from outlast.checkpoint.dcp.global_lane import GlobalLane
-from outlast.checkpoint.directory import SaveAttempt
+from outlast.checkpoint.directory import Claim, DirectoryRefused, SaveAttempt
 from outlast.checkpoint.lane import GRACE_S, Lane
-from outlast.checkpoint.launcher_report import LauncherReport
 from outlast.checkpoint.near_lane import NearLane
-from outlast.checkpoint.outcomes import Outcomes, Reporter
-from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Claims, agree_places, warn_of_copies
+from outlast.checkpoint.places import Claims, Committed, Peers, agree_places, warn_of_copies
 from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
-from outlast.checkpoint.save import Committed, Save, SaveHandle, SaveResult, wait_for_all
+from outlast.checkpoint.save import Outcomes, Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
 from outlast.checkpoint.writer_client import WriterClient
@@ -30,11 +26,9 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.checkpoint_plan import RetentionRules
 from outlast.policy.recovery_point import Tier, decode_distrusted
+from outlast.runtime.device import capture_random
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import current_place, is_initialised
-from outlast.runtime.random_numbers import capture_random
-
-__all__ = ["CheckpointManager"]
 
 log = logging.getLogger(__name__)
 L = TypeVar("L", bound=Lane)
@@ -50,9 +44,7 @@ class CheckpointManager:
     """Save generations behind training's back; load the newest that every rank can prove.
 
     Args:
-        config: Where and how.
-        env: This worker's place; ``None``: as the environment and ``torch.distributed`` say.
-        journal: Where events are written; ``None`` = nowhere.
+        config: Where and how. The worker's place is what the environment and ``torch.distributed`` say.
 
     Raises:
         ConfigError: There are several ranks, and ``torch.distributed`` is not initialised; or a setting cannot work.
@@ -63,21 +55,15 @@ class CheckpointManager:
     Thread: that of the training loop, for all methods.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        *,
-        env: WorkerEnv | None = None,
-        journal: Journal | None = None,
-    ) -> None:
-        self.config = config
-        self._place = place = env if env is not None else current_place()
-        self._reporter = Reporter(place, journal)
+    def __init__(self, config: CheckpointConfig) -> None:
+        self._open(config, current_place(), None)
+
+    def _open(self, config: CheckpointConfig, place: WorkerEnv, journal: Journal | None) -> None:
+        self.config, self._place = config, place
         if place.world_size > 1 and not is_initialised():
             raise ConfigError(
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
-        self._launcher = LauncherReport(place, config.suspect_window)
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
         self._writer = WriterClient(
             place.writer, owner=f"rank {place.global_rank}", node=place.node, patience_s=patience_s
@@ -95,7 +81,7 @@ class CheckpointManager:
                 answer_s=min(ANSWER_S, config.save_timeout),
                 may_steal=places.local is not None or not places.memory,
             )
-            self._outcomes = Outcomes(self._reporter, self._arenas, self._launcher)
+            self._outcomes = Outcomes(place, journal, self._arenas, suspect_window=config.suspect_window)
             self._open_lanes()
         except BaseException:  # nothing that was opened stays, whatever failed
             self._peers.close()
@@ -232,10 +218,10 @@ class CheckpointManager:
         committed = self._recovery.committed(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
         if self._restored is not None:
-            self._launcher.loaded(self._restored)
+            self._outcomes.report_origin(self._restored)
         self._start_from(committed, iteration)
         if self.durable_iteration is not None:
-            self._launcher.committed(self.durable_iteration)
+            self._outcomes.report_durable(self.durable_iteration)
         self._may_save = True
         self._prepare(state)
 
@@ -310,7 +296,7 @@ class CheckpointManager:
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
         if not suspect:
-            self._launcher.saving(iteration)
+            self._outcomes.saving(iteration)
         attempt = self._next_attempt()
         handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=str(attempt))
         save = Save(
@@ -385,7 +371,7 @@ class CheckpointManager:
         self._peers.close()
         self._stager.close()
         self._arenas.close()
-        self._launcher.close()
+        self._outcomes.close()
 
     def give_up(self) -> None:
         """Fail whatever waits for a save, as the call around it is left; :meth:`close` follows. Idempotent.
@@ -415,8 +401,7 @@ class CheckpointManager:
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
         if is_ours:
             self._start_from(loaded.committed, restored.generation)
-        self._reporter.restored(restored)
-        self._launcher.loaded(restored)
+        self._outcomes.loaded(restored)
 
     def _start_from(self, committed: Committed, iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
@@ -445,8 +430,7 @@ class CheckpointManager:
                 "or give an empty directory"
             )
         if not suspect:
-            limit = self.config.max_consecutive_save_failures
-            self._outcomes.check(limit, rank=self._place.global_rank, iteration=iteration)
+            self._outcomes.check(self.config.max_consecutive_save_failures, iteration=iteration)
 
     def _next_attempt(self) -> SaveAttempt:
         """Name an attempt; failed ones count, so that the ranks' counts stay alike."""
@@ -458,8 +442,7 @@ class CheckpointManager:
         self._pending = [*(pending for pending in self._pending if not pending.done), save.handle]
         self._newest = save.handle
         if save.error is None and not self._near.has(save):
-            is_async = self.config.async_save
-            self._reporter.scheduled(save.iteration, save.tiers, stall_s=save.stall_s, is_async=is_async)
+            self._outcomes.scheduled(save, is_async=self.config.async_save)
         self._near.submit(save)
 
     def _wanted_tiers(self, tiers: Collection[str] | None) -> frozenset[Tier]:
@@ -555,3 +538,20 @@ def _checked_iteration(iteration: int) -> int:
     if number < 0:
         raise ConfigError(f"iteration={iteration!r} must be the number of optimizer steps done, 0 or more")
     return number
+
+
+def open_manager(
+    config: CheckpointConfig, *, env: WorkerEnv | None = None, journal: Journal | None = None
+) -> CheckpointManager:
+    """Return a manager for a worker whose place is known, or that has a journal; else like :class:`CheckpointManager`.
+
+    Args:
+        config: Where and how.
+        env: The worker's place; ``None`` = what the environment and ``torch.distributed`` say.
+        journal: Where events are written; ``None`` = nowhere.
+
+    Collective: all ranks.
+    """
+    manager = CheckpointManager.__new__(CheckpointManager)
+    manager._open(config, env if env is not None else current_place(), journal)
+    return manager

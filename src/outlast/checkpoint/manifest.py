@@ -16,27 +16,6 @@ from outlast.checkpoint.shard import num_chunks
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Corrupt, Untrusted
 
-__all__ = [
-    "MANIFEST",
-    "MANIFEST_PART",
-    "SCHEMA",
-    "SHARD_PART",
-    "CopyKey",
-    "Holdings",
-    "HoldingsError",
-    "Incoming",
-    "Manifest",
-    "ShardEntry",
-    "TensorEntry",
-    "decode_manifest",
-    "encode_manifest",
-    "run_of",
-    "seal",
-    "topology_digest",
-    "unseal",
-]
-
-
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_SCHEMA = 1
 """Up to which manifests of any tier name their run in the same field."""

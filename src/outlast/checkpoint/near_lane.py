@@ -18,19 +18,15 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.claim import DirectoryRefused
-from outlast.checkpoint.directory import SUSPECT, Directory
-from outlast.checkpoint.durable import MAY_BE_INFINITE, is_finite
+from outlast.checkpoint.directory import SUSPECT, Directory, DirectoryRefused
 from outlast.checkpoint.lane import Lane, RankAnswer, Reached, SaveOutcome
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, CopyKey, Manifest, ShardEntry, TensorEntry, encode_manifest
 from outlast.checkpoint.save import Save
-from outlast.checkpoint.shard import shard_name
+from outlast.checkpoint.shard import MAY_BE_INFINITE, is_finite, shard_name
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.files import fsync_folder
 from outlast.runtime.injection import reach
-
-__all__ = ["NearLane"]
 
 log = logging.getLogger(__name__)
 KEEP_TIMEOUT_S = 30.0
@@ -59,7 +55,7 @@ class NearLane(Lane):
     _warned_of: Mapping[int, tuple[str, ...]] = MappingProxyType({})
 
     def _commit(self, save: Save) -> Reached:
-        missing = self._committed.missing(save)
+        missing = self._committed.missing(save.iteration, save.tiers)
         if not missing:
             log.debug("iteration %d is committed already; it is not written again", save.iteration)
             return Reached(missing)

@@ -1,47 +1,116 @@
-"""Where the ranks save and who leads a node: one agreement at the start; and what leaves a node with each save.
+"""The ranks of a run and their places: who leads a node, where all of them save, and what leaves a node with each save.
 
-What leaves it are whole copies to partners, or blocks for the parities of its group.
+All of it is agreed once, at the start, through :class:`Peers`. What leaves a node are whole copies to partners, or
+blocks for the parities of its group.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.claim import Claim, DirectoryContent, DirectoryLease, DirectoryRefused, look_at
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.directory import Directory
+from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryLease, DirectoryRefused, look_at
 from outlast.checkpoint.manifest import decode_manifest, topology_digest
-from outlast.checkpoint.peers import Peers
+from outlast.checkpoint.replica.client import Holder, Target
 from outlast.checkpoint.replica.parity import holders_of
-from outlast.checkpoint.replica.replicator import Holder, Target
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.env import WorkerEnv, clean_name
-from outlast.errors import CheckpointError, ConfigError, OutlastError, Unavailable
+from outlast.errors import CheckpointError, ConfigError, OutlastError, PeerLost, Unavailable
 from outlast.policy.checkpoint_plan import choose_partners, parity_groups
-from outlast.policy.lease import LeaseOwner as LeaseOwner
-from outlast.policy.lease import RunEvidence, choose_run, find_owner
+from outlast.policy.lease import LeaseOwner, RunEvidence, choose_run, find_owner
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import own_address
+from outlast.runtime.process_groups import Group, gather_bytes
 from outlast.runtime.processes import this_process, this_program
 
-__all__ = [
-    "Claims",
-    "Places",
-    "Replication",
-    "agree_places",
-    "group_of",
-    "plan_replication",
-    "warn_of_copies",
-]
+
+class Peers:
+    """All ranks that save and load together; works alone, too.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout_s: Longest time that a gather waits for a peer.
+
+    Collective: all ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, timeout_s: float) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._group = Group.open(timeout_s=timeout_s) if world_size > 1 else None
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what every rank gave, by rank.
+
+        Raises:
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks.
+        Blocks: until all ranks have come.
+        """
+        if self._group is None:
+            return [data]
+        try:
+            gathered = gather_bytes(self._group.open_group, data)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"a peer left while the ranks agreed on a checkpoint ({error}); see the log of the rank that left"
+            ) from error
+        if self._group is None or self._group.is_cut:
+            raise PeerLost("this rank left while the ranks agreed on a checkpoint; its log says why")
+        return gathered
+
+    def store(self, *, timeout_s: float) -> Any:
+        """Return a connection of its own to the ranks' store, for one thread."""
+        if self._group is None:
+            return OwnStore()
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        default: Any = _get_default_store()
+        store = default.clone()
+        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        return store
+
+    def close(self) -> None:
+        """Leave, without waiting for anyone. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def cut(self) -> None:
+        """Fail whatever waits for a peer. Thread: any."""
+        if self._group is not None:
+            self._group.cut()
+
+
+class OwnStore:
+    """The part of ``torch.distributed``'s store that an :class:`~outlast.checkpoint.lane.SaveExchange` needs."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
 
 
 log = logging.getLogger(__name__)
@@ -438,3 +507,33 @@ def warn_of_copies(config: CheckpointConfig, places: Places) -> None:
             config.replication_factor,
             len(places.leaders),
         )
+
+
+@dataclass(slots=True)
+class Committed:
+    """Which generations are known to be committed, and which of all hold numbers that are infinite or NaN."""
+
+    tiers: dict[int, set[Tier]] = field(default_factory=dict)
+    """Each committed generation's tiers."""
+    not_finite: set[int] = field(default_factory=set)
+    """Generations that hold numbers that are infinite or NaN, committed here or newer."""
+
+    def missing(self, iteration: int, wanted: frozenset[Tier]) -> frozenset[Tier]:
+        """Return those of the tiers that an iteration is not in yet."""
+        return wanted - self.tiers.get(iteration, set())
+
+    def add(self, iteration: int, tiers: frozenset[Tier]) -> None:
+        """Count an iteration as committed to these tiers, too."""
+        self.tiers.setdefault(iteration, set()).update(tiers)
+
+    def generations(self, tier: Tier) -> set[int]:
+        """Return the generations that are committed to a tier."""
+        return {generation for generation, tiers in self.tiers.items() if tier in tiers}
+
+    def note_finite(self, iteration: int, *, finite: bool) -> None:
+        """Note whether all numbers of a generation are finite."""
+        (self.not_finite.discard if finite else self.not_finite.add)(iteration)
+
+    def copy(self) -> Committed:
+        """Return a copy that changes by itself."""
+        return Committed({generation: set(tiers) for generation, tiers in self.tiers.items()}, set(self.not_finite))

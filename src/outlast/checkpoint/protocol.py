@@ -11,36 +11,7 @@ import msgspec
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.replica.parity import ParityMember
-from outlast.checkpoint.replica.replicator import Holder, Target
-
-__all__ = [
-    "MAX_MESSAGE_BYTES",
-    "CopyFailure",
-    "Discard",
-    "Done",
-    "Fetch",
-    "Fetched",
-    "GetPart",
-    "GotPart",
-    "InMemory",
-    "KeepPart",
-    "List",
-    "Listed",
-    "Open",
-    "Opened",
-    "PreparePart",
-    "Reply",
-    "Request",
-    "Serve",
-    "Serving",
-    "Take",
-    "Taken",
-    "Write",
-    "WriterRefusal",
-    "Written",
-]
-
+from outlast.checkpoint.replica.client import Holder, ParityMember, Target
 
 MAX_MESSAGE_BYTES = 1 << 28
 """A manifest of many tensors, or the description of a file that consists of many."""

@@ -23,10 +23,8 @@ from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places
+from outlast.checkpoint.places import Committed, Peers, Places
 from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
-from outlast.checkpoint.save import Committed
 from outlast.checkpoint.state import OtherLayout
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
@@ -43,7 +41,7 @@ from outlast.policy.recovery_point import (
     is_distrusted,
     is_doubtful,
 )
-from outlast.runtime.random_numbers import restore_random
+from outlast.runtime.device import restore_random
 
 log = logging.getLogger(__name__)
 _LIVE_STATE = ""

@@ -21,10 +21,8 @@ from outlast.checkpoint.dcp.manifest import GlobalManifest
 from outlast.checkpoint.dcp.reader import bytes_of, read_rank
 from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
 from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
-from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places, group_of
-from outlast.checkpoint.replica.parity import ParityMember
-from outlast.checkpoint.replica.replicator import Target
+from outlast.checkpoint.places import Peers, Places, group_of
+from outlast.checkpoint.replica.client import ParityMember, Target
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE, shard_name
 from outlast.checkpoint.state import (
     OtherLayout,

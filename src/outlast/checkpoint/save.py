@@ -1,19 +1,39 @@
-"""One save: its record on the way through the lanes, the handle its caller holds, and what is committed already."""
+"""One save: its record on the way through the lanes, the handle its caller holds, and what became of it.
+
+:class:`Outcomes` counts what became of this process's saves and loads, and reports it three times: in the log, in the
+journal, and to the agent of ``outlast run`` on this rank's page of the board. There a committed generation is progress,
+on which restart budgets reset, and what was loaded is what an invalid result soon after casts doubt on. Without an
+agent nothing is reported to one. A :class:`outlast.monitor.RankMonitor` may attach to the page before or after; it
+keeps what stands there.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from outlast import clock
-from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.directory import SaveAttempt
+from outlast.checkpoint.arena import Arena, ArenaPool
+from outlast.checkpoint.directory import DirectoryRefused, SaveAttempt
 from outlast.checkpoint.manifest import TensorEntry
+from outlast.checkpoint.protocol import CopyFailure
+from outlast.checkpoint.recovery import Restored
+from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, DeadlineExceeded
-from outlast.policy.recovery_point import Tier
+from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.policy.recovery_point import Tier, tier_of_load
+from outlast.runtime.board import Board, LoadedCopy
+from outlast.runtime.journal import Journal
+from outlast.wording import count
 
-__all__ = ["Committed", "PeerSilent", "Save", "SaveHandle", "SaveResult", "wait_for_all"]
+log = logging.getLogger(__name__)
+_LEAVING_S = 2.0
+"""Seconds in which a process learns that it has to leave what its peers have left already."""
+_LOOK_S = 0.01
 
 
 class PeerSilent(CheckpointError):
@@ -143,32 +163,245 @@ class Save:
     error: str | None = None
     """Why there is nothing staged on this rank: the others must be informed, or they would wait."""
 
+    def result(self) -> SaveResult:
+        """Return the result of a save that is committed at this moment."""
+        duration_s = (clock.now_ns() - self.started_ns) / 1e9
+        return SaveResult(
+            generation=self.iteration, num_bytes=self.num_bytes, duration_s=duration_s, stall_s=self.stall_s
+        )
 
-@dataclass(slots=True)
-class Committed:
-    """Which generations are known to be committed, and which of all hold numbers that are infinite or NaN."""
 
-    tiers: dict[int, set[Tier]] = field(default_factory=dict)
-    """Each committed generation's tiers."""
-    not_finite: set[int] = field(default_factory=set)
-    """Generations that hold numbers that are infinite or NaN, committed here or newer."""
+class Outcomes:
+    """Count and report what becomes of one rank's saves and loads.
 
-    def missing(self, save: Save) -> frozenset[Tier]:
-        """Return the tiers that a save is meant for and its iteration is not in yet."""
-        return save.tiers - self.tiers.get(save.iteration, set())
+    Args:
+        place: The rank's place.
+        journal: Where events are written; ``None`` = into the log only.
+        arenas: Where a save's memory goes back to.
+        suspect_window: Iterations after a load in which an invalid result casts doubt on what was loaded.
 
-    def add(self, iteration: int, tiers: frozenset[Tier]) -> None:
-        """Count an iteration as committed to these tiers, too."""
-        self.tiers.setdefault(iteration, set()).update(tiers)
+    Raises:
+        OutlastError: The agent's board is not usable.
 
-    def generations(self, tier: Tier) -> set[int]:
-        """Return the generations that are committed to a tier."""
-        return {generation for generation, tiers in self.tiers.items() if tier in tiers}
+    Thread: any; the lanes' threads call it, the training thread reads what it keeps.
+    """
 
-    def note_finite(self, iteration: int, *, finite: bool) -> None:
-        """Note whether all numbers of a generation are finite."""
-        (self.not_finite.discard if finite else self.not_finite.add)(iteration)
+    def __init__(self, place: WorkerEnv, journal: Journal | None, arenas: ArenaPool, *, suspect_window: int) -> None:
+        self._place, self._arenas, self._suspect_window = place, arenas, suspect_window
+        # Every rank would log the same of a save or a load: rank 0 does.
+        self._level = logging.INFO if place.global_rank == 0 else logging.DEBUG
+        self._journal = journal or Journal(
+            None, run_id=place.run_id, job=place.job, node=place.node, proc=f"rank-{place.global_rank}"
+        )
+        self._lock = threading.Lock()
+        self._board = None if place.board is None else Board.open(place.board)
+        self._page = None if self._board is None else self._board.rank(place.local_rank)
+        self._reached: dict[int, frozenset[Tier]] = {}
+        """Tiers of the saves that are under way, by their ordinal."""
+        self.durable: int | None = None
+        """The newest generation known to be committed, loaded or saved."""
+        self.num_failures = 0
+        """Saves in a row that failed."""
+        self.last_error: CheckpointError | None = None
+        self.refusal: DirectoryRefused | None = None
+        """Why no save of this run can succeed: a directory is another run's."""
+        self.is_left: Callable[[], bool] | None = None
+        """Whether the call that saves is left, and with it what is not committed; ``None``: there is no call."""
 
-    def copy(self) -> Committed:
-        """Return a copy that changes by itself."""
-        return Committed({generation: set(tiers) for generation, tiers in self.tiers.items()}, set(self.not_finite))
+    def check(self, limit: int, *, iteration: int) -> None:
+        """Raise :class:`CheckpointError` when ``limit`` saves in a row have failed; 0 = never."""
+        if self.refusal is None and 0 < limit <= self.num_failures:
+            advice = "Make room or repair the directory"
+            if isinstance(self.last_error, PeerSilent):
+                advice = "Have the launcher start all ranks again"
+            raise CheckpointError(
+                f"{count(self.num_failures, 'save')} in a row failed, the last with: {self.last_error}. "
+                f"{advice}; max_consecutive_save_failures sets how many are tolerated",
+                rank=self._place.global_rank,
+                iteration=iteration,
+            )
+
+    def close(self) -> None:
+        """Stop reporting to the agent. Idempotent."""
+        with self._lock:
+            board, self._board, self._page = self._board, None, None
+            if board is not None:
+                board.close()
+
+    # -- saves -------------------------------------------------------------------------------------------------
+
+    def saving(self, iteration: int) -> None:
+        """A state of so many optimizer steps is being saved; its commit will be reported."""
+        with self._lock:
+            if self._page is not None:
+                self._page.set_iteration(iteration)
+                self._page.report_progress()
+
+    def scheduled(self, save: Save, *, is_async: bool) -> None:
+        """A state was copied; its commit is under way, and training continues meanwhile or waits for it."""
+        what = "Scheduling async checkpoint save" if is_async else "saving a checkpoint"
+        log.debug("%s of iteration %d, tiers %s", what, save.iteration, _names(save.tiers))
+        self._write(EventKind.SAVE_SCHEDULED, save.iteration, stall_s=save.stall_s, tiers=_list(save.tiers))
+
+    def committed(self, save: Save, tiers: frozenset[Tier], failures: tuple[CopyFailure, ...]) -> None:
+        """A save was committed to more tiers; empty: it was in all of them before."""
+        for failure in failures:
+            self._not_copied(save.iteration, failure)
+        self._reached[save.attempt.ordinal] = self._reached.get(save.attempt.ordinal, frozenset()) | tiers
+        if not tiers or save.suspect:
+            return
+        with self._lock:
+            self.durable = durable = max(self.durable or 0, save.iteration)
+        result = save.result()
+        log.debug("committed iteration %d, tiers %s, in %.2f s", save.iteration, _names(tiers), result.duration_s)
+        self._write(
+            EventKind.SAVE_COMMITTED,
+            save.iteration,
+            generation=save.iteration,
+            duration_s=result.duration_s,
+            num_bytes=save.num_bytes,
+            tiers=_list(tiers),
+        )
+        self.report_durable(durable)
+
+    def finished(self, save: Save) -> None:
+        """A save is in all of its tiers."""
+        reached, result = self._end(save), save.result()
+        with self._lock:
+            self.num_failures = 0
+        if reached and not save.suspect:
+            took = _seconds(result.duration_s)
+            log.log(self._level, "saved iteration %d to %s in %s", save.iteration, _names(reached), took)
+        # Last, so that whoever waited finds the outcome logged and in the journal.
+        save.handle.succeed(result)
+
+    def failed(self, save: Save, error: CheckpointError) -> None:
+        """A save did not reach a tier that it was meant for."""
+        reached = self._end(save)
+        if isinstance(error, DirectoryRefused):
+            self.refusal = error
+        if self.refusal is None and self._is_given_up():  # that is no trouble of its own
+            log.log(self._level, "the save of iteration %d is abandoned for a restart: %s", save.iteration, error)
+        else:
+            with self._lock:
+                self.num_failures += 1
+                self.last_error, num_failures = error, self.num_failures
+            # A silent peer may be rank 0; any other error is the same on every rank.
+            level = logging.WARNING if self._place.global_rank == 0 or isinstance(error, PeerSilent) else logging.DEBUG
+            where = f"; it is in {_names(reached)}" if reached else ""
+            in_a_row = f" ({num_failures} failed saves in a row)" if num_failures > 1 else ""
+            log.log(level, "save failed: %s%s%s", error, where, in_a_row)
+            self._write_incident(IncidentKind.SAVE_FAILED, save.iteration, str(error))
+        save.handle.fail(error)
+
+    def _end(self, save: Save) -> frozenset[Tier]:
+        """Give back a save's memory; return the tiers that it has reached."""
+        if save.arena is not None:
+            self._arenas.give_back(save.arena)
+        return self._reached.pop(save.attempt.ordinal, frozenset())
+
+    def _is_given_up(self) -> bool:
+        """Return whether a save failed because the call was left, here or at a peer. Blocks: up to 2 s."""
+        if self.is_left is None:
+            return False
+        end_ns = clock.now_ns() + int(_LEAVING_S * 1e9)
+        while not self.is_left():
+            if clock.now_ns() >= end_ns:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def _not_copied(self, iteration: int, failure: CopyFailure) -> None:
+        """A partner holds no right copy of this rank's shard; warned of once until it takes one again."""
+        if not failure.is_new:
+            log.debug("still no copy on node %s: %s", failure.node, failure.error)
+            return
+        log.warning("no copy on node %s: %s; saves continue without it", failure.node, failure.error)
+        text = f"node {failure.node}: {failure.error}"
+        self._write_incident(IncidentKind.REPLICATION_FAILED, iteration, text, partner=failure.node)
+
+    # -- loads -------------------------------------------------------------------------------------------------
+
+    def loaded(self, restored: Restored) -> None:
+        """A generation was loaded; newer copies may have been skipped."""
+        for rejection in restored.rejected:
+            if rejection.rank == self._place.global_rank:
+                log.warning("skipped: %s", rejection)
+                evidence = {"generation": rejection.generation, "tier": rejection.tier, "file": rejection.file}
+                self._write_incident(IncidentKind.COPY_REJECTED, rejection.generation, str(rejection), **evidence)
+        tiers = ", ".join(f"{restored.tiers.count(name)} from {name}" for name in dict.fromkeys(restored.tiers))
+        took = _seconds(restored.load_s)
+        log.log(self._level, "loaded iteration %d in %s; tiers by rank: %s", restored.iteration, took, tiers)
+        if not restored.finite and self._place.global_rank == 0:
+            log.warning(
+                "what was loaded, generation %d, holds numbers that are infinite or NaN: there is no older one without "
+                "them, or prefer_finite is off; unless they belong there, training resumes from a broken state",
+                restored.generation,
+            )
+        self._write(
+            EventKind.RESTORED,
+            restored.iteration,
+            generation=restored.generation,
+            attempt=restored.attempt,
+            tier=restored.tier,
+            bytes_read=restored.bytes_read,
+            rejected=[str(rejection) for rejection in restored.rejected],
+            load_s=restored.load_s,
+        )
+        self.report_origin(restored)
+
+    def report_origin(self, restored: Restored) -> None:
+        """Report to the agent what the state goes back to, which is committed."""
+        with self._lock:
+            if self._page is None:
+                return
+            self._page.set_iteration(restored.iteration)
+            self._page.set_durable_iteration(restored.iteration)
+            read = [tier for tier in restored.tiers if tier != "kept"]  # a kept state stayed in its process
+            if read:
+                self._page.set_restored(
+                    LoadedCopy(
+                        generation=restored.generation,
+                        attempt=restored.attempt,
+                        tier=Tier[tier_of_load(read).upper()],
+                        suspect_window=self._suspect_window,
+                    )
+                )
+
+    def report_durable(self, iteration: int) -> None:
+        """Report to the agent that a generation is committed, by this process or before it."""
+        with self._lock:
+            if self._page is not None:
+                self._page.set_durable_iteration(iteration)
+
+    # -- the journal -------------------------------------------------------------------------------------------
+
+    def _write(self, kind: EventKind, iteration: int, **data: Any) -> None:
+        self._journal.write(kind, rank=self._place.global_rank, iteration=iteration, **data)
+
+    def _write_incident(self, kind: IncidentKind, iteration: int, summary: str, **evidence: Any) -> None:
+        place = self._place
+        incident = Incident(
+            kind=kind,
+            job=place.job,
+            cycle=place.cycle,
+            node=place.node,
+            rank=place.global_rank,
+            iteration=iteration,
+            evidence={"summary": summary, **evidence},
+        )
+        self._write(EventKind.INCIDENT, iteration, incident=incident)
+
+
+def _list(tiers: Collection[Tier]) -> list[str]:
+    """Return the tiers, nearest first."""
+    return [str(tier) for tier in sorted(tiers)]
+
+
+def _names(tiers: Collection[Tier]) -> str:
+    return ", ".join(_list(tiers))
+
+
+def _seconds(duration_s: float) -> str:
+    digits = 2 if duration_s < 1 else 1 if duration_s < 10 else 0
+    return f"{duration_s:.{digits}f} s"

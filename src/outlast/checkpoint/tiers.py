@@ -13,8 +13,7 @@ from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import GlobalManifest
 from outlast.checkpoint.directory import TRACKER, part_name
 from outlast.checkpoint.manifest import SHARD_PART, CopyKey, Manifest, decode_manifest
-from outlast.checkpoint.peers import Peers
-from outlast.checkpoint.places import Places, group_of
+from outlast.checkpoint.places import Peers, Places, group_of
 from outlast.checkpoint.replica.parity import PARITY_PART
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.verification import check_origin, check_shard

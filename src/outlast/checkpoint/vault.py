@@ -31,8 +31,6 @@ from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, Holdin
 from outlast.env import clean_name
 from outlast.errors import CheckpointError
 
-__all__ = ["NUM_IMAGES", "Image", "KeptGeneration", "Vault"]
-
 NUM_IMAGES = 2
 """Of a rank: one is staged and written while the other is kept."""
 

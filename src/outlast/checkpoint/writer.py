@@ -21,18 +21,15 @@ from pathlib import Path
 from outlast import logs
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.assemble import Assemble, assemble
-from outlast.checkpoint.durable import Numbers, digest_image, write_image
 from outlast.checkpoint.manifest import HoldingsError
-from outlast.checkpoint.replica.client import ReplicaError, fetch, read_small
-from outlast.checkpoint.replica.parity import blocks_of, rebuild
-from outlast.checkpoint.replica.replicator import CopyOutcome, Replicator
+from outlast.checkpoint.replica.client import CopyOutcome, ReplicaError, Replicator, fetch, read_small, rebuild
+from outlast.checkpoint.replica.parity import blocks_of
 from outlast.checkpoint.replica.server import ReplicaServer
+from outlast.checkpoint.shard import Numbers, digest_image, write_image
 from outlast.checkpoint.vault import Image, Vault
 from outlast.runtime.injection import reach
 from outlast.runtime.processes import die_with_parent
 from outlast.runtime.wire import MessageChannel
-
-__all__ = ["Writer", "main"]
 
 log = logging.getLogger(__name__)
 MAX_SMALL_BYTES = 1 << 27

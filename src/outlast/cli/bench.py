@@ -12,8 +12,6 @@ import click
 from outlast.cli.main import HELP, CommandGroup, ending_on_signals
 from outlast.errors import ExitReason, OutlastError
 
-__all__ = ["bench"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Benchmark:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from outlast.demo.outcome import DemoOutcome
     from outlast.demo.plan import Shape
 
-__all__ = ["demo"]
-
 
 @click.command(
     "demo",

@@ -13,14 +13,13 @@ from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
-from outlast.monitor.collectives import count_collectives
+from outlast.monitor.examination import count_collectives
 from outlast.runtime.consensus import Consensus
+from outlast.runtime.device import RandomSnapshot
 from outlast.runtime.interruption import AsyncInterruption
 from outlast.runtime.process_groups import gather_bytes
-from outlast.runtime.random_numbers import RandomSnapshot
 from outlast.session.environment import has_near_tier
-from outlast.session.restore import unwrap_ddp
-from outlast.session.saves import NEAR_TIERS, DueSave, SaveSchedule
+from outlast.session.saves import NEAR_TIERS, DueSave, SaveSchedule, unwrap_ddp
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
@@ -138,12 +137,12 @@ class StateTracker:
 
         Collective: all ranks.
         """
-        from outlast.checkpoint import CheckpointManager
+        from outlast.checkpoint.manager import open_manager
 
         self._incarnation, self._world_size = place.cycle, place.world_size
         if self._config is None:
             return
-        self._manager = CheckpointManager(self._config, env=place, journal=journal)
+        self._manager = open_manager(self._config, env=place, journal=journal)
         self._manager.treat_failures_as_abandoned(lambda: self._interruption.is_left(place.cycle))
         self._schedule = SaveSchedule(
             self._config,

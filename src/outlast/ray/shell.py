@@ -24,7 +24,7 @@ import ray.cloudpickle
 from outlast import clock, env
 from outlast.errors import OutlastError, RendezvousError
 from outlast.inprocess.call import describe, drop, is_consequence
-from outlast.monitor.collectives import read_books, waits_in
+from outlast.monitor.examination import read_books, waits_in
 from outlast.monitor.stacks import Frame, Stack
 from outlast.policy.causes import Position
 from outlast.policy.deadlines import deadlines, expired

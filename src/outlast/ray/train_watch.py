@@ -128,7 +128,7 @@ class TrainWatch:
             self._stacks_dir = (
                 "" if self._run_dir is None else os.path.join(self._run_dir, "stacks", f"cycle-{attempt}")
             )
-            self._board = board = Board.create_anonymous(num_ranks=num_ranks)
+            self._board = board = Board.create(num_ranks=num_ranks)
             for worker in workers:
                 board.assign(worker.local_rank, pid=worker.pid, global_rank=worker.global_rank, cycle=attempt)
                 try:

@@ -15,22 +15,6 @@ import msgspec
 
 from outlast.wording import count, duration
 
-__all__ = [
-    "SCHEMA",
-    "BudgetReport",
-    "Budgets",
-    "GenerationReport",
-    "NodeReport",
-    "NodeState",
-    "RunState",
-    "StatusReport",
-    "Trouble",
-    "WaitingReport",
-    "render",
-    "terminal_width",
-]
-
-
 SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""
 
@@ -80,17 +64,17 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """`--node-name`, or the machine's."""
     state: NodeState
     """See below."""
-    host: str | None
+    host: str | None = None
     """The machine's name."""
-    agent_pid: int | None
+    agent_pid: int | None = None
     """Process id of its agent, on its machine."""
-    node_rank: int | None
+    node_rank: int | None = None
     """Of the newest cycle that it took part in, if that is the job's newest."""
-    ranks: list[int]
+    ranks: list[int] = []
     """Global ranks in the job's newest cycle."""
-    pids: list[int]
+    pids: list[int] = []
     """Process ids of these ranks, while they run."""
-    lost_ranks: list[int]
+    lost_ranks: list[int] = []
     """Ranks of these that ended, and without which the others continue."""
 
 

@@ -17,8 +17,8 @@ from typing import Literal
 
 import msgspec
 
-from outlast.checkpoint.claim import RUN
 from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.directory import RUN
 from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.verification import StoredFile
 from outlast.errors import CheckpointError, Corrupt, Incomplete

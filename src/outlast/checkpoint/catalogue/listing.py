@@ -33,11 +33,10 @@ from outlast.checkpoint.catalogue.entries import (
     describe_manifest,
     list_leftovers,
 )
-from outlast.checkpoint.claim import RUN, owner_of
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import METADATA, FileEntry, GlobalManifest, decode_global_manifest
 from outlast.checkpoint.dcp.store import open_store
-from outlast.checkpoint.directory import SUSPECT, TRACKER, Directory
+from outlast.checkpoint.directory import RUN, SUSPECT, TRACKER, Directory, owner_of
 from outlast.checkpoint.manifest import MANIFEST, Manifest
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.verification import (

@@ -18,8 +18,7 @@ import msgspec
 import xxhash
 
 from outlast.checkpoint.dcp.store import ObjectStore, is_remote, local_path, open_store
-from outlast.checkpoint.durable import MAY_BE_INFINITE, is_finite
-from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.checkpoint.shard import CHUNK_BYTES, MAY_BE_INFINITE, is_finite
 from outlast.errors import CheckpointError
 
 PART_BYTES = CHUNK_BYTES

@@ -14,10 +14,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
-from outlast.checkpoint.claim import RUN, decode_hint, encode_hint, owner_of
 from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, decode_global_manifest, encode_global_manifest
 from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
-from outlast.checkpoint.directory import SUSPECT, TRACKER, GenerationFolder, SaveAttempt
+from outlast.checkpoint.directory import (
+    RUN,
+    SUSPECT,
+    TRACKER,
+    GenerationFolder,
+    SaveAttempt,
+    decode_hint,
+    encode_hint,
+    owner_of,
+)
 from outlast.checkpoint.manifest import MANIFEST, run_of
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import fsync_folder

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from outlast import clock
-from outlast.checkpoint.claim import DirectoryRefused
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import Items, dump_metadata
 from outlast.checkpoint.dcp.layout import FILE_BYTES, Duty, Inventory, Packing, WriteReport, assign, compose
 from outlast.checkpoint.dcp.manifest import METADATA, SCHEMA, FileEntry, GlobalManifest
+from outlast.checkpoint.directory import DirectoryRefused
 from outlast.checkpoint.lane import GRACE_S, Lane, RankAnswer, Reached, SaveOutcome
 from outlast.checkpoint.save import PeerSilent, Save
 from outlast.checkpoint.shard import digests

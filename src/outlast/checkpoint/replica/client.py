@@ -1,26 +1,35 @@
-"""Give a part to another node's writer, and get one from it.
+"""Give parts to other nodes' writers, whole or as blocks of parities, and get them back or rebuild them.
 
 What arrives lands in a mapped file or memfd. Mapping a page costs about as much as receiving it does: a thread maps the
 pages ahead of what is being received, many at a time; where it is late, or the system does not know how, the receiving
-call maps them itself. Nothing here imports torch.
+call maps them itself.
+
+A node that failed costs its timeout once: :class:`Replicator` leaves it out from then on, until a probe in the
+background finds that it answers again. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import queue
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from outlast.checkpoint.manifest import CopyKey
+from outlast.checkpoint.replica.parity import PARITY_PART, blocks_of, holders_of, xor_into
 from outlast.checkpoint.replica.protocol import (
+    SLICE_BYTES,
     Chunk,
     Data,
     Get,
@@ -32,23 +41,8 @@ from outlast.checkpoint.replica.protocol import (
     RefusedByPeer,
     ReplicaChannel,
 )
-from outlast.checkpoint.shard import CHUNK_BYTES, num_chunks
+from outlast.checkpoint.shard import CHUNK_BYTES, digest, num_chunks
 from outlast.runtime.wire import ProtocolError
-
-__all__ = [
-    "Landing",
-    "ReplicaError",
-    "ReplicaRefused",
-    "Target",
-    "connect",
-    "describe",
-    "fetch",
-    "fetch_into",
-    "ping",
-    "push",
-    "read_small",
-]
-
 
 _MADV_POPULATE_READ = 22  # for shared memory as good as POPULATE_WRITE and cheaper; Linux 5.14
 STRIDE_BYTES = 4 << 20
@@ -331,3 +325,289 @@ def _next(ranges: queue.SimpleQueue[range]) -> range | None:
 def _empty(ranges: queue.SimpleQueue[range]) -> None:
     while _next(ranges) is not None:
         pass
+
+
+CHUNKS_AHEAD = 2
+
+
+class ParityMember(msgspec.Struct, frozen=True):
+    """A rank of a parity group."""
+
+    rank: int
+    num_bytes: int
+    """Of its shard."""
+    target: Target
+    """Its node's writer; that of the lost one is not asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _XorPiece:
+    """Bytes that go into a chunk."""
+
+    member: int
+    key: CopyKey
+    offset: int
+    num_bytes: int
+
+
+def rebuild(
+    lost: CopyKey, members: Sequence[ParityMember], key: bytes, fd: int, *, timeout_s: float
+) -> tuple[str, ...]:
+    """Rebuild a shard; return the digests of what came out, which are right only if all that went in was.
+
+    Args:
+        lost: The shard.
+        members: All of its group, in the group's order.
+        key: The run's key.
+        fd: File or memfd of at least the shard's size, to write it to.
+        timeout_s: Seconds without progress.
+
+    Raises:
+        ReplicaError: Another member does not hold its parity or its shard, or stopped answering.
+
+    Blocks: until all is read; the other members give as many bytes each as the shard has.
+    """
+    num_bytes = next(member.num_bytes for member in members if member.rank == lost.rank)
+    if not num_bytes:
+        return ()
+    plan = _plan(lost, members)
+    try:
+        landing = Landing(fd, num_bytes)
+    except (OSError, ValueError) as error:
+        raise ReplicaError(f"no room for the {num_bytes} bytes of {describe(lost)}: {error}") from error
+    try:
+        with ExitStack() as stack:
+            channels = {
+                number: stack.enter_context(connect(member.target, key, timeout_s=timeout_s))
+                for number, member in enumerate(members)
+                if member.rank != lost.rank
+            }
+            return _combine(plan, members, channels, landing.view)
+    finally:
+        landing.close()
+
+
+def _plan(lost: CopyKey, members: Sequence[ParityMember]) -> list[list[_XorPiece]]:
+    """Return the pieces whose XOR is each chunk of the lost shard; the first one is as long as the chunk."""
+    group = [member.rank for member in members]
+    sizes = {member.rank: member.num_bytes for member in members}
+    plan = []
+    holders = holders_of(group, lost.rank)
+    for holder, block in zip(holders, blocks_of(sizes[lost.rank], len(holders)), strict=True):
+        others = {}
+        for rank in group:
+            if rank not in (lost.rank, holder):
+                others[rank] = blocks_of(sizes[rank], len(holders))[holders_of(group, rank).index(holder)]
+        parity = CopyKey(lost.iteration, lost.attempt, holder, PARITY_PART)
+        for place, chunk in enumerate(block):
+            size = min(CHUNK_BYTES, sizes[lost.rank] - chunk * CHUNK_BYTES)
+            pieces = [_XorPiece(group.index(holder), parity, place * CHUNK_BYTES, size)]
+            for rank, theirs in others.items():
+                offset = (theirs.start + place) * CHUNK_BYTES
+                if place < len(theirs):  # else it has ended there: nothing but zeros went in
+                    shard = CopyKey(lost.iteration, lost.attempt, rank)
+                    pieces.append(_XorPiece(group.index(rank), shard, offset, min(size, sizes[rank] - offset)))
+            plan.append(pieces)
+    return plan
+
+
+def _combine(
+    plan: list[list[_XorPiece]], members: Sequence[ParityMember], channels: dict[int, ReplicaChannel], view: memoryview
+) -> tuple[str, ...]:
+    """Ask for the pieces of a few chunks ahead, and XOR them as they come."""
+    scratch = memoryview(bytearray(SLICE_BYTES))
+    digests = []
+    num_asked = 0
+    for number, pieces in enumerate(plan):
+        while num_asked < min(len(plan), number + CHUNKS_AHEAD):
+            for piece in plan[num_asked]:
+                with naming(members[piece.member].target):
+                    channels[piece.member].send(Get(piece.key, piece.offset, piece.num_bytes))
+            num_asked += 1
+        chunk = view[number * CHUNK_BYTES : min(len(view), (number + 1) * CHUNK_BYTES)]
+        for piece in pieces:
+            with naming(members[piece.member].target):
+                channel = channels[piece.member]
+                data = channel.expect(Data)
+                if data.num_bytes != piece.num_bytes:
+                    raise ProtocolError(f"it holds only {data.total} bytes of {describe(piece.key)}")
+                if piece is pieces[0]:
+                    channel.receive_into(chunk)
+                else:
+                    _xor_from(channel, chunk[: piece.num_bytes], scratch)
+        digests.append(digest(chunk))
+    return tuple(digests)
+
+
+def _xor_from(channel: ReplicaChannel, into: memoryview, scratch: memoryview) -> None:
+    for start in range(0, len(into), SLICE_BYTES):
+        part = scratch[: min(SLICE_BYTES, len(into) - start)]
+        channel.receive_into(part)
+        xor_into(into[start : start + len(part)], part)
+
+
+log = logging.getLogger(__name__)
+PROBE_INTERVAL_S = 2.0
+PROBE_TIMEOUT_S = 2.0
+MAX_TARGETS_AT_ONCE = 8
+
+
+class CopyOutcome(msgspec.Struct, frozen=True):
+    """What became of one target's copy."""
+
+    node: str
+    chunks: tuple[str, ...] | None
+    """Digests that the target computed of what it received; ``None`` = it has no copy."""
+    error: str | None
+    """Why not, in one line."""
+    is_new: bool
+    """Whether it is this target's first failure since it last took one."""
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A member of a parity group that takes a block."""
+
+    rank: int
+    target: Target
+
+
+class Replicator:
+    """Copy parts to other nodes' writers.
+
+    Args:
+        key: The run's key.
+        probe_interval_s: Seconds between two attempts to reach a node that failed.
+
+    Thread: any.
+    """
+
+    def __init__(self, key: bytes, *, probe_interval_s: float = PROBE_INTERVAL_S) -> None:
+        self._key, self._probe_interval_s = key, probe_interval_s
+        self._lock = threading.Lock()
+        self._failed: dict[Target, str] = {}
+        """Left out until a probe is answered, and why."""
+        self._in_trouble: set[Target] = set()
+        """Took no copy when last asked."""
+        self._prober: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    def close(self) -> None:
+        """Stop probing. Idempotent. Blocks: at most for a probe's timeout."""
+        self._stopping.set()
+        with self._lock:
+            prober = self._prober
+        if prober is not None:
+            prober.join(2 * PROBE_TIMEOUT_S)
+
+    def replicate(
+        self, copy: CopyKey, fd: int, num_bytes: int, targets: tuple[Target, ...], *, timeout_s: float
+    ) -> tuple[CopyOutcome, ...]:
+        """Copy a part to several nodes at once.
+
+        Args:
+            copy: Its name.
+            fd: File or memfd that holds it; must not change before this returns.
+            num_bytes: Its size.
+            targets: Who takes a copy.
+            timeout_s: Seconds without progress after which a target is given up.
+
+        Returns:
+            What became of each, in the order of ``targets``.
+
+        Blocks: until each has it or failed.
+        """
+        chunks = range(num_chunks(num_bytes))
+
+        def give(target: Target) -> tuple[str, ...]:
+            return push(target, self._key, copy, fd, chunks, num_bytes, timeout_s=timeout_s)
+
+        return self._at_once([(target, partial(give, target)) for target in targets])
+
+    def replicate_blocks(
+        self, copy: CopyKey, fd: int, num_bytes: int, holders: tuple[Holder, ...], *, timeout_s: float
+    ) -> tuple[CopyOutcome, ...]:
+        """Give each other member of a parity group its block of a shard.
+
+        Args:
+            copy: The shard.
+            fd: File or memfd that holds it; must not change before this returns.
+            num_bytes: Its size.
+            holders: The other members, in the order of :func:`parity.holders_of`.
+            timeout_s: Seconds without progress after which a member is given up.
+
+        Returns:
+            What became of each block; its chunks are those that :func:`parity.blocks_of` names. The shard is protected
+            once all blocks of all members of the group are in.
+
+        Blocks: until each is in or failed.
+        """
+
+        def give(holder: Holder, block: range) -> tuple[str, ...]:
+            return push(
+                holder.target,
+                self._key,
+                CopyKey(copy.iteration, copy.attempt, holder.rank, PARITY_PART),
+                fd,
+                block,
+                num_bytes,
+                timeout_s=timeout_s,
+                contributor=copy.rank,
+                num_contributors=len(holders),
+            )
+
+        blocks = blocks_of(num_bytes, len(holders)) if holders else ()
+        return self._at_once(
+            [(holder.target, partial(give, holder, block)) for holder, block in zip(holders, blocks, strict=True)]
+        )
+
+    def _at_once(self, jobs: Sequence[tuple[Target, Callable[[], tuple[str, ...]]]]) -> tuple[CopyOutcome, ...]:
+        if not jobs:
+            return ()
+        with ThreadPoolExecutor(min(len(jobs), MAX_TARGETS_AT_ONCE), thread_name_prefix="outlast-push") as pool:
+            return tuple(pool.map(lambda job: self._one(*job), jobs))
+
+    def _one(self, target: Target, give: Callable[[], tuple[str, ...]]) -> CopyOutcome:
+        with self._lock:
+            known = self._failed.get(target)
+        if known is not None:
+            return CopyOutcome(target.node, None, f"left out until it answers again, since: {known}", False)
+        try:
+            chunks = give()
+        except ReplicaError as error:
+            is_new = self._note(target, str(error), must_skip=not isinstance(error, ReplicaRefused))
+            return CopyOutcome(target.node, None, str(error), is_new)
+        with self._lock:
+            self._in_trouble.discard(target)
+        return CopyOutcome(target.node, chunks, None, False)
+
+    def _note(self, target: Target, error: str, *, must_skip: bool) -> bool:
+        """Note a failure; return whether it is news. Whoever refuses at once need not be left out."""
+        with self._lock:
+            is_new = target not in self._in_trouble
+            self._in_trouble.add(target)
+            if must_skip:
+                self._failed[target] = error
+                if self._prober is None and not self._stopping.is_set():
+                    self._prober = threading.Thread(target=self._probe, name="outlast-probe", daemon=True)
+                    self._prober.start()
+        return is_new
+
+    def _probe(self) -> None:
+        """Ask the failed targets again and again until all answer. Thread: the prober's."""
+        while not self._stopping.wait(self._probe_interval_s):
+            with self._lock:
+                failed = list(self._failed)
+                if not failed:
+                    self._prober = None
+                    return
+            for target in failed:
+                if self._stopping.is_set():
+                    return
+                try:
+                    ping(target, self._key, timeout_s=PROBE_TIMEOUT_S)
+                except ReplicaError as error:
+                    log.debug("still no answer: %s", error)
+                    continue
+                with self._lock:
+                    self._failed.pop(target, None)
+                log.warning("node %s answers again and takes copies", target.node)

@@ -18,24 +18,6 @@ import xxhash
 from outlast.checkpoint.manifest import CopyKey
 from outlast.runtime.wire import Handshake, MessageChannel, ProtocolError
 
-__all__ = [
-    "MAX_BODY_BYTES",
-    "SLICE_BYTES",
-    "Chunk",
-    "Data",
-    "Failed",
-    "Get",
-    "Keep",
-    "Kept",
-    "Message",
-    "Ping",
-    "Proceed",
-    "Put",
-    "RefusedByPeer",
-    "ReplicaChannel",
-    "Working",
-]
-
 MAX_BODY_BYTES = 2048
 """Of a message."""
 MAX_SHARD_BYTES = 1 << 46

@@ -36,9 +36,6 @@ from outlast.checkpoint.replica.protocol import (
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.runtime.wire import ProtocolError
 
-__all__ = ["ReplicaServer", "Service"]
-
-
 WORKING_S = 1.0
 """Seconds after which a peer that waits for a disk gets a :class:`Working`."""
 MAX_WORK_S = 120.0
@@ -316,7 +313,7 @@ class ReplicaServer:
         try:
             if not self._admit(channel, source):
                 return
-            channel.set_timeout(IDLE_S)
+            channel.timeout_s = IDLE_S
             Service(channel, self._holdings, self._parities).run()
         except ProtocolError as error:
             self._refuse(source, str(error))
