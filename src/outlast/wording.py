@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["count", "duration", "name_ranks"]
-
 
 def count(number: int, noun: str) -> str:
     """Return ``1 iteration``, ``2 iterations``; the noun's plural ends with an ``s``."""

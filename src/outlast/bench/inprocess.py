@@ -49,8 +49,7 @@ from outlast.bench.measuring import (
 from outlast.bench.numerics import SmallTraining
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.inprocess import Handle, Wrapper
-from outlast.testing.ranks import RankProcesses
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import RankProcesses, free_port
 
 _PEER = "nvidia_resiliency_ext"
 _ACTIVE, _SPARES = 4, 1

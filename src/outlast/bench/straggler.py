@@ -19,7 +19,6 @@ from outlast.bench.measuring import (
     timed,
 )
 from outlast.config import StragglerDetectionConfig
-from outlast.env import WorkerEnv
 from outlast.policy.slowness import RankTimings, summarise
 from outlast.policy.stragglers import Streaks, judge
 from outlast.straggler import StragglerDetector
@@ -63,9 +62,11 @@ def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
     Collective: both ranks.
     """
     with process_group():
-        place = WorkerEnv(global_rank=dist.get_rank(), world_size=2, node=f"node-{dist.get_rank()}")
+        rank = dist.get_rank()
         config = StragglerDetectionConfig(num_gpu_perf_scores_to_print=0, enable_logging=False, check_machine=False)
-        detector = StragglerDetector(config, place=place, num_warmup_steps=0, timeout_s=GROUP_TIMEOUT_S)
+        detector = StragglerDetector(
+            config, global_rank=rank, node=f"node-{rank}", num_warmup_steps=0, timeout_s=GROUP_TIMEOUT_S
+        )
         first, second, third = (detector.section(name) for name in _SECTIONS)
 
         def timed_steps() -> None:
