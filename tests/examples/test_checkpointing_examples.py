@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "checkpointing"
 AWS = {

@@ -33,7 +33,7 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """
     hosted = stores.host(Endpoint("127.0.0.1", 0), timeout_s=30.0)
     assert hosted is not None, "port 0 is never taken"
-    with closing(Board.create_anonymous(num_ranks=1)) as board:
+    with closing(Board.create(num_ranks=1)) as board:
         worker = {env.BOARD: board.path, env.RUN_ID: "bench", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         progress(f"heartbeat, section and TCPStore.set in turns, {repeats} rounds and one that is dropped")
         found = measure_in_process(

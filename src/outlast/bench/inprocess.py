@@ -34,8 +34,7 @@ from outlast.bench.numerics import SmallTraining, cost_in_percent
 from outlast.bench.result import Bar, BenchResult
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.inprocess import Handle, Wrapper
-from outlast.testing.ranks import RankProcesses
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import RankProcesses, free_port
 
 __all__ = ["FaultTiming", "fault_timings", "measure", "measure_steps", "run_rank"]
 

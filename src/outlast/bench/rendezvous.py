@@ -34,7 +34,7 @@ from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore, open_cycle_store
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 __all__ = ["measure", "run_agents"]
 
