@@ -12,42 +12,26 @@ import os
 import resource
 import sys
 import threading
-from abc import ABC
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from torch.distributed.elastic.rendezvous import RendezvousHandler
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-from outlast import clock
-from outlast import env
-from outlast.bench.measuring import Bar
-from outlast.bench.measuring import BenchResult
-from outlast.bench.measuring import Progress
-from outlast.bench.measuring import median
-from outlast.bench.measuring import run_rounds
-from outlast.bench.measuring import worker_ranks
-from outlast.errors import DeadlineExceeded
-from outlast.errors import OutlastError
+
+from outlast import clock, env
+from outlast.bench.measuring import Bar, BenchResult, Progress, median, run_rounds, worker_ranks
+from outlast.config.sources import LayeredSettings
+from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
-from outlast.launch.coordinator_client import ControlLink
-from outlast.launch.coordinator_client import JobInProgress
-from outlast.launch.coordinator_client import LinkDown
-from outlast.launch.coordinator_client import LinkFailed
-from outlast.launch.coordinator_client import LinkUp
-from outlast.launch.coordinator_client import News
+from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.runtime.addresses import Endpoint
-from outlast.runtime.store import TCPStore
-from outlast.runtime.store import open_cycle_store
-from outlast.testing.ranks import RankProcesses
-from outlast.config.sources import LayeredSettings
-from outlast.testing.ranks import free_port
-
-
+from outlast.runtime.store import TCPStore, open_cycle_store
+from outlast.testing.ranks import RankProcesses, free_port
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 240.0
