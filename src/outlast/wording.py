@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["count", "duration", "name_ranks", "number_ranges"]
-
 
 def count(number: int, noun: str) -> str:
     """Return ``1 iteration``, ``2 iterations``; the noun's plural ends with an ``s``."""

@@ -24,7 +24,7 @@ from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.state import blocks_of
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.env import WorkerEnv
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 SCRIPT = Path(__file__).parent / "parallel_ranks.py"
 

@@ -106,7 +106,7 @@ def doctor(
 def _load(path: str | None) -> Config | None:
     if path is None:
         return None
-    from outlast.config.files import load_config
+    from outlast.config.sources import load_config
 
     return load_config(path)
 

@@ -227,10 +227,10 @@ def _script_from(settings: dict[str, Any]) -> BatchScript:
         ConfigError: What `outlast run` or Slurm would refuse, or there is no such training script.
     """
     from outlast.config.base import as_written
+    from outlast.env import expand_nodes
     from outlast.integrations.slurm import BatchScript
     from outlast.launch.options import check_values
     from outlast.launch.run_parser import hint_at, parse_command
-    from outlast.slurm_notation import expand_nodes
 
     command, example = tuple(settings.pop("command")), click.get_current_context().command_path
     if not command:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
 from outlast.runtime.addresses import parse_endpoints
@@ -113,7 +113,7 @@ def check_values(argv: Sequence[str]) -> Checked:
     num_slots, max_nodes = _parse_nnodes(args.nnodes, name("nnodes"))
     config = Config()
     if args.config is not None:
-        from outlast.config.files import load_config
+        from outlast.config.sources import load_config
 
         config = load_config(args.config)
     layers = LayeredSettings(

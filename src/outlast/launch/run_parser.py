@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 from outlast import env
-from outlast.config.flags import add_ft_arguments, ft_config_from, ft_typed, unknown_flag_message
+from outlast.config.sources import add_ft_arguments, ft_config_from, ft_typed, unknown_flag_message
 from outlast.errors import ConfigError
 
 log = logging.getLogger(__name__)

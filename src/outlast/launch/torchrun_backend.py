@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from outlast import clock, env
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m

@@ -24,12 +24,12 @@ import msgspec
 
 from outlast import clock, env
 from outlast.decoding import from_json
+from outlast.env import expand_nodes
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.integrations.slurm.batch_script import BatchScript
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
 from outlast.runtime.files import write_atomically
-from outlast.slurm_notation import expand_nodes
 
 if TYPE_CHECKING:
     from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, ListedPlace
