@@ -10,8 +10,6 @@ import datetime
 import time
 from typing import Protocol
 
-__all__ = ["MONOTONIC", "Clock", "as_iso", "now_ns", "now_s", "seconds_until", "wall_ns"]
-
 now_ns = time.monotonic_ns
 
 

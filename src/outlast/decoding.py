@@ -14,8 +14,6 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
-__all__ = ["convert", "from_json", "from_msgpack", "json_decoder", "msgpack_decoder"]
-
 T = TypeVar("T")
 
 _preparing = threading.RLock()

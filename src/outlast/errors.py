@@ -18,7 +18,7 @@ The whole tree::
     +-- RestartAbort                         the ranks cannot be restarted in process
     +-- BudgetExhausted                      the ladder has no remedy left; exit code 93
     +-- SparesExhausted                      no node, or actor, is left to take a slot
-    +-- ActorFailed                          a call on a group of actors failed for good
+    +-- ActorFailed                          a call on a group of actors failed permanently
     +-- RolledBack                           a group of actors went back to another iteration
 
 Every error carries the rank, node and iteration where they are known, and its message ends with what to do
@@ -70,9 +70,9 @@ class ExitReason(IntEnum):
     STRAGGLER = 18
     """A slow rank was named and all ranks left, state saved where there is where to; a spare takes its node's slot."""
     UNHEALTHY_NODE = 19
-    """This node failed its health check and did not join; the others go on without it."""
+    """This node failed its health check and did not join; the others continue without it."""
     PREEMPTED = 75
-    """Told to leave; there is a saved state to go on from. Charged to no failure budget."""
+    """Shutdown requested; there is a saved state to resume from. Charged to no failure budget."""
     NO_PROGRESS = 93
     """The restart budget is spent without progress, or a run or checkpoint directory is another run's. Never
     re-queued."""
@@ -143,11 +143,11 @@ class Unavailable(CheckpointError):
 
 
 class NotFinite(OutlastError):
-    """A loss or a gradient is NaN or infinite, and training is not to go on with it."""
+    """A loss or a gradient is NaN or infinite, and training is not to continue with it."""
 
 
 class UnhealthyRank(OutlastError):
-    """A rank must not take part any longer; raised by a health check, it leaves for good and the others go on."""
+    """A rank must not take part any longer; if a health check raises it, the rank is permanently removed."""
 
 
 class RestartAbort(OutlastError):
@@ -192,7 +192,7 @@ class ActorFailed(OutlastError):
 
 
 class RolledBack(OutlastError):
-    """A group of actors could only go on from another iteration than the one that the interrupted call began from.
+    """A group of actors could only resume from another iteration than the one that the interrupted call began from.
 
     The call was not repeated. ``iteration`` is where the group stands now: give it the data from there on.
     """

@@ -200,7 +200,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hold_back: tuple[str, ...] = ()
     """Nodes that get no slot in the next cycle: what went wrong there is replayed elsewhere."""
     replay: dict[str, Any] | None = None
-    """What the next cycle replays before it goes on: the fields of :class:`outlast.policy.rerun.Replay`."""
+    """What the next cycle replays before it continues: the fields of :class:`outlast.policy.rerun.Replay`."""
 
 
 class EventKind(StrEnum):
@@ -216,7 +216,7 @@ class EventKind(StrEnum):
     CYCLE_STARTED = "cycle_started"
     """Agent, once its workers run: ``node_rank``, ``ranks``, ``pids``, ``world_size``, ``master``."""
     WORKER_EXITED = "worker_exited"
-    """Agent: ``pid``, ``exit_code``, ``killed_by_us``; ``spared`` (the others go on without it, in process)."""
+    """Agent: ``pid``, ``exit_code``, ``killed_by_us``; ``spared`` (the others continue without it, in process)."""
     INCIDENT = "incident"
     """Whoever saw it: ``incident`` (an Incident); a worker that decided about it at once: ``verdict`` too."""
     VERDICT = "verdict"

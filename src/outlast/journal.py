@@ -25,7 +25,7 @@ _decoder = json_decoder(Event)
 def read(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
     """Yield all events of a run, by wall time; those of one process in the order in which they happened.
 
-    ``Event.data`` holds what :class:`EventKind` documents for the event's kind. While the run goes on, what is written
+    ``Event.data`` holds what :class:`EventKind` documents for the event's kind. What is written to a live run's journal
     after the call is not seen: call again.
 
     Args:

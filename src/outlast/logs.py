@@ -9,7 +9,6 @@ environment, so that all processes of a node agree. Nothing is configured at imp
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import sys
@@ -18,10 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from outlast import env
+from outlast import clock, env
 from outlast.errors import ConfigError
-
-__all__ = ["LEVELS", "OUTCOME", "LogSettings", "configure", "configure_worker", "read_settings"]
 
 LEVELS = ("debug", "info", "warning", "error")
 """What ``--log-level`` and ``OUTLAST_LOG_LEVEL`` take."""
@@ -195,9 +192,8 @@ class _JsonFormatter(_LineFormatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        at = datetime.datetime.fromtimestamp(record.created, tz=datetime.UTC)
         fields: dict[str, object] = {
-            "time": f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03d}Z",
+            "time": clock.as_iso(round(record.created * 1e6) * 1000),
             "level": record.levelname,
             "where": self._place(record),
             "logger": record.name,

@@ -8,7 +8,7 @@ import pytest
 
 from outlast import Config
 from outlast.chaos import FaultPlan
-from outlast.config.files import load_config
+from outlast.config.sources import load_config
 from outlast.demo.plan import Deed, DemoFault, Shape, draw_faults
 from outlast.demo.stage import fault_plan, write_settings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outlast.config import HealthConfig, PreemptionConfig
-from outlast.config.files import load_config
+from outlast.config.sources import load_config
 from outlast.errors import ConfigError
 
 GOOD = {

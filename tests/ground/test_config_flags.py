@@ -10,7 +10,7 @@ import pytest
 
 from outlast.config import FaultToleranceConfig
 from outlast.config.base import from_mapping
-from outlast.config.flags import add_ft_arguments, ft_config_from, unknown_flag_message
+from outlast.config.sources import add_ft_arguments, ft_config_from, unknown_flag_message
 from outlast.errors import ConfigError
 
 

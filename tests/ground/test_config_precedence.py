@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outlast.config import FaultToleranceConfig
-from outlast.config.flags import LayeredSettings, merge_under
+from outlast.config.sources import LayeredSettings, merge_under
 from outlast.errors import ConfigError
 
 LAYERS = LayeredSettings(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outlast import Config, PreemptionConfig
-from outlast.config.files import load_config
+from outlast.config.sources import load_config
 from outlast.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from outlast.config import Config, StragglerDetectionConfig
 from outlast.config.base import describe_fields, from_mapping
-from outlast.config.files import load_config
+from outlast.config.sources import load_config
 from outlast.errors import ConfigError
 
 REFERENCE = {

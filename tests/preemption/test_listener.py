@@ -109,8 +109,8 @@ def test_a_second_signal_gives_up() -> None:
 
 def test_it_says_to_give_up_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread gets the time to leave in order, with what it has."""
-    monkeypatch.setattr("outlast.preemption.deadline.ExitDeadline._watch", lambda _: None)  # it would end this process
-    monkeypatch.setattr("outlast.preemption.deadline.LastResort.arm", lambda *_: True)
+    monkeypatch.setattr("outlast.preemption.listener.ExitDeadline._watch", lambda _: None)  # it would end this process
+    monkeypatch.setattr("outlast.preemption.listener.LastResort.arm", lambda *_: True)
     with ShutdownListener((), deadline_s=60) as listener:
         listener.request("go")
         assert not listener.should_give_up
@@ -143,7 +143,7 @@ assert listener.wait(60)
 @pytest.mark.process
 def test_the_deadline_ends_a_process_whose_main_thread_is_in_c() -> None:
     """A collective that never returns cannot hold up the process; what is lost is said."""
-    late = "from outlast.preemption.deadline import LastResort\nLastResort.arm = lambda *_: True\n"
+    late = "from outlast.preemption.listener import LastResort\nLastResort.arm = lambda *_: True\n"
     ended = run(late + STUCK.format(stuck="ctypes.CDLL(None).pthread_mutex_lock(mutex)"))
     assert ended.returncode == 75, ended.stderr
     assert ended.stdout == "lost 75\n"

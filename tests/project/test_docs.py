@@ -124,7 +124,7 @@ def test_python_in_the_docs_is_python(page: Path) -> None:
 def test_settings_in_the_docs_are_settings(page: Path, tmp_path: Path) -> None:
     """Each TOML block is a config file, or a plan of faults, that is accepted as it stands."""
     from outlast.chaos import FaultPlan
-    from outlast.config.files import load_config
+    from outlast.config.sources import load_config
 
     for block in blocks(page, "toml"):
         path = tmp_path / "outlast.toml"

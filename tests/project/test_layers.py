@@ -23,7 +23,6 @@ LAYERS = {
     "logs": 0,
     "wording": 0,
     "incidents": 0,
-    "slurm_notation": 0,
     "decoding": 0,
     "journal": 0,
     "version": 0,
@@ -321,7 +320,7 @@ def test_no_error_is_swallowed_whole(name: str) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     "module",
-    ["outlast", "outlast.config.files", "outlast.config.flags", "outlast.policy.ladder", "outlast.cli.main"],
+    ["outlast", "outlast.config.sources", "outlast.policy.ladder", "outlast.cli.main"],
 )
 def test_import_is_light(module: str) -> None:
     """The root, the settings, the policy and the command line are imported without torch or numpy."""

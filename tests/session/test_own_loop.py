@@ -279,7 +279,7 @@ CALLS: dict[str, Callable[[outlast.Session, dict[str, Any]], Any]] = {
         ("", "begin_step", r"begin_step\(\) is out of order: call restore\(state\) first"),
         ("", "end_step", r"call restore\(state\) first"),
         ("", "finish", r"call restore\(state\) first"),
-        ("restore", "restore", r"restore\(\) was called before; go on with begin_step\(\)"),
+        ("restore", "restore", r"restore\(\) was called before; continue with begin_step\(\)"),
         ("restore", "end_step", r"call begin_step\(\) first"),
         ("restore", "attempts", r"between begin_step\(\) and end_step\(\)"),
         ("restore", "leave", r"leave\(\) without an agreement to stop; call finish\(state\)"),

@@ -32,7 +32,7 @@ def sit_in_c(seconds):  # unlike a sleep it does not return on a signal
     libc.pthread_mutex_clocklock(mutex, time.CLOCK_MONOTONIC, (ctypes.c_long * 2)(int(until), int(until % 1 * 1e9)))
 
 if what == "stuck":  # the thread that says so is to come before the last resort, however late it is
-    from outlast.preemption.deadline import LastResort
+    from outlast.preemption.listener import LastResort
     LastResort.arm = lambda *_: True
 if what == "limit":
     os.environ["SLURM_JOB_END_TIME"] = str(int(time.time()) + 15)

@@ -17,8 +17,8 @@ from outlast.policy.rerun import Finding
 from outlast.policy.slowness import Basis, Timing
 from outlast.policy.stragglers import Findings, Straggler
 from outlast.runtime.consensus import Consensus
-from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.journal import Journal
+from outlast.runtime.postmortem import read_diagnosis
 from outlast.session.checks import SlowRanks
 from outlast.straggler import Report
 
@@ -45,7 +45,7 @@ def slow_ranks(consensus: Consensus) -> Iterator[SlowRanks]:
     """The search of a single rank."""
     made = watch_for_slow_ranks(WorkerEnv(), consensus)
     yield made
-    made.close()
+    made.detector.close()
 
 
 def watch_for_slow_ranks(place: WorkerEnv, consensus: Consensus) -> SlowRanks:
@@ -59,7 +59,7 @@ def timer(marked: list[str], name: str) -> SectionTimer:
 
 
 def timings(slow_ranks: SlowRanks) -> dict[str, Timing]:
-    return slow_ranks.report().ranks[0].by_name
+    return slow_ranks.detector.report().ranks[0].by_name
 
 
 def test_sections_of_the_script_are_timed_and_marked(slow_ranks: SlowRanks, marked: list[str]) -> None:
@@ -67,20 +67,20 @@ def test_sections_of_the_script_are_timed_and_marked(slow_ranks: SlowRanks, mark
     data, step = slow_ranks.timed("data", timer(marked, "data")), timer(marked, "step")
     assert slow_ranks.timed("step", step) is step
     work = slow_ranks.timed("work", timer(marked, "work"))(lambda: None)
-    assert not slow_ranks.wants_report()
+    assert not slow_ranks.detector.wants_report()
     for iteration in range(STEPS):
         slow_ranks.begin_step(iteration)
         with data:
             pass
         work()
-        slow_ranks.end_step()
+        slow_ranks.detector.end_step()
         slow_ranks.note_wait()
-    assert slow_ranks.wants_report()
+    assert slow_ranks.detector.wants_report()
     found = timings(slow_ranks)
     assert list(found) == ["data", "work", "step"]
     assert {timing.count for timing in found.values()} == {STEPS - 3}
     assert marked == ["data", "/data", "work", "/work"] * STEPS
-    assert not slow_ranks.wants_report()
+    assert not slow_ranks.detector.wants_report()
 
 
 @pytest.mark.parametrize("name", ["checkpointing", "setup", "evaluation", "validation"])
@@ -88,7 +88,7 @@ def test_what_is_no_part_of_a_step_is_left_out(slow_ranks: SlowRanks, marked: li
     """Nothing within such a section is compared, also where it is the session's own; the watchdog hears of it."""
     forward = slow_ranks.timed("forward", timer(marked, "forward"))
     model = torch.nn.Linear(2, 2)
-    slow_ranks.watch({"model": model})
+    slow_ranks.detector.watch({"model": model})
     for iteration in range(STEPS):
         slow_ranks.begin_step(iteration)
         model(torch.ones(1, 2))
@@ -96,7 +96,7 @@ def test_what_is_no_part_of_a_step_is_left_out(slow_ranks: SlowRanks, marked: li
             model(torch.ones(1, 2))
         with slow_ranks.left_out(timer(marked, name)):
             model(torch.ones(1, 2))
-        slow_ranks.end_step()
+        slow_ranks.detector.end_step()
     found = timings(slow_ranks)
     assert list(found) == ["forward", "step"]
     assert found["forward"].count == STEPS - 3
@@ -106,13 +106,13 @@ def test_what_is_no_part_of_a_step_is_left_out(slow_ranks: SlowRanks, marked: li
 def test_a_section_around_a_watched_forward_is_one_with_it(slow_ranks: SlowRanks, marked: list[str]) -> None:
     """A script that has a section named as what is timed by itself has one time a step, of both together."""
     model = torch.nn.Linear(2, 2)
-    slow_ranks.watch({"model": model})
+    slow_ranks.detector.watch({"model": model})
     forward = slow_ranks.timed("forward", timer(marked, "forward"))
     for iteration in range(STEPS):
         slow_ranks.begin_step(iteration)
         with forward:
             model(torch.ones(1, 2))
-        slow_ranks.end_step()
+        slow_ranks.detector.end_step()
     assert timings(slow_ranks)["forward"].count == STEPS - 3
 
 
@@ -130,10 +130,10 @@ def test_waiting_for_the_other_ranks_is_nobodys_own_time(consensus: Consensus, m
     for iteration in range(STEPS):
         slow_ranks.begin_step(iteration)
         consensus.agree([0])
-        slow_ranks.end_step()
+        slow_ranks.detector.end_step()
         slow_ranks.note_wait()
-    assert slow_ranks.report().ranks[0].wait_s == pytest.approx(1.0)
-    slow_ranks.close()
+    assert slow_ranks.detector.report().ranks[0].wait_s == pytest.approx(1.0)
+    slow_ranks.detector.close()
     assert consensus.agree == agree
 
 
@@ -144,7 +144,7 @@ def report_of(ranks: SlowRanks, *stop_for: int) -> Report:
         Straggler(rank=rank, node=f"node-{rank}", section="forward", z=9.0, num_windows=3, **facts) for rank in stop_for
     )
     findings = Findings(relative={}, individual={}, named=named)
-    return replace(ranks.report(), iteration=40, findings=findings, stop_for=stop_for)
+    return replace(ranks.detector.report(), iteration=40, findings=findings, stop_for=stop_for)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -153,7 +153,7 @@ def test_the_launcher_is_told_who_is_slow(tmp_path: Path, consensus: Consensus, 
     place = WorkerEnv(global_rank=rank, node=f"node-{rank}", job="job", run_dir=str(tmp_path))
     slow_ranks = watch_for_slow_ranks(place, consensus)
     slow_ranks.diagnose(report_of(slow_ranks, 2, 1))
-    slow_ranks.close()
+    slow_ranks.detector.close()
     found = read_diagnosis(tmp_path, "job", 0, rank)
     assert found is not None
     assert (found.finding, found.rank, found.node, found.iteration) == (Finding.SLOW, 2, "node-2", 40)

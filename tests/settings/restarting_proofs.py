@@ -173,7 +173,7 @@ def published(scene: Scene, config: StragglerDetectionConfig) -> tuple[list[tupl
     metrics = Mock()
     scene.log.clear()
     scene.log.set_level(logging.INFO)
-    publish(report(), config, WorkerEnv(), None, metrics)
+    publish(report(), config, metrics)
     return [(record.name, record.getMessage()) for record in scene.log.records], metrics.called
 
 
@@ -189,7 +189,7 @@ def publishes(**change: Any) -> Proof:
 def reported(scene: Scene, config: StragglerDetectionConfig) -> tuple[Report, bool]:
     """Return the report of a detector whose last rank is slow, and whether machines were looked at."""
     looks = Mock(return_value=())
-    detector = StragglerDetector(config, place=WorkerEnv(world_size=4))
+    detector = StragglerDetector(config, global_rank=0)
     scene.patch.setattr(detector, "_gather", lambda _: timings())
     scene.patch.setattr(detector, "_check_machines", looks)
     for _ in range(3):
@@ -213,7 +213,7 @@ def looks_at_machines(scene: Scene) -> None:
 
 def wishes(config: StragglerDetectionConfig) -> list[int]:
     """Return after which steps of 1 s a report is wished for, in a minute."""
-    detector, asked = StragglerDetector(config, place=WorkerEnv()), []
+    detector, asked = StragglerDetector(config), []
     detector._num_timed = 1000
     for number in range(60):
         detector._window_began_ns = clock.now_ns() - number * 1_000_000_000
@@ -225,7 +225,7 @@ def wishes(config: StragglerDetectionConfig) -> list[int]:
 
 def timed_steps(config: StragglerDetectionConfig) -> int:
     """Return how many of forty steps are timed."""
-    detector = StragglerDetector(config, place=WorkerEnv(), num_warmup_steps=0)
+    detector = StragglerDetector(config, num_warmup_steps=0)
     number = 0
     for iteration in range(40):
         detector.begin_step(iteration)
@@ -236,7 +236,7 @@ def timed_steps(config: StragglerDetectionConfig) -> int:
 
 
 def times_kernels(config: StragglerDetectionConfig) -> bool:
-    detector = StragglerDetector(config, place=WorkerEnv())
+    detector = StragglerDetector(config)
     has_them = detector._kernels is not None
     detector.close()
     return has_them
@@ -301,7 +301,7 @@ def incarnation() -> Incarnation:
 
 
 def progress() -> _Progress:
-    return _Progress(method="", begun_at=None, first=incarnation())
+    return _Progress(method="", first=incarnation())
 
 
 def recover(scene: Scene, config: RecoveryConfig, *, spares: tuple[Any, ...] = ()) -> Any:
@@ -383,7 +383,7 @@ def gives_a_call_time_to_end(scene: Scene) -> None:
         RecoveryConfig(abort_timeout=3.0, examine_timeout=2.0),
     ):
         one, _, _, waits = recover(scene, config)
-        aborted = recovery.Aborted(call_ended=True, iteration=1, took_s=0.0)
+        aborted = recovery.Aborted(call_ended=True, iteration=1)
         answers = recovery.await_replies
 
         def abort(refs: dict[Any, Any], timeout_s: float, answers: Any = answers, aborted: Any = aborted) -> Any:

@@ -39,7 +39,7 @@ from outlast.inprocess import Wrapper
 from outlast.journal import read
 from outlast.numerics.validation import ErrorInjector, StepValidation
 from outlast.policy.rerun import StepRun
-from outlast.runtime.diagnoses import read_diagnosis
+from outlast.runtime.postmortem import read_diagnosis
 from outlast.session import preemption
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.session.saves import MIN_TIMED_STEPS, DueSave, SaveSchedule
@@ -407,7 +407,7 @@ def leaves_on_an_answer(scene: Scene) -> None:
 def leaves_on_a_plugins_word(scene: Scene) -> None:
     """A source of one's own is made by its name and asked; one that is not there is refused."""
     (scene.folder / "own_notices.py").write_text(
-        "import outlast.preemption.sources as s\n"
+        "import outlast.preemption.listener as s\n"
         "class Source:\n"
         "    name, asked = 'own', 0\n"
         "    def poll(self):\n"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.env import expand_counts, expand_nodes
 from outlast.errors import ConfigError
-from outlast.slurm_notation import expand_counts, expand_nodes
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from slurm_cluster import SlurmCluster
 from slurm_jobs import StandIn
 
-from outlast.slurm_notation import expand_nodes
+from outlast.env import expand_nodes
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outlast.policy.slowness import Timing
-from outlast.straggler import StragglerDetector, detector, device_times
+from outlast.straggler import StragglerDetector, detector, recorder
 
 WAITS = [
     (torch.cuda, "synchronize"),
@@ -143,7 +143,7 @@ def test_events_are_used_again(device: Device) -> None:
 
 def test_a_device_that_is_far_behind_is_not_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """When too many events are under way, sections go untimed on the device."""
-    monkeypatch.setattr(device_times, "MAX_PENDING", 10)
+    monkeypatch.setattr(recorder, "MAX_PENDING", 10)
     found = StragglerDetector(num_warmup_steps=0)
     train(found, device, 50, lag=1000)
     assert device.num_events <= 2 * 13

@@ -12,8 +12,8 @@ import torch
 import torch.profiler
 
 from outlast.runtime import device
-from outlast.straggler import StragglerDetector, device_times
-from outlast.straggler.device_times import MAX_KERNELS, KernelTimes
+from outlast.straggler import StragglerDetector, recorder
+from outlast.straggler.recorder import MAX_KERNELS, KernelTimes
 
 
 class DeviceType(Enum):
@@ -121,4 +121,4 @@ def test_the_steps_that_are_looked_at_are_the_same_on_all_ranks() -> None:
     detector.close()
     first = 2 + 3 - 1  # from 0
     assert looked_at == [first, first + 1, 12, 13]
-    assert device_times.NUM_KERNEL_STEPS == 2
+    assert recorder.NUM_KERNEL_STEPS == 2

@@ -121,9 +121,8 @@ def test_of_ranks_that_are_slow_alike_only_a_slow_machine_is_stopped_for() -> No
 
 def test_a_stop_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """The log says for which rank training should stop."""
-    from outlast.env import WorkerEnv
     from outlast.straggler.report import publish
 
     report = replace(report_of({0: 0.01, 1: 0.02, 2: 0.01, 3: 0.01}, num_windows=3), stop_for=(1,))
-    publish(report, StragglerDetectionConfig(), WorkerEnv())
+    publish(report, StragglerDetectionConfig())
     assert "Detected stragglers. Training should be stopped: rank 1" in caplog.text

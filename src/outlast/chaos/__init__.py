@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from outlast.chaos.armed import ArmedFaults, FiredFault, SimulatedError
-from outlast.chaos.fault import Fault, FaultKind, FaultTarget
-from outlast.chaos.plan import FaultPlan, MissingFault, verify_fired
+from outlast.chaos.plan import Fault, FaultKind, FaultPlan, FaultTarget, MissingFault, verify_fired
 
 __all__ = [
     "ArmedFaults",

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outlast import clock
-from outlast.chaos.fault import Fault, FaultKind, FaultTarget
-from outlast.chaos.plan import FaultPlan, Occurrence, planned_faults
+from outlast.chaos.plan import Fault, FaultKind, FaultPlan, FaultTarget, Occurrence, planned_faults
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
@@ -33,9 +32,8 @@ from outlast.runtime.journal import Journal
 if TYPE_CHECKING:
     import torch
 
-    from outlast.chaos.model_faults import Damage, Slowing
+    from outlast.chaos.model_faults import Slowing
 
-__all__ = ["ArmedFaults", "FiredFault", "SimulatedError", "arm_configured", "arm_here", "simulated_fault"]
 
 log = logging.getLogger(__name__)
 LossT = TypeVar("LossT")
@@ -199,9 +197,8 @@ class ArmedFaults:
         Raises:
             SimulatedError, SystemExit: The fault of that kind.
         """
-        if not self._begin_or_end_step(iteration, state, has_durable):
-            return
-        self._strike_timed(None, iteration)
+        if self._begin_or_end_step(iteration, state, has_durable):
+            self._strike_timed(None, iteration)
 
     def enter_section(self, name: str, iteration: int) -> None:
         """Apply what is due in a section; call it as soon as the section is open.
@@ -285,19 +282,18 @@ class ArmedFaults:
         self._slowings.append(slowing)
 
     def _strike_tensor(self, occurrence: Occurrence, state: Mapping[str, Any]) -> None:
-        from outlast.chaos.model_faults import choose_tensor, damage
+        from outlast.chaos.model_faults import choose_tensor
 
         chosen = choose_tensor(state, occurrence)
         if chosen is None:
             log.warning("%s: there is nothing that it could change", occurrence.fault.describe())
         elif self._claim(occurrence):
-            name, tensor = chosen
-            self._report_damage(occurrence, name, damage(tensor, occurrence))
+            self._damage(occurrence, *chosen)
 
     def _strike_loss(self, occurrence: Occurrence, loss: LossT) -> LossT:
         import torch
 
-        from outlast.chaos.model_faults import can_damage, damage
+        from outlast.chaos.model_faults import can_damage
 
         copy = loss.clone() if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
         if not can_damage(occurrence.fault.kind, copy):
@@ -305,7 +301,7 @@ class ArmedFaults:
             return loss
         if not self._claim(occurrence):
             return loss
-        self._report_damage(occurrence, None, damage(copy, occurrence))
+        self._damage(occurrence, None, copy)
         return copy if isinstance(loss, torch.Tensor) else copy.item()  # type: ignore[return-value]
 
     def _await_forward(self, occurrence: Occurrence, state: Mapping[str, Any]) -> None:
@@ -319,13 +315,13 @@ class ArmedFaults:
         self._hooks.append(module.register_forward_hook(partial(self._on_forward, occurrence, name)))
 
     def _on_forward(self, occurrence: Occurrence, name: str, module: object, arguments: object, output: Any) -> Any:
-        from outlast.chaos.model_faults import can_damage, damage, replace_first
+        from outlast.chaos.model_faults import can_damage, replace_first
 
         def change(tensor: torch.Tensor) -> torch.Tensor | None:
             if not can_damage(occurrence.fault.kind, tensor) or not self._claim(occurrence):
                 return None
             copy = tensor.clone()
-            self._report_damage(occurrence, name, damage(copy, occurrence))
+            self._damage(occurrence, name, copy)
             return copy
 
         changed, done = replace_first(output, change)
@@ -357,10 +353,14 @@ class ArmedFaults:
             return False
         return True
 
-    def _report_damage(self, occurrence: Occurrence, tensor: str | None, done: Damage) -> None:
+    def _damage(self, occurrence: Occurrence, name: str | None, tensor: torch.Tensor) -> None:
+        """Change an element of a tensor in place, and report it."""
+        from outlast.chaos.model_faults import damage
+
+        done = damage(tensor, occurrence)
         details: dict[str, Any] = {"target": occurrence.fault.target}
-        if tensor is not None:
-            details["tensor"] = tensor
+        if name is not None:
+            details["tensor"] = name
         details["element"] = done.element
         if done.bit is not None:
             details["bit"] = done.bit

@@ -18,13 +18,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast import clock
-from outlast.chaos.fault import FaultKind, FaultTarget
-from outlast.chaos.plan import Occurrence
+from outlast.chaos.plan import FaultKind, FaultTarget, Occurrence
 from outlast.config.base import nearest
 from outlast.errors import ConfigError
-
-__all__ = ["Damage", "Slowing", "can_damage", "choose_module", "choose_tensor", "damage", "replace_first"]
-
 
 T = TypeVar("T")
 

@@ -1,5 +1,7 @@
 """A plan of faults, seeded: read from a file or made in Python, checked, drawn from, and compared with what struck.
 
+A fault says what goes wrong, where, and when; nothing here acts.
+
 A plan needs no coordination. Whatever it leaves open is drawn from the seed, the fault's place in the plan and the
 iteration, so that all ranks draw the same, in each cycle. Each draw has a key of its own (fault, purpose, iteration)
 and depends on nothing else, so that it does not matter which ranks draw, how often, or from which iteration a restarted
@@ -8,23 +10,254 @@ run resumes.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
+import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
 from typing import Any
 
-from outlast.chaos.fault import Fault
-from outlast.config.base import from_mapping, nearest, parse_text, require
-from outlast.config.files import load_values
+from outlast.config.base import from_mapping, nearest, parse_text, require, require_finite
+from outlast.config.sources import load_values
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.journal import read
 
-__all__ = ["FaultPlan", "MissingFault", "Occurrence", "PlannedFault", "planned_faults", "verify_fired"]
+
+class FaultKind(StrEnum):
+    """What goes wrong."""
+
+    NAN = "nan"
+    """One element of the target becomes NaN."""
+    INF = "inf"
+    """One element of the target becomes infinite."""
+    SIGN_FLIP = "sign_flip"
+    """One element of the target changes its sign; of those drawn from the seed, one that is not 0 if there is any."""
+    BIT_FLIP = "bit_flip"
+    """One bit of one element of the target is flipped, whatever the element's type."""
+    KILL = "kill"
+    """The process gets SIGKILL."""
+    STOP = "stop"
+    """The process gets SIGSTOP: it hangs, all threads of it."""
+    SLEEP = "sleep"
+    """The training thread sleeps for ``duration_s``; other threads continue."""
+    HOLD_GIL = "hold_gil"
+    """The training thread holds the GIL in C code for ``duration_s``: no Python code of the process runs."""
+    SLOW = "slow"
+    """From then on the forward of each module in the state takes ``factor`` times as long, for ``duration_s``: a slow
+    rank."""
+    EXCEPTION = "exception"
+    """``outlast.chaos.SimulatedError`` is raised."""
+    EXIT = "exit"
+    """``SystemExit`` with ``exit_code`` is raised."""
+    SIGTERM = "sigterm"
+    """The process gets SIGTERM, as before a preemption."""
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether it changes a number; else it applies to the process."""
+        return self in _NUMERIC
+
+
+_NUMERIC = frozenset({FaultKind.NAN, FaultKind.INF, FaultKind.SIGN_FLIP, FaultKind.BIT_FLIP})
+_LASTING = frozenset({FaultKind.SLEEP, FaultKind.HOLD_GIL, FaultKind.SLOW})
+
+
+class FaultTarget(StrEnum):
+    """Which numbers a numeric fault changes."""
+
+    LOSS = "loss"
+    """The value that is validated; the gradients keep theirs."""
+    WEIGHT = "weight"
+    """A parameter of a module in the state, or a tensor given in the state, before the step's forward. The damage
+    stays until a checkpoint is loaded."""
+    GRADIENT = "gradient"
+    """A parameter's gradient, after the backward and any reduction among ranks."""
+    ACTIVATION = "activation"
+    """What a module within the state's modules returns from its forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault of a :class:`~outlast.chaos.FaultPlan`.
+
+    Raises:
+        ConfigError: A value is unknown, out of range, or contradicts another; the message names it.
+    """
+
+    kind: str
+    """What goes wrong; one of the kinds."""
+
+    target: str | None = None
+    """What a numeric fault changes: loss, weight, gradient or activation."""
+
+    tensor: str | None = None
+    """Pattern (as of a shell) of the weight's or gradient's name, such as ``model.layers.*.weight``, or of the name
+    of the module whose output it is; the first part is the key in the state. One match is drawn from the seed;
+    none = among all."""
+
+    element: int | None = None
+    """Which element of the tensor (on this rank, counted row by row); none = drawn from the seed."""
+
+    bit: int | None = None
+    """Which bit is flipped, from 0, the least significant; none = drawn from the seed."""
+
+    rank: int | None = None
+    """Global rank that it applies to, wherever it runs. Without rank, node and device one rank is drawn from the
+    seed."""
+
+    node: str | None = None
+    """Name of the node to whose ranks it applies, each of them."""
+
+    device: str | None = None
+    """Name of the device to whose ranks it applies: a GPU's ``gpu-<uuid>``, else ``<node>/cpu-<local rank>``."""
+
+    iteration: int | None = None
+    """It strikes in the step before which this many optimizer steps were done, or right before that step."""
+
+    rate: float | None = None
+    """Instead of an iteration: expected number of times a step, at most 1; drawn from the seed for each step."""
+
+    after_s: float | None = None
+    """Instead of an iteration, for faults of a process: seconds after the session's start before which it does not
+    strike."""
+
+    once_durable: bool = False
+    """With ``after_s``: also wait until there is something to come back from."""
+
+    section: str | None = None
+    """Section in which a fault of a process strikes, as soon as it was entered; none = between two steps, outside of
+    any. In ``setup`` no step counts as done yet."""
+
+    duration_s: float | None = None
+    """How long sleep, hold_gil and slow last, in seconds; none = forever, or until the process ends."""
+
+    factor: float | None = None
+    """How many times as long things take under slow; above 1."""
+
+    exit_code: int = 1
+    """Exit code of the kind exit."""
+
+    persistent: bool = False
+    """Strike each time the rank, node or device computes the step, also in re-runs and after restarts; off: once a
+    run."""
+
+    name: str | None = None
+    """What the journal calls it; none = its kind."""
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints().items():
+            object.__setattr__(self, name, parse_text(hint, getattr(self, name), where=name))
+        require_finite(self)
+        require(self.kind in _KINDS, f"kind={self.kind!r} is unknown; {nearest(self.kind, _KINDS)}")
+        if FaultKind(self.kind).is_numeric:
+            self._check_numeric()
+        else:
+            self._check_process()
+        self._check_victim()
+        self._check_moment()
+        for name in ("name", "section", "tensor", "node", "device"):
+            text = getattr(self, name)
+            require(text is None or (text != "" and text.isprintable()), f"{name}={text!r} must be a printable text")
+
+    @property
+    def label(self) -> str:
+        """What the journal calls it."""
+        return self.name or self.kind
+
+    def describe(self) -> str:
+        """Return one line for people: what, whom, when."""
+        what = self.label if self.target is None else f"{self.label} in the {self.target}"
+        if self.tensor is not None:
+            what += f" {self.tensor}"
+        if self.rank is not None:
+            whom = f"rank {self.rank}"
+        elif self.node is not None:
+            whom = f"node {self.node}"
+        else:
+            whom = "a drawn rank" if self.device is None else f"device {self.device}"
+        if self.iteration is not None:
+            when = f"at iteration {self.iteration}"
+        else:
+            when = f"after {self.after_s} s" if self.rate is None else f"at a rate of {self.rate} a step"
+        where = f" in section {self.section!r}" if self.section else ""
+        return f"{what} on {whom} {when}{where}{', persistent' if self.persistent else ''}"
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return what differs from the defaults, as plain values."""
+        given = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in given.items() if value != default}
+
+    def _check_numeric(self) -> None:
+        require(self.target is not None, f"target is missing; a {self.kind} needs one of {', '.join(sorted(_TARGETS))}")
+        target = self.target or ""
+        require(target in _TARGETS, f"target={target!r} is unknown; {nearest(target, _TARGETS)}")
+        require(self.target != FaultTarget.LOSS or self.tensor is None, "tensor is not for target='loss'; leave it out")
+        require(
+            self.bit is None or (self.kind == FaultKind.BIT_FLIP and 0 <= self.bit < 64),
+            f"bit={self.bit} is for kind='bit_flip', from 0 to the element's last bit; correct it or leave it out",
+        )
+        require(self.element is None or self.element >= 0, f"element={self.element} must not be negative")
+        for name in ("section", "duration_s", "factor", "after_s"):
+            require(getattr(self, name) is None, f"{name} is not for kind={self.kind!r}; leave it out")
+
+    def _check_process(self) -> None:
+        for name in ("target", "tensor", "element", "bit"):
+            require(getattr(self, name) is None, f"{name} is not for kind={self.kind!r}; leave it out")
+        require(
+            self.duration_s is None or (self.kind in _LASTING and self.duration_s > 0),
+            f"duration_s={self.duration_s} is for kind sleep, hold_gil and slow, and above 0; correct it or leave it "
+            "out",
+        )
+        if self.kind == FaultKind.SLOW:
+            require(self.factor is not None, "factor is missing; a slow needs one above 1")
+            for name in ("section", "rate"):
+                require(getattr(self, name) is None, f"{name} is not for kind='slow'; leave it out")
+
+        require(
+            self.factor is None or (self.kind == FaultKind.SLOW and self.factor > 1),
+            f"factor={self.factor} is for kind slow, and above 1; correct it or leave it out",
+        )
+
+    def _check_victim(self) -> None:
+        given = [name for name in ("rank", "node", "device") if getattr(self, name) is not None]
+        require(len(given) <= 1, f"{' and '.join(given)} are given; keep one")
+        require(self.rank is None or self.rank >= 0, f"rank={self.rank} must not be negative")
+
+    def _check_moment(self) -> None:
+        given = [name for name in ("iteration", "rate", "after_s") if getattr(self, name) is not None]
+        require(
+            len(given) == 1,
+            f"{' and '.join(given)} are given; keep one" if given else "iteration is missing; give it, or a rate",
+        )
+        require(self.iteration is None or self.iteration >= 0, f"iteration={self.iteration} must not be negative")
+        require(self.rate is None or 0 < self.rate <= 1, f"rate={self.rate} must be above 0 and at most 1")
+        require(self.after_s is None or self.after_s >= 0, f"after_s={self.after_s} must not be negative")
+        require(not self.once_durable or self.after_s is not None, "once_durable needs after_s; give it, such as 0")
+        require(
+            not self.persistent or self.after_s is None,
+            "persistent needs an iteration or a rate, not after_s; change one",
+        )
+        require(
+            self.exit_code == 1 or self.kind == FaultKind.EXIT, "exit_code is for kind='exit'; change one of the two"
+        )
+        require(0 <= self.exit_code <= 255, f"exit_code={self.exit_code} must be from 0 to 255")
+
+
+_KINDS = frozenset(kind.value for kind in FaultKind)
+_TARGETS = frozenset(target.value for target in FaultTarget)
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Fault)
+
 
 _SCALE = 1 << 64
 

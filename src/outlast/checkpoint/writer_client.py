@@ -22,8 +22,7 @@ import msgspec
 from outlast import clock, env
 from outlast.checkpoint import protocol as f
 from outlast.errors import CheckpointError
-from outlast.runtime.child import ChildProcess
-from outlast.runtime.processes import describe_exit
+from outlast.runtime.processes import ChildProcess, describe_exit
 from outlast.runtime.wire import MessageChannel
 
 log = logging.getLogger(__name__)
@@ -220,7 +219,7 @@ class WriterClient:
         """
         channel = self._connect(timeout_s)
         try:
-            channel.set_timeout(max(0.001, timeout_s))
+            channel.timeout_s = max(0.001, timeout_s)
             channel.send(request, () if fd is None else (fd,))
             received = channel.receive_with_fds()
             if received is None:

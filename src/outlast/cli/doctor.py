@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from outlast.config import Config, HealthConfig
     from outlast.health import CheckResult
 
-__all__ = ["doctor"]
 
 SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""
@@ -107,7 +106,7 @@ def doctor(
 def _load(path: str | None) -> Config | None:
     if path is None:
         return None
-    from outlast.config.files import load_config
+    from outlast.config.sources import load_config
 
     return load_config(path)
 

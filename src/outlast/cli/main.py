@@ -20,9 +20,6 @@ from click.shell_completion import CompletionItem
 from outlast.errors import ConfigError, ExitReason
 from outlast.version import __version__
 
-__all__ = ["HELP", "CommandGroup", "cli", "ending_on_signals", "main"]
-
-
 HELP = {"help_option_names": ["-h", "--help"]}
 """Context settings of every command."""
 

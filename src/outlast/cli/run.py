@@ -18,8 +18,6 @@ from outlast.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["complete_run_word", "run"]
-
 
 _VALUES = {
     "nproc_per_node": ("auto", "gpu", "cpu", "xpu"),

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from outlast.integrations.slurm import BatchScript
     from outlast.launch.run_parser import RunCommand
 
-__all__ = ["slurm"]
-
 
 @click.group(
     "slurm",
@@ -40,9 +38,8 @@ def slurm() -> None:
     """Run under Slurm: make and submit batch scripts, give a job back to the queue."""
 
 
-_CLEARLY_OURS = frozenset(
-    ["--cpus-per-task", "--dry-run", "--gpus-per-node", "--nodes", "--num-job-retries-on-failure", "--preempt-time"]
-)
+_RETRIES = "--num-job-retries-on-failure"
+_CLEARLY_OURS = frozenset(["--cpus-per-task", "--dry-run", "--gpus-per-node", "--nodes", _RETRIES, "--preempt-time"])
 """Options that a training script hardly has itself, or that somebody who forgot where they go must hear of."""
 
 
@@ -64,69 +61,54 @@ class _Script(click.Command):
             ) from None
 
 
-def _number(name: str, default: int, metavar: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return click.option(name, type=int, default=default, show_default=True, metavar=metavar, help=text)
+_OPTIONS: tuple[tuple[str, str, str | int | tuple[()] | None, str], ...] = (
+    ("--nodes", "N", 1, "Nodes that train."),
+    ("--spares", "N", 0, "Nodes that wait for the slot of a lost one."),
+    ("--nproc-per-node", "N", "auto", "Workers on a node: a number, auto, gpu, xpu or cpu."),
+    ("--run-id", "ID", None, "Names the run in every job of it; default: the script's name."),
+    ("--run-dir", "DIR", None, "Shared by all nodes; default outlast-runs/ID."),
+    ("--job-name", "NAME", None, "Default: the run's id."),
+    ("--time", "LIMIT", None, "Time limit: 90, 4:00:00, 2-00; default the partition's."),
+    ("--preempt-time", "SECONDS", 60, "Request the workers to save and leave this long before the end; 0 = do not."),
+    (_RETRIES, "N", 2, "Failed jobs in a row, without progress, that go back to the queue."),
+    ("--partition", "NAME", None, "As sbatch has it, and so the next ones."),
+    ("--account", "NAME", None, ""),
+    ("--qos", "NAME", None, ""),
+    ("--gpus-per-node", "N", None, "A number, or a type and a number (h100:8)."),
+    ("--cpus-per-task", "N", None, "CPUs of a node, for all its workers."),
+    ("--mem", "SIZE", None, ""),
+    ("--exclude", "NODES", None, "Nodes to keep away from, such as n[3-5],n9."),
+    ("--directive directives", "OPTION", (), "More for #SBATCH; repeat."),
+    ("--setup", "LINE", (), "Shell line before the job's step; repeat."),
+    ("--port", "N", 0, "Where agents meet; default from the job's number."),
+    (
+        *("--outlast", "COMMAND", "outlast"),
+        "What is outlast on the nodes: a path, or a command line such as 'uv run outlast'.",
+    ),
+)
+"""Options of a batch script: names, the value's name, default (``()``: it may be repeated), help."""
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a batch script."""
-    add: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = [
-        _number("--nodes", 1, "N", "Nodes that train."),
-        _number("--spares", 0, "N", "Nodes that wait for the slot of a lost one."),
-        click.option(
-            "--nproc-per-node",
-            default="auto",
-            show_default=True,
-            metavar="N",
-            help="Workers on a node: a number, auto, gpu, xpu or cpu.",
-        ),
-        click.option("--run-id", metavar="ID", help="Names the run in every job of it; default: the script's name."),
-        click.option(
-            "--run-dir",
-            metavar="DIR",
-            shell_complete=complete_folder,
-            help="Shared by all nodes; default outlast-runs/ID.",
-        ),
-        click.option("--job-name", metavar="NAME", help="Default: the run's id."),
-        click.option("--time", metavar="LIMIT", help="Time limit: 90, 4:00:00, 2-00; default the partition's."),
-        _number(
-            "--preempt-time",
-            60,
-            "SECONDS",
-            "Request the workers to save and leave this long before the end; 0 = do not.",
-        ),
-        _number(
-            "--num-job-retries-on-failure", 2, "N", "Failed jobs in a row, without progress, that go back to the queue."
-        ),
-        click.option("--partition", metavar="NAME", help="As sbatch has it, and so the next ones."),
-        click.option("--account", metavar="NAME"),
-        click.option("--qos", metavar="NAME"),
-        click.option("--gpus-per-node", metavar="N", help="A number, or a type and a number (h100:8)."),
-        click.option("--cpus-per-task", type=int, metavar="N", help="CPUs of a node, for all its workers."),
-        click.option("--mem", metavar="SIZE"),
-        click.option("--exclude", metavar="NODES", help="Nodes to keep away from, such as n[3-5],n9."),
-        click.option("--directive", "directives", multiple=True, metavar="OPTION", help="More for #SBATCH; repeat."),
-        click.option("--setup", multiple=True, metavar="LINE", help="Shell line before the job's step; repeat."),
-        click.option(
-            "--port", type=int, default=0, metavar="N", help="Where agents meet; default from the job's number."
-        ),
-        click.option(
-            "--outlast",
-            default="outlast",
-            show_default=True,
-            metavar="COMMAND",
-            help="What is outlast on the nodes: a path, or a command line such as 'uv run outlast'.",
-        ),
-        click.argument(
-            "command",
-            metavar="[--] [RUN OPTION]... SCRIPT [ARGUMENT]...",
-            nargs=-1,
-            type=click.UNPROCESSED,
-            shell_complete=complete_run_word,
-        ),
-    ]
-    for option in reversed(add):
-        command = option(command)
+    command = click.argument(
+        "command",
+        metavar="[--] [RUN OPTION]... SCRIPT [ARGUMENT]...",
+        nargs=-1,
+        type=click.UNPROCESSED,
+        shell_complete=complete_run_word,
+    )(command)
+    for names, metavar, default, text in reversed(_OPTIONS):
+        command = click.option(
+            *names.split(),
+            type=int if isinstance(default, int) or names == "--cpus-per-task" else str,
+            default=default,
+            show_default=bool(default) or names == "--spares",
+            multiple=default == (),
+            metavar=metavar,
+            shell_complete=complete_folder if metavar == "DIR" else None,
+            help=text or None,
+        )(command)
     return command
 
 
@@ -200,7 +182,7 @@ Examples (in a batch script):
 @click.option("--exit-code", required=True, type=click.IntRange(0, 255), help="Of the job's step.")
 @click.option("--job-id", metavar="ID", help="Default: the job that this runs in.")
 @click.option(
-    "--num-job-retries-on-failure",
+    _RETRIES,
     type=click.IntRange(min=0),
     default=2,
     show_default=True,
@@ -245,10 +227,10 @@ def _script_from(settings: dict[str, Any]) -> BatchScript:
         ConfigError: What `outlast run` or Slurm would refuse, or there is no such training script.
     """
     from outlast.config.base import as_written
+    from outlast.env import expand_nodes
     from outlast.integrations.slurm import BatchScript
     from outlast.launch.options import check_values
     from outlast.launch.run_parser import hint_at, parse_command
-    from outlast.slurm_notation import expand_nodes
 
     command, example = tuple(settings.pop("command")), click.get_current_context().command_path
     if not command:

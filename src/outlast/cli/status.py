@@ -16,7 +16,6 @@ from outlast.errors import ConfigError, ExitReason, RendezvousError
 if TYPE_CHECKING:
     from outlast.status.report import StatusReport
 
-__all__ = ["status"]
 
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
 

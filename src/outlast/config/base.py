@@ -25,22 +25,6 @@ import msgspec
 from outlast.decoding import convert
 from outlast.errors import ConfigError
 
-__all__ = [
-    "KNOWN_NAMES",
-    "FieldDoc",
-    "Partial",
-    "Translation",
-    "as_written",
-    "describe_fields",
-    "from_mapping",
-    "is_none",
-    "nearest",
-    "parse_text",
-    "require",
-    "require_finite",
-]
-
-
 T = TypeVar("T")
 P = TypeVar("P", bound="Partial")
 
@@ -87,6 +71,10 @@ class Partial:
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _make(cls: type[P], values: Mapping[str, Any]) -> P:
@@ -189,8 +177,7 @@ class _Reader:
             else:
                 raise ConfigError(f"{self.place(here, here)}: {value!r} is not a section with keys of its own")
         for field in fields.values():
-            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            if required and field.name not in arguments:
+            if _is_required(field) and field.name not in arguments:
                 raise ConfigError(f"{self.place(path, path)}: key {field.name!r} is missing; give it")
         try:
             return cls(**arguments)
@@ -228,16 +215,7 @@ def parse_text(hint: Any, value: Any, *, where: str) -> Any:
         raise ConfigError(f"{where}: {given!r} does not fit; write {_describe_type(hint)}") from None
 
 
-_TRUTHS = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
+_TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
 def is_none(value: Any) -> bool:
@@ -322,16 +300,15 @@ def describe_fields(cls: type) -> tuple[FieldDoc, ...]:
             types_[statement.target.id] = ast.unparse(statement.annotation)
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 texts[statement.target.id] = " ".join(str(following.value.value).split())
-    docs = []
-    for field in dataclasses.fields(cls):
-        if field.default is not dataclasses.MISSING:
-            default = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        else:
-            default = "required"
-        docs.append(FieldDoc(field.name, types_[field.name], default, texts.get(field.name, "")))
-    return tuple(docs)
+    return tuple(
+        FieldDoc(
+            field.name,
+            types_[field.name],
+            "required" if _is_required(field) else _default_of(field),
+            texts.get(field.name, ""),
+        )
+        for field in dataclasses.fields(cls)
+    )
 
 
 KNOWN_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {

@@ -7,8 +7,6 @@ from typing import Literal
 
 from outlast.config.base import require, require_above_zero, require_at_least, require_finite, take_known_names
 
-__all__ = ["CheckpointConfig", "Interval"]
-
 Interval = int | Literal["auto"]
 """Iterations between two saves; 0 = never by itself; ``"auto"`` = from a save's cost and the failure rate."""
 

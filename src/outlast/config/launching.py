@@ -18,9 +18,6 @@ from outlast.config.base import (
     require_one_of,
 )
 
-__all__ = ["LAUNCHERS_OWN", "FaultToleranceConfig", "HealthConfig", "PreemptionConfig"]
-
-
 LAUNCHERS_OWN = ("max_no_progress_cycles", "max_node_faults", "min_nodes", "node_heartbeat_timeout", "shutdown_grace")
 """Fields for a launcher: they have no effect without ``outlast run``."""
 

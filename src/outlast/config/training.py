@@ -13,15 +13,6 @@ from outlast.config.base import (
     require_one_of,
 )
 
-__all__ = [
-    "InProcessRestartConfig",
-    "RecoveryConfig",
-    "ReplicaDigestConfig",
-    "RerunStateMachineConfig",
-    "StragglerDetectionConfig",
-]
-
-
 _SMALLER = (
     ("soft_timeout", "hard_timeout", "a rank is interrupted before it is ended"),
     ("hard_timeout", "barrier_timeout", "the others wait until a stuck rank has been ended"),
@@ -74,7 +65,7 @@ class InProcessRestartConfig(Partial):
 
     barrier_timeout: float = 120.0
     """Longest time in seconds that the ranks wait for one of them to come back from the function; then it is ended,
-    and they go on without."""
+    and they continue without."""
 
     completion_timeout: float = 120.0
     """Longest time in seconds between the first active rank's return from the function and the last one's."""
@@ -163,7 +154,7 @@ class RecoveryConfig:
     """Seconds in which actors have to be gone when the group is closed."""
 
     allow_shrink: bool = False
-    """When no spare is left, go on at once with fewer data shards, from a generation of the global tier."""
+    """When no spare is left, continue at once with fewer data shards, from a generation of the global tier."""
 
     max_rounds: int = 4
     """Attempts of one recovery: each failure in it needs another one."""
@@ -343,13 +334,9 @@ class StragglerDetectionConfig:
         require_at_least(self, 1, "profiling_interval", "confirmations")
         require(bool(self.logger_name), "logger_name must not be empty: that is the root logger, which is the script's")
         calculates = self.calc_relative_gpu_perf or self.calc_individual_gpu_perf
-        require(
-            not self.enabled or calculates,
-            "enabled is on, but calc_relative_gpu_perf and calc_individual_gpu_perf are both off: "
-            "nothing would be found; switch one of them on",
-        )
-        require(
-            not self.stop_if_detected or calculates,
-            "stop_if_detected is on, but calc_relative_gpu_perf and calc_individual_gpu_perf are both off: "
-            "nothing would be detected; switch one of them on",
-        )
+        for switch, what in (("enabled", "found"), ("stop_if_detected", "detected")):
+            require(
+                not getattr(self, switch) or calculates,
+                f"{switch} is on, but calc_relative_gpu_perf and calc_individual_gpu_perf are both off: "
+                f"nothing would be {what}; switch one of them on",
+            )

@@ -29,20 +29,6 @@ from outlast.wording import name_ranks
 if TYPE_CHECKING:
     from outlast.monitor.watchdog import HangReport
 
-__all__ = [
-    "Admitted",
-    "HangSeen",
-    "Mailbox",
-    "NodeChecked",
-    "NodeJournal",
-    "NodeRefused",
-    "RunDirectoryLost",
-    "SignalReceived",
-    "Timers",
-    "WatchdogFailed",
-    "WriterDied",
-]
-
 
 T = TypeVar("T")
 

@@ -44,8 +44,6 @@ from outlast.launch.verdicts import (
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState
 
-__all__ = ["Coordinator"]
-
 log = logging.getLogger(__name__)
 
 
@@ -161,7 +159,7 @@ class Coordinator:
             case m.CoordinatorTick() | m.Quit() | m.ScriptSettings():
                 pass
             case _:
-                node = self.nodes.get(message.node)
+                node = self.nodes.by_name.get(message.node)
                 if node is None or node.epoch != message.epoch:
                     log.debug("message of an earlier start of node %s ignored", message.node)
                 else:
@@ -198,7 +196,7 @@ class Coordinator:
     # -- joining and leaving -----------------------------------------------------------------------------------
 
     def _on_join(self, join: m.JoinRequest, now_s: float) -> None:
-        node = self.nodes.get(join.node)
+        node = self.nodes.by_name.get(join.node)
         if node is not None and node.epoch != join.epoch:
             # Two agents of one name, or one that came back before it was missed: its beats will show which.
             self.nodes.claims[join.node] = join
@@ -226,7 +224,7 @@ class Coordinator:
         return node
 
     def _on_register(self, message: m.Register, now_s: float) -> None:
-        node = self.nodes.get(message.node)
+        node = self.nodes.by_name.get(message.node)
         if node is not None and self.phase != m.JobPhase.ADOPTING:
             # The same coordinator: its last message may have been lost with the connection.
             if node.epoch == message.epoch and node.last is not None:
@@ -268,7 +266,7 @@ class Coordinator:
             incident = self._ending.lose(self.settings.former_host or "", why)
             self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         for name, facts in adoption.ended.items():
-            if (node := self.nodes.get(name)) is not None:
+            if (node := self.nodes.by_name.get(name)) is not None:
                 self._take_facts(facts, node)
 
     def _on_known(self, message: m.ToCoordinator, node: Node, now_s: float) -> None:
@@ -403,7 +401,8 @@ class Coordinator:
     def _stop_job(self, exit_code: int, reason: str, now_s: float) -> None:
         self.phase, self._over_at_s = m.JobPhase.OVER, now_s
         self.stop = m.Stop(exit_code=exit_code, reason=reason)
-        self.nodes.send_all(self.stop)
+        for node in self.nodes:
+            self.nodes.send(node, self.stop)
         self._excluded.send_stop(self.stop)
 
     # -- forming -----------------------------------------------------------------------------------------------

@@ -24,16 +24,12 @@ from torch.distributed import DistError
 
 from outlast import clock
 from outlast.errors import RendezvousError
-from outlast.incidents import Incident
 from outlast.launch import protocol as m
 from outlast.launch.coordinator_server import PATIENCE_S, CoordinatorServer, _LifelineHello, beat_key, channel_key
-from outlast.policy.deadlines import Expired
 from outlast.policy.recovery_point import Distrusted
 from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore
-
-__all__ = ["ControlLink", "CoordinatorClient", "JobInProgress", "Lifeline", "LinkDown", "LinkFailed", "LinkUp"]
 
 
 class CoordinatorClient:
@@ -50,8 +46,8 @@ class CoordinatorClient:
 
     def __init__(self, link: ControlLink, *, addr: str, nproc: int, wish: int | None) -> None:
         self.link = link
-        self.node, self.addr, self.nproc = link.node, addr, nproc
-        self._epoch, self._wish = link.epoch, wish
+        self.send = link.send
+        self.node, self.addr, self.nproc, self._wish = link.node, addr, nproc, wish
         self._place: m.SlotPlace | None = None
         self._ended: m.CycleFacts | None = None
         self._distrusted: tuple[Distrusted, ...] = ()
@@ -68,53 +64,23 @@ class CoordinatorClient:
     def join(self, ended: m.CycleFacts | None) -> None:
         """Request a slot in the next cycle, with what is known of the one that ended here."""
         self._ended = ended
-        self.link.send(
-            m.JoinRequest(
-                node=self.node, epoch=self._epoch, addr=self.addr, nproc=self.nproc, wish=self._wish, ended=ended
-            )
-        )
-
-    def report_restart(
-        self,
-        cycle: int,
-        call: int,
-        restart_count: int,
-        incident: Incident,
-        *,
-        durable_iteration: int | None,
-        progress_known: bool,
-    ) -> None:
-        """Report that the workers restarted inside their processes."""
-        self.link.send(
-            m.Restarted(
-                node=self.node,
-                epoch=self._epoch,
-                cycle=cycle,
-                call=call,
-                restart_count=restart_count,
-                incident=incident,
-                durable_iteration=durable_iteration,
-                progress_known=progress_known,
-            )
-        )
+        self.send(m.JoinRequest(addr=self.addr, nproc=self.nproc, wish=self._wish, ended=ended))
 
     def report_settings(self, text: str) -> None:
         """Report what the script's config sets, empty for nothing, unless it was reported before."""
         if text != self._script_settings:
             self._script_settings = text
-            self.link.send(m.ScriptSettings(node=self.node, epoch=self._epoch, fault_tolerance=text))
+            self.send(m.ScriptSettings(fault_tolerance=text))
 
     def finish(self, facts: m.CycleFacts) -> None:
         """Report that every worker of this node ended with 0, or could be spared."""
         self._ended = facts
-        self.link.send(m.Finished(node=self.node, epoch=self._epoch, facts=facts))
+        self.send(m.Finished(facts=facts))
 
     def register(self, *, is_running: bool, is_joining: bool, has_finished: bool) -> None:
         """Report this node's place, and its last message, to a control store that is back, or to another one."""
-        self.link.send(
+        self.send(
             m.Register(
-                node=self.node,
-                epoch=self._epoch,
                 addr=self.addr,
                 nproc=self.nproc,
                 wish=self._wish,
@@ -130,26 +96,6 @@ class CoordinatorClient:
             self.join(self._ended)
         elif has_finished and self._ended is not None:
             self.finish(self._ended)
-
-    def host_cycle(self, cycle: int, port: int) -> None:
-        """Report where the cycle's own store is."""
-        self.link.send(m.Master(node=self.node, epoch=self._epoch, cycle=cycle, addr=self.addr, port=port))
-
-    def report_hang(self, incident: Incident, expired: list[Expired], cycle: int) -> None:
-        """Report at once that a rank exceeded a timeout, so that all nodes examine theirs."""
-        self.link.send(
-            m.Hung(node=self.node, epoch=self._epoch, cycle=cycle, incident=incident, expired=tuple(expired))
-        )
-
-    def report_unhealthy(self, incident: Incident, *, stays: bool) -> None:
-        """Report that this node failed its health check, and whether its agent keeps running nevertheless."""
-        self.link.send(m.Unhealthy(node=self.node, epoch=self._epoch, incident=incident, stays=stays))
-
-    def leave(self, *, saved: bool, signal: int, facts: m.CycleFacts | None, whole_job: bool) -> None:
-        """Report that this node leaves."""
-        self.link.send(
-            m.Leave(node=self.node, epoch=self._epoch, saved=saved, signal=signal, facts=facts, whole_job=whole_job)
-        )
 
 
 log = logging.getLogger(__name__)
@@ -230,7 +176,7 @@ class ControlLink:
         self._endpoints = list(endpoints)
         self._deliver, self._serve = deliver, serve
         self._beat_interval_s, self._connect_timeout_s = beat_interval_s, connect_timeout_s
-        self._outgoing: queue.SimpleQueue[m.ToCoordinator | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[m.FromNode | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._server: CoordinatorServer | None = None
         self._hosted: TCPStore | None = None
@@ -249,16 +195,16 @@ class ControlLink:
         """Start connecting."""
         self._sender.start()
 
-    def send(self, message: m.ToCoordinator) -> None:
-        """Send a message as soon as the control store is there."""
-        self._outgoing.put(message)
+    def send(self, message: m.FromNode) -> None:
+        """Send a message of this node's as soon as the control store is there."""
+        self._outgoing.put(msgspec.structs.replace(message, node=self.node, epoch=self.epoch))
 
     def close(self, *, goodbye_timeout_s: float = GOODBYE_S) -> None:
         """End the link; a host first waits until every node knows that the job is over.
 
         Blocks: a host up to ``goodbye_timeout_s``; others hardly.
         """
-        self.send(m.Bye(node=self.node, epoch=self.epoch))
+        self.send(m.Bye())
         if self._server is not None:
             self._server.closed.wait(goodbye_timeout_s)
         self._closing.set()
@@ -316,7 +262,7 @@ class ControlLink:
     def _pump(self, store: TCPStore) -> None:
         """Send messages and beats until the store is lost or the link is closed."""
         next_beat_s = clock.now_s()
-        pending: m.ToCoordinator | None = None
+        pending: m.FromNode | None = None
         try:
             while not self._broken.is_set():
                 now_s = clock.now_s()

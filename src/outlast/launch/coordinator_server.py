@@ -30,7 +30,7 @@ import msgspec
 from torch.distributed import DistError
 
 from outlast import clock
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.decoding import from_json
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import EventKind
@@ -38,14 +38,11 @@ from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
 from outlast.launch.verdicts import load_ladder, save_ladder
-from outlast.monitor.learned_timeouts import LearnedTimeouts
+from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.runtime.journal import Journal
 from outlast.runtime.store import TCPStore
-
-__all__ = ["PATIENCE_S", "CoordinatorServer", "LifelineServer", "beat_key", "channel_key"]
-
 
 log = logging.getLogger(__name__)
 _FOREVER = datetime.timedelta(days=365)
@@ -178,7 +175,7 @@ class CoordinatorServer:
             run_dir=self._run_dir,
             host=self._node,
         )
-        self._store.set(m.STATUS_KEY, status.encode())
+        self._store.set(m.STATUS_KEY, m.encode(status))
 
     def _judge_beats(self, now_s: float) -> list[tuple[str, str, m.ToNode]]:
         nodes = list(self._coordinator.nodes)

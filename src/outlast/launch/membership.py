@@ -18,26 +18,8 @@ from dataclasses import dataclass, field
 
 from outlast.errors import ExitReason
 from outlast.launch import protocol as m
-from outlast.policy.causes import OWN_VERDICTS, root_cause
 from outlast.policy.ladder import LadderState, Limits
 from outlast.wording import count
-
-__all__ = [
-    "OWN_VERDICTS",
-    "Adoption",
-    "Forming",
-    "JobSettings",
-    "Node",
-    "Nodes",
-    "Outbox",
-    "Slot",
-    "SlotCandidate",
-    "fill_slots",
-    "name_job",
-    "root_cause",
-    "shrink",
-    "why_it_waits",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +155,9 @@ class Nodes:
         self.claims: dict[str, m.JoinRequest] = {}
         """Joins under a name whose former life is not yet known to be over."""
         self._ready: set[str] = set()
-        self._slots: tuple[Slot, ...] = tuple(Slot() for _ in range(num_slots))
-        self._holders: frozenset[str] = frozenset()
+        self.holders: frozenset[str] = frozenset()
+        """Names of the nodes that hold a slot, also of those that are gone."""
+        self.slots = [Slot()] * num_slots
 
     def __iter__(self) -> Iterator[Node]:
         return iter(list(self.by_name.values()))
@@ -187,12 +170,7 @@ class Nodes:
     @slots.setter
     def slots(self, slots: Sequence[Slot]) -> None:
         self._slots = tuple(slots)
-        self._holders = frozenset(slot.holder for slot in slots if slot.holder is not None)
-
-    @property
-    def holders(self) -> frozenset[str]:
-        """Names of the nodes that hold a slot, also of those that are gone."""
-        return self._holders
+        self.holders = frozenset(slot.holder for slot in slots if slot.holder is not None)
 
     def name_of_rank(self, rank: int | None) -> str:
         """Return the name of the node that carries a rank; empty where that cannot be told."""
@@ -220,10 +198,6 @@ class Nodes:
         else:
             self._ready.discard(node.name)
 
-    def get(self, name: str) -> Node | None:
-        """Return a node, if it is there."""
-        return self.by_name.get(name)
-
     def remove(self, name: str) -> None:
         """Forget a node; the slot that it holds stays its until another one is given it."""
         self.by_name.pop(name, None)
@@ -235,7 +209,7 @@ class Nodes:
 
     def holds_slot(self, node: Node) -> bool:
         """Return whether a node holds a slot."""
-        return node.name in self._holders
+        return node.name in self.holders
 
     @property
     def num_ready(self) -> int:
@@ -249,7 +223,7 @@ class Nodes:
     def any_busy_holder(self) -> bool:
         """Return whether a node that is there and holds a slot is still in a cycle."""
         return len(self.by_name) > len(self._ready) and any(
-            name in self.by_name and name not in self._ready for name in self._holders
+            name in self.by_name and name not in self._ready for name in self.holders
         )
 
     def spares(self, barred: Sequence[str]) -> list[Node]:
@@ -265,11 +239,6 @@ class Nodes:
         """Send a node a message."""
         node.last = message
         self.out.append((node.name, node.epoch, message))
-
-    def send_all(self, message: m.ToNode) -> None:
-        """Send every node a message."""
-        for node in self:
-            self.send(node, message)
 
     def refuse_claim(self, holder: Node) -> None:
         """Turn away a second agent of a node's name, if there is one: the first has just shown that it lives."""
@@ -412,7 +381,7 @@ class Forming:
         """
         self._since_s = self._said_s = None
         for name in quarantine:
-            if (node := self.nodes.get(name)) is not None:
+            if (node := self.nodes.by_name.get(name)) is not None:
                 self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
 
     def fill(self, cycle: int, now_s: float, *, barred: Collection[str]) -> tuple[Slot, ...] | None:

@@ -67,8 +67,6 @@ from outlast.policy.deadlines import Protection, describe_nodes
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
-__all__ = ["AgentState", "NodeAgent"]
-
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
 _BRIEF_GOODBYE_S = 0.2
@@ -237,7 +235,7 @@ class NodeAgent(SimpleElasticAgent):
         match event:
             case m.Prepare():
                 self._cycle_store = open_cycle_store(self._client.addr)
-                self._client.host_cycle(event.cycle, self._cycle_store.port)
+                self._client.send(m.Master(cycle=event.cycle, addr=self._client.addr, port=self._cycle_store.port))
             case m.Start():
                 self._timers.cancel("answer")
                 self._start = event
@@ -491,7 +489,7 @@ class NodeAgent(SimpleElasticAgent):
             return
         incident = cycle.describe_hang(hang.report)
         # The other nodes look at their ranks while this one does.
-        self._client.report_hang(incident, hang.report.expired, cycle.number)
+        self._client.send(m.Hung(cycle=cycle.number, incident=incident, expired=tuple(hang.report.expired)))
         positions = cycle.examine(hang.report)
         if is_alone := cycle.start.num_nodes == 1:
             incident = name_culprit(incident, positions)
@@ -528,14 +526,16 @@ class NodeAgent(SimpleElasticAgent):
         elif cycle is self._running and self._state in (AgentState.RUNNING, AgentState.FINISHED):
             self._end_cycle(cycle, cycle.facts(None), reason)
 
-    def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str) -> None:
+    def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str, *, are_gone: bool = False) -> None:
+        """End the cycle here and request the next one; ``are_gone``: nothing is left of its workers."""
         cycle.over = True
         self._timers.cancel("clear")
         self._write_ended(cycle, reason)
         self._join(facts)
         grace_s = self.options.restart_grace_s
-        gently = grace_s > 0 and not cycle.all_ended
-        self._workers.begin_clearing(gently=gently)
+        gently = grace_s > 0 and not cycle.all_ended and not are_gone
+        if not are_gone:
+            self._workers.begin_clearing(gently=gently)
         if gently:
             self._timers.set("grace", grace_s, self._workers.clear)
         cycle.close()
@@ -551,14 +551,8 @@ class NodeAgent(SimpleElasticAgent):
         elif self._state == AgentState.RUNNING and (cycle := self._running) is not None:
             why = "the process that starts workers died"
             incident = self._journal.incident(IncidentKind.WORKER_DIED, why, exit_code=-9)
-            facts = cycle.facts(incident)
-            cycle.over = True
-            self._timers.cancel("clear")
             self._journal.write_incident(incident)
-            self._write_ended(cycle, incident.describe())
-            cycle.close()
-            self._join(facts)
-            self._health.suspect()
+            self._end_cycle(cycle, cycle.facts(incident), incident.describe(), are_gone=True)
             self._health.note_cleared()
         else:
             self._start_if_ready()
@@ -581,13 +575,15 @@ class NodeAgent(SimpleElasticAgent):
         if incident.node == self._client.node and not cycle.has_lost(incident.rank):
             self._journal.write_incident(incident)
         log.warning("restart %d in process, after: %s", recovered.restart_count, incident.describe())
-        self._client.report_restart(
-            cycle.number,
-            recovered.call,
-            recovered.restart_count,
-            incident,
-            durable_iteration=cycle.durable_iteration,
-            progress_known=cycle.progress_known,
+        self._client.send(
+            m.Restarted(
+                cycle=cycle.number,
+                call=recovered.call,
+                restart_count=recovered.restart_count,
+                incident=incident,
+                durable_iteration=cycle.durable_iteration,
+                progress_known=cycle.progress_known,
+            )
         )
 
     def _continue_without(self, worker: WorkerProcess, key: int, cycle: Cycle) -> None:
@@ -640,7 +636,7 @@ class NodeAgent(SimpleElasticAgent):
         if cycle is not None:
             self._write_ended(cycle, "left")
         number = self._signal or signal.SIGTERM
-        self._client.leave(saved=saved, signal=number, facts=facts, whole_job=whole_job)
+        self._client.send(m.Leave(saved=saved, signal=number, facts=facts, whole_job=whole_job))
         self._failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + number
         what = "a saved generation exists" if saved else "nothing was saved"

@@ -29,10 +29,9 @@ import msgspec
 
 from outlast.config import HealthConfig
 from outlast.errors import ExitReason
-from outlast.health.devices import check_gpu, has_gpus
-from outlast.health.node import check_node
-from outlast.health.prober import Prober
-from outlast.health.result import CheckResult, Status
+from outlast.health.devices import has_gpus, probe_devices
+from outlast.health.node import probe_node
+from outlast.health.probing import CheckResult, Prober, Status
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import Admitted, Mailbox, NodeChecked, NodeRefused, Timers
@@ -40,8 +39,6 @@ from outlast.launch.agent_events import Admitted, Mailbox, NodeChecked, NodeRefu
 if TYPE_CHECKING:
     from outlast.launch.agent_events import NodeJournal
     from outlast.launch.coordinator_client import CoordinatorClient
-
-__all__ = ["CheckedUp", "Checkups", "NodeHealth", "Occasion"]
 
 
 _CLOSE_S = 3.0
@@ -136,17 +133,17 @@ class Checkups:
                 self._deliver(CheckedUp(occasion, results))
 
     def _look(self, lasting: Prober, passing: Prober, *, gpus: bool, computes: bool) -> tuple[CheckResult, ...]:
-        results = check_node(
+        results = probe_node(
+            lasting,
             self.config,
             places=self._places,
             node=self._node,
             network=self._network,
             num_products=int(computes),
-            prober=lasting,
         )
         if gpus and has_gpus():
             with passing:
-                found = check_gpu(config=self.config, node=self._node, prober=passing)
+                found = tuple(probe_devices(passing, self.config, node=self._node))
             results += tuple(one for one in found if (one.name, one.target) != ("compute", "cpu"))
         return results
 
@@ -249,7 +246,7 @@ class NodeHealth:
         assert self._checkups is not None
         node, retry_s = self._client.node, self._checkups.config.retry_interval
         stays = retry_s > 0 or (self._is_host and not self._is_alone)
-        self._client.report_unhealthy(self._outside, stays=stays)
+        self._client.send(m.Unhealthy(incident=self._outside, stays=stays))
         if retry_s > 0:
             log.warning("node %s does not join; it is checked again in %g s", node, retry_s)
             self._timers.set("retry", retry_s, self._look_before_joining)
@@ -341,7 +338,7 @@ class NodeHealth:
         elif known and not self._known:
             log.info("node %s is healthy again", self._client.node)
         if found.failed:
-            self._client.report_unhealthy(self._incident(found), stays=True)
+            self._client.send(m.Unhealthy(incident=self._incident(found), stays=True))
 
     # -- what is reported --------------------------------------------------------------------------------------
 

@@ -17,14 +17,12 @@ from pathlib import Path
 
 from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
-from outlast.runtime.addresses import Endpoint, parse_endpoints
+from outlast.runtime.addresses import parse_endpoints
 from outlast.runtime.device import why_absent
 from outlast.wording import count
-
-__all__ = ["Checked", "RunOptions", "check_values", "parse_options", "why_not_there"]
 
 NO_TERMINATION_SIGNAL = "outlast run ends a hung worker with SIGKILL; leave it out"
 """Why ``rank_termination_signal`` has no effect."""
@@ -35,21 +33,34 @@ _STREAMS = re.compile(r"[0-3]|\d:[0-3](,\d:[0-3])*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """The options of ``outlast run``, checked."""
+class Checked:
+    """A command line whose values fit, on whatever machine it is run."""
 
-    torchrun: argparse.Namespace
-    """torchrun's own options."""
+    command: RunCommand
+    config: Config
+    """What the file of ``--config`` holds."""
+    layers: LayeredSettings
+    """The fault tolerance settings of each source."""
     num_slots: int
     max_nodes: int
     endpoints: str
+    """Where agents meet."""
+    is_alone: bool
+    """There is one agent, which nobody else looks for."""
+    join_timeout_s: float
+    notes: tuple[str, ...]
+    """What to log at the start: settings that mean something else than they do to torchrun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(Checked):
+    """The options of ``outlast run``, checked."""
+
     run_id: str
     run_dir: Path
     node_name: str
     node_name_given: bool
     wish: int | None
-    layers: LayeredSettings
-    """The fault tolerance settings of each source."""
     health: HealthConfig | None
     """What the node must have; ``None`` = it is not looked at."""
     health_places: tuple[str, ...]
@@ -59,7 +70,6 @@ class RunOptions:
     warm_start: bool
     restart_grace_s: float
     workers_stop_timeout_s: float
-    join_timeout_s: float
     is_named: bool
     """The run has an id or a directory of its own, so that a later job continues it; once finished, it stays so."""
     names: tuple[str, ...]
@@ -68,10 +78,13 @@ class RunOptions:
     """Its workers may resume from what another run saved."""
     log_level: str | None
     """What ``--log-level`` or ``--quiet`` asks for; ``None`` = the environment's."""
-    notes: tuple[str, ...]
-    """What to log at the start: settings that mean something else than they do to torchrun."""
     new_folders: tuple[Path, ...]
     """The folders of logs and of the run, and those above, as far as they were not there before; innermost first."""
+
+    @property
+    def torchrun(self) -> argparse.Namespace:
+        """torchrun's own options, and ours."""
+        return self.command.args
 
     @property
     def fault_tolerance(self) -> FaultToleranceConfig:
@@ -81,22 +94,6 @@ class RunOptions:
     def remove_new_folders(self) -> None:
         """Remove what parsing made, as far as it is empty: the run was refused before it began."""
         _remove_empty(self.new_folders)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """A command line whose values fit, on whatever machine it is run."""
-
-    command: RunCommand
-    config: Config
-    """What the file of ``--config`` holds."""
-    layers: LayeredSettings
-    num_slots: int
-    max_nodes: int
-    endpoints: str | None
-    """Where agents meet; ``None`` = there is one, alone."""
-    join_timeout_s: float
-    notes: tuple[str, ...]
 
 
 def check_values(argv: Sequence[str]) -> Checked:
@@ -114,7 +111,11 @@ def check_values(argv: Sequence[str]) -> Checked:
         )
     _log_level(args)
     num_slots, max_nodes = _parse_nnodes(args.nnodes, name("nnodes"))
-    config = _read_config(args.config)
+    config = Config()
+    if args.config is not None:
+        from outlast.config.sources import load_config
+
+        config = load_config(args.config)
     layers = LayeredSettings(
         options=command.fault_tolerance,
         typed=command.fault_tolerance_typed,
@@ -145,23 +146,26 @@ def check_values(argv: Sequence[str]) -> Checked:
         f"{name('no_health_check')} and [health] of {args.config} contradict each other; leave one out",
     )
     alone = args.standalone or (max_nodes == 1 and not args.rdzv_endpoint and args.master_port is None)
-    endpoints = _check_endpoints(command, num_slots, alone=alone)
+    _require(
+        not alone or num_slots == 1,
+        f"{name('standalone')} is for one node, and {name('nnodes')}={args.nnodes} for several; leave one out",
+    )
     _require(
         alone or args.node_rank is None or 0 <= args.node_rank < max_nodes,
         f"{name('node_rank')}={args.node_rank} is no rank of {count(max_nodes, 'node')}; write a number from 0 to "
         f"{max_nodes - 1}, or leave it out",
     )
-    conf, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
-    hint = () if command.hint is None else (command.hint,)
+    join_timeout_s, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
     return Checked(
         command=command,
         config=config,
         layers=layers,
         num_slots=num_slots,
         max_nodes=max_nodes,
-        endpoints=endpoints,
-        join_timeout_s=conf.get("join_timeout", conf.get("timeout", 600.0)),
-        notes=(*hint, *_describe_spares(num_slots, max_nodes), *ignored),
+        endpoints="localhost:0" if alone else _check_endpoints(command, num_slots),
+        is_alone=alone,
+        join_timeout_s=join_timeout_s,
+        notes=tuple(filter(None, (command.hint, _describe_spares(num_slots, max_nodes), ignored))),
     )
 
 
@@ -173,14 +177,16 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
     """
     checked = check_values(argv)
     command, config = checked.command, checked.config
-    args, is_alone = command.args, checked.endpoints is None
+    args = command.args
     _check_devices(command)
     _check_plugins(command)
     _check_script(command)
     run_id = args.rdzv_id
     if run_id == "none" or args.standalone:
-        run_id = _fresh_run_id() if is_alone or checked.max_nodes == 1 else "none"
+        now = datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9)
+        run_id = f"{now:%Y%m%d-%H%M%S}-{os.getpid()}" if checked.is_alone or checked.max_nodes == 1 else "none"
     run_dir = Path(args.run_dir or config.run_dir or Path("outlast-runs") / env.clean_name(run_id)).absolute()
+    has_directory = args.run_dir is not None or config.run_dir is not None
     health, places = _health(command, config, run_dir)
     # Last: what is refused leaves nothing.
     new_folders = _make_folder(run_dir, _source_of_run_dir(command, config))
@@ -191,16 +197,12 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
             _remove_empty(new_folders)
             raise
     return RunOptions(
-        torchrun=args,
-        num_slots=checked.num_slots,
-        max_nodes=checked.max_nodes,
-        endpoints=checked.endpoints or "localhost:0",
+        **{name: getattr(checked, name) for name in Checked.__slots__},
         run_id=run_id,
         run_dir=run_dir,
         node_name=env.clean_name(args.node_name or env.node_name()),
         node_name_given=args.node_name is not None,
-        wish=None if is_alone else args.node_rank,
-        layers=checked.layers,
+        wish=None if checked.is_alone else args.node_rank,
         health=health,
         health_places=places,
         max_restarts_total=args.max_restarts_total,
@@ -208,12 +210,13 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         warm_start=not args.no_warm_start,
         restart_grace_s=args.restart_grace,
         workers_stop_timeout_s=args.workers_stop_timeout if args.shutdown_timeout is None else args.shutdown_timeout,
-        join_timeout_s=checked.join_timeout_s,
-        is_named=run_id != "none" or args.run_dir is not None or config.run_dir is not None,
-        names=_names(args, config, run_dir),
+        is_named=run_id != "none" or has_directory,
+        names=(
+            *(() if args.standalone else env.name_of_run(args.rdzv_id)),
+            *([f"directory {run_dir}"] if has_directory else []),
+        ),
         resumes_other=args.resume_from_other_run,
         log_level=_log_level(args),
-        notes=checked.notes,
         new_folders=new_folders,
     )
 
@@ -221,15 +224,6 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
-
-
-def _read_config(path: str | None) -> Config:
-    """Return the run's settings from the file of ``--config``."""
-    if path is None:
-        return Config()
-    from outlast.config.files import load_config
-
-    return load_config(path)
 
 
 def _health(command: RunCommand, config: Config, run_dir: Path) -> tuple[HealthConfig | None, tuple[str, ...]]:
@@ -355,41 +349,35 @@ def why_not_there(script: str) -> str:
     return "check its path"
 
 
-def _check_endpoints(command: RunCommand, num_slots: int, *, alone: bool) -> str | None:
-    """Return where the agents meet; ``None`` = there is one."""
+def _check_endpoints(command: RunCommand, num_slots: int) -> str:
+    """Return where the agents meet."""
     args, name = command.args, command.name
-    nnodes = f"{name('nnodes')}={args.nnodes}"
-    if alone:
-        _require(
-            num_slots == 1,
-            f"{name('standalone')} is for one node, and {nnodes} for several; leave one out",
-        )
-        return None
     source = "rdzv_endpoint" if args.rdzv_endpoint else "master_addr"
     text = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
-    endpoints: tuple[Endpoint, ...] = parse_endpoints(text, where=name(source))
+    endpoints = parse_endpoints(text, where=name(source))
     _require(
         num_slots == 1 or all(endpoint.port for endpoint in endpoints),
-        f"{name(source)}={text}: port 0 is another on each node, and {nnodes} must meet; write a port, such as 29400",
+        f"{name(source)}={text}: port 0 is another on each node, and {name('nnodes')}={args.nnodes} must meet; write a "
+        "port, such as 29400",
     )
     return text
 
 
-def _describe_spares(num_slots: int, max_nodes: int) -> tuple[str, ...]:
-    """Say which nodes train, where torchrun would train on all of them."""
+def _describe_spares(num_slots: int, max_nodes: int) -> str | None:
+    """Return which nodes train, where torchrun would train on all of them."""
     if num_slots == max_nodes:
-        return ()
+        return None
     spares = max_nodes - num_slots
     train = f"{count(num_slots, 'node')} {'trains' if num_slots == 1 else 'train'}"
     wait = "1 more waits as a spare" if spares == 1 else f"up to {spares} more wait as spares"
     return (
         f"--nnodes={num_slots}:{max_nodes}: {train}, {wait}; to train on {max_nodes} and continue with {num_slots} "
-        f"where one is lost, write --nnodes={max_nodes} --ft-min-nodes={num_slots}",
+        f"where one is lost, write --nnodes={max_nodes} --ft-min-nodes={num_slots}"
     )
 
 
-def _parse_conf(text: str, option: str) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Return the timeouts of ``--rdzv-conf``, and a line on what else it holds.
+def _parse_conf(text: str, option: str) -> tuple[float, str | None]:
+    """Return the join timeout of ``--rdzv-conf``, and a line on what else it holds.
 
     Quotes around the whole may have come through from a script or a YAML file; torchrun takes them, too.
     """
@@ -409,21 +397,8 @@ def _parse_conf(text: str, option: str) -> tuple[dict[str, float], tuple[str, ..
         except ValueError:
             raise ConfigError(f"{option}: {name}={value!r} is no number of seconds; write {name}=600, say") from None
         _require(values[name] > 0, f"{option}: {name}={value} must be above 0 seconds")
-    if not others:
-        return values, ()
-    return values, (f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows join_timeout",)
-
-
-def _names(args: argparse.Namespace, config: Config, run_dir: Path) -> tuple[str, ...]:
-    """Return the names that somebody gave to the run."""
-    named = () if args.standalone else env.name_of_run(args.rdzv_id)
-    has_directory = args.run_dir is not None or config.run_dir is not None
-    return (*named, *([f"directory {run_dir}"] if has_directory else []))
-
-
-def _fresh_run_id() -> str:
-    now = datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9)
-    return f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"
+    ignored = f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows join_timeout"
+    return values.get("join_timeout", values.get("timeout", 600.0)), ignored if others else None
 
 
 def _source_of_run_dir(command: RunCommand, config: Config) -> str:

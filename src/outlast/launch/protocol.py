@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TypeVar
 
 import msgspec
 
-from outlast.decoding import json_decoder
+from outlast.decoding import from_json, json_decoder
 from outlast.errors import RendezvousError
 from outlast.incidents import Cause, Incident
 from outlast.policy.causes import Position
@@ -15,42 +16,7 @@ from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.recovery_point import Distrusted, Load
 from outlast.policy.rerun import Replay
 
-__all__ = [
-    "STATUS_KEY",
-    "Bye",
-    "CoordinatorTick",
-    "CycleFacts",
-    "CycleOver",
-    "Dead",
-    "Finished",
-    "Hung",
-    "JobPhase",
-    "JoinRequest",
-    "Leave",
-    "LiveBudgets",
-    "LiveLack",
-    "LiveNode",
-    "LiveStatus",
-    "Master",
-    "NodesMissing",
-    "Prepare",
-    "Quit",
-    "Register",
-    "Remark",
-    "Restarted",
-    "ScriptSettings",
-    "SlotPlace",
-    "Start",
-    "Stop",
-    "ToCoordinator",
-    "ToNode",
-    "Unhealthy",
-    "Wait",
-    "decode_live",
-    "decode_to_coordinator",
-    "decode_to_node",
-    "encode",
-]
+T = TypeVar("T")
 
 
 class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,12 +39,17 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What all ranks of the node failed with alike, before their first step, if a restart cannot help."""
 
 
-class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class FromNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whose message it is; the link fills this in."""
+
+    node: str = ""
+    epoch: str = ""
+    """Names one life of the node's agent."""
+
+
+class JoinRequest(FromNode, frozen=True, kw_only=True, tag=True):
     """A node wants to take part in the next cycle."""
 
-    node: str
-    epoch: str
-    """Names this life of the node's agent."""
     addr: str
     nproc: int
     """Workers per node; 0 = not known (an agent that is not ours)."""
@@ -95,11 +66,9 @@ class SlotPlace(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int
 
 
-class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Register(FromNode, frozen=True, kw_only=True, tag=True):
     """A node of a job in progress reached the control store again, perhaps another one than before."""
 
-    node: str
-    epoch: str
     addr: str
     nproc: int
     wish: int | None = None
@@ -111,42 +80,34 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     """What it must not load: a coordinator on another machine may not know it."""
 
 
-class Hung(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Hung(FromNode, frozen=True, kw_only=True, tag=True):
     """A rank of this node exceeded a timeout: all nodes shall look at their ranks and end the cycle."""
 
-    node: str
-    epoch: str
     cycle: int
     incident: Incident
     expired: tuple[Expired, ...] = ()
 
 
-class Master(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Master(FromNode, frozen=True, kw_only=True, tag=True):
     """The first node opened the cycle's store."""
 
-    node: str
-    epoch: str
     cycle: int
     addr: str
     port: int
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Finished(FromNode, frozen=True, kw_only=True, tag=True):
     """Every worker of this node ended with exit code 0, or could be spared.
 
     Where every one of them was lost, and their peers may continue elsewhere, the facts name the incident.
     """
 
-    node: str
-    epoch: str
     facts: CycleFacts
 
 
-class Restarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Restarted(FromNode, frozen=True, kw_only=True, tag=True):
     """This node's workers restarted inside their processes, and the cycle continues."""
 
-    node: str
-    epoch: str
     cycle: int
     call: int
     """Which of the workers' calls of a wrapped function it was, from 0."""
@@ -158,20 +119,16 @@ class Restarted(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaul
     progress_known: bool = False
 
 
-class ScriptSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ScriptSettings(FromNode, frozen=True, kw_only=True, tag=True):
     """What the config of this node's script sets; the coordinator uses what no option and no file sets."""
 
-    node: str
-    epoch: str
     fault_tolerance: str
     """As ``FaultToleranceConfig.to_json`` writes it; empty = nothing."""
 
 
-class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Leave(FromNode, frozen=True, kw_only=True, tag=True):
     """This node's agent was requested to shut down, and its workers are gone."""
 
-    node: str
-    epoch: str
     saved: bool = False
     signal: int = 0
     facts: CycleFacts | None = None
@@ -179,28 +136,21 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The notice is for the job; otherwise only this node goes."""
 
 
-class Unhealthy(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Unhealthy(FromNode, frozen=True, kw_only=True, tag=True):
     """This node failed its health check: before it joined, and it does not; or while it trains."""
 
-    node: str
-    epoch: str
     incident: Incident
     stays: bool
     """Its agent keeps running, also if the node does not join."""
 
 
-class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Bye(FromNode, frozen=True, kw_only=True, tag=True):
     """This node got its :class:`Stop` and needs the control store no more."""
 
-    node: str
-    epoch: str
 
-
-class Dead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Dead(FromNode, frozen=True, kw_only=True, tag=True):
     """The coordinator's process saw that a node's agent died."""
 
-    node: str
-    epoch: str
     reason: str
 
 
@@ -288,14 +238,10 @@ ToCoordinator = (
 )
 ToNode = Wait | NodesMissing | Prepare | Start | CycleOver | Remark | Stop
 
-_encoder = msgspec.json.Encoder()
+encode = msgspec.json.Encoder().encode
+"""A message as bytes."""
 _to_coordinator: msgspec.json.Decoder[ToCoordinator] = json_decoder(ToCoordinator)
 _to_node: msgspec.json.Decoder[ToNode] = json_decoder(ToNode)
-
-
-def encode(message: ToCoordinator | ToNode) -> bytes:
-    """Return a message as bytes."""
-    return _encoder.encode(message)
 
 
 def decode_to_coordinator(data: bytes) -> ToCoordinator:
@@ -304,12 +250,7 @@ def decode_to_coordinator(data: bytes) -> ToCoordinator:
     Raises:
         RendezvousError: It is not one that this version sends.
     """
-    try:
-        return _to_coordinator.decode(data)
-    except msgspec.DecodeError as error:
-        raise RendezvousError(
-            f"unreadable message from an agent: {error}; do all nodes run the same outlast?"
-        ) from error
+    return _decode(_to_coordinator, data, "unreadable message from an agent")
 
 
 def decode_to_node(data: bytes) -> ToNode:
@@ -318,12 +259,14 @@ def decode_to_node(data: bytes) -> ToNode:
     Raises:
         RendezvousError: It is not one that this version sends.
     """
+    return _decode(_to_node, data, "unreadable message from the coordinator")
+
+
+def _decode(decoder: msgspec.json.Decoder[T], data: bytes, fault: str) -> T:
     try:
-        return _to_node.decode(data)
+        return decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise RendezvousError(
-            f"unreadable message from the coordinator: {error}; do all nodes run the same outlast?"
-        ) from error
+        raise RendezvousError(f"{fault}: {error}; do all nodes run the same outlast?") from error
 
 
 # -- how a job is, for whoever asks -----------------------------------------------------------------------------
@@ -414,10 +357,6 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of the job, once it is over."""
     reason: str | None = None
 
-    def encode(self) -> bytes:
-        """Return it as JSON."""
-        return msgspec.json.encode(self)
-
 
 def decode_live(data: bytes) -> LiveStatus:
     """Return what a coordinator wrote.
@@ -426,7 +365,6 @@ def decode_live(data: bytes) -> LiveStatus:
         RendezvousError: It is something else.
     """
     try:
-        status: LiveStatus = json_decoder(LiveStatus).decode(data)
+        return from_json(data, LiveStatus)
     except msgspec.DecodeError as error:
         raise RendezvousError(f"its status cannot be read ({error}); use the version of outlast that runs it") from None
-    return status

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-__all__ = ["handler_creator"]
-
 
 def handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Return what torch calls to make a handler."""

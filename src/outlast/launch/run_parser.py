@@ -16,34 +16,19 @@ import difflib
 import importlib.util
 import logging
 import re
+import runpy
 import shutil
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 from outlast import env
-from outlast.config.flags import add_ft_arguments, ft_config_from, ft_typed, unknown_flag_message
+from outlast.config.sources import add_ft_arguments, ft_config_from, ft_typed, unknown_flag_message
 from outlast.errors import ConfigError
-
-__all__ = [
-    "OptionGroup",
-    "RunCommand",
-    "describe_options",
-    "find_event_handlers",
-    "given_options",
-    "hint_at",
-    "make_parser",
-    "make_torchrun_parser",
-    "option_name",
-    "parse_command",
-    "takes_value",
-    "words_before_script",
-]
-
 
 log = logging.getLogger(__name__)
 
@@ -82,14 +67,14 @@ def _torch() -> Path:
 
 def _make_from_source() -> argparse.ArgumentParser:
     root = _torch()
-    actions = _load(root / "distributed" / "argparse_util.py", "outlast_torchrun_actions")
+    actions = runpy.run_path(str(root / "distributed" / "argparse_util.py"))
     path = root / "distributed" / "run.py"
     function = _find(path, ast.FunctionDef, "get_args_parser")
     namespace: dict[str, Any] = {
         "ArgumentParser": argparse.ArgumentParser,
         "REMAINDER": argparse.REMAINDER,
-        "env": actions.env,
-        "check_env": _named_in_errors(actions.check_env),
+        "env": actions["env"],
+        "check_env": _named_in_errors(actions["check_env"]),
         "_AffinityMode": _read_affinity_modes(root / "numa" / "binding.py"),
     }
     exec(compile(ast.Module([function], []), str(path), "exec"), namespace)  # a function of the installed torch
@@ -127,16 +112,6 @@ def _find(path: Path, kind: type[ast.stmt], name: str) -> ast.stmt:
             if isinstance(node, kind):
                 return node
     raise LookupError(f"{path} has no {name}")
-
-
-def _load(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 DEFAULT_MAX_RESTARTS = 3
@@ -338,7 +313,14 @@ class _Options:
                 action.default = DEFAULT_MAX_RESTARTS
             elif action.dest == "node_rank" and action.default == 0:
                 action.default = None  # so that a given 0 differs from none
-        self._add_ours()
+        for group, name, value, default, text in _OURS:
+            names = [f"--{name}", *([f"--{name.replace('-', '_')}"] if "-" in name else []), *_ALIASES.get(name, ())]
+            if value is None:
+                action = parser.add_argument(*names, action="store_true", help=text)
+            else:
+                kind = _TYPES.get(value, str)
+                action = parser.add_argument(*names, default=default, type=kind, metavar=value, help=text)
+            self.groups[group].append(action)
         self.groups[_RUN] += [action for action in parser._actions if action.dest == "help"]
         for name, action in add_ft_arguments(parser).items():
             self.groups[_SIMULATION if "simulate" in name else _FT_GROUPS.get(name, _FAULTS)].append(action)
@@ -347,16 +329,6 @@ class _Options:
         parser.prog = "outlast run"
         parser.error = self._refuse  # type: ignore[method-assign]
         parser.format_help = self.format_help  # type: ignore[method-assign]
-
-    def _add_ours(self) -> None:
-        for group, name, value, default, text in _OURS:
-            names = [f"--{name}", *([f"--{name.replace('-', '_')}"] if "-" in name else []), *_ALIASES.get(name, ())]
-            if value is None:
-                action = self.parser.add_argument(*names, action="store_true", help=text)
-            else:
-                kind = _TYPES.get(value, str)
-                action = self.parser.add_argument(*names, default=default, type=kind, metavar=value, help=text)
-            self.groups[group].append(action)
 
     def _complete(self, text: str) -> list[Any]:
         """Return the option that an abbreviation stands for, in a list that is empty where that is not certain.
@@ -387,18 +359,9 @@ class _Options:
         return RunCommand(args=args, typed=self.typed, strays=self._find_strays(argv[position + 1 :]))
 
     def _find_strays(self, words: Iterable[str]) -> tuple[str, ...]:
-        strays = []
-        for word in words:
-            if word == "--":
-                break
-            name = word.partition("=")[0]
-            if (
-                name.startswith("--")
-                and name in self.parser._option_string_actions
-                and name[2:].replace("_", "-") not in _SCRIPTS_OWN
-            ):
-                strays.append(name)
-        return tuple(dict.fromkeys(strays))
+        names = [word.partition("=")[0] for word in takewhile(lambda word: word != "--", words)]
+        ours = {name for name in self.parser._option_string_actions if name.startswith("--")}
+        return tuple(dict.fromkeys(n for n in names if n in ours and n[2:].replace("_", "-") not in _SCRIPTS_OWN))
 
     def _refuse(self, message: str) -> NoReturn:
         """Say in the words of whoever typed it what argparse has against the line."""

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from outlast import clock, env
-from outlast.config.flags import LayeredSettings
+from outlast.config.sources import LayeredSettings
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
@@ -35,8 +35,6 @@ from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint, own_address, parse_endpoints
 from outlast.runtime.store import TCPStore, open_cycle_store
-
-__all__ = ["OutlastRendezvous", "create_handler"]
 
 log = logging.getLogger(__name__)
 _UNLIMITED = 1 << 31
@@ -123,9 +121,7 @@ class OutlastRendezvous(RendezvousHandler):
                 incident = Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._cycle, node=self._link.node)
             ended = m.CycleFacts(cycle=self._cycle, incident=incident)
         self._waiting = 0
-        self._link.send(
-            m.JoinRequest(node=self._link.node, epoch=self._link.epoch, addr=self._addr, nproc=0, ended=ended)
-        )
+        self._link.send(m.JoinRequest(addr=self._addr, nproc=0, ended=ended))
         deadline_s: float | None = clock.now_s() + self._join_timeout_s
         while True:
             try:
@@ -139,15 +135,7 @@ class OutlastRendezvous(RendezvousHandler):
                     deadline_s = None  # a spare waits as long as the job lasts
                 case m.Prepare():
                     self._hosted = open_cycle_store(self._addr)
-                    self._link.send(
-                        m.Master(
-                            node=self._link.node,
-                            epoch=self._link.epoch,
-                            cycle=news.cycle,
-                            addr=self._addr,
-                            port=self._hosted.port,
-                        )
-                    )
+                    self._link.send(m.Master(cycle=news.cycle, addr=self._addr, port=self._hosted.port))
                 case m.Start():
                     return self._enter(news)
                 case m.Stop():
@@ -182,7 +170,7 @@ class OutlastRendezvous(RendezvousHandler):
     def set_closed(self) -> None:
         """End the job for every node."""
         self._closed = True
-        self._link.send(m.Leave(node=self._link.node, epoch=self._link.epoch, whole_job=True))
+        self._link.send(m.Leave(whole_job=True))
 
     def num_nodes_waiting(self) -> int:
         """Return 1 once the running cycle is over elsewhere, else 0: spares are never a reason to restart."""
@@ -205,8 +193,7 @@ class OutlastRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Leave the job and free everything; a failed node's slot goes to a spare."""
         if self._cycle is not None and not self._closed:
-            facts = m.CycleFacts(cycle=self._cycle)
-            self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=facts))
+            self._link.send(m.Finished(facts=m.CycleFacts(cycle=self._cycle)))
         self._link.close()
         self._store = self._hosted = None
         return True

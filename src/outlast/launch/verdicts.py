@@ -27,21 +27,6 @@ from outlast.policy.recovery_point import Distrusted
 from outlast.policy.rerun import Diagnosis
 from outlast.runtime.files import write_atomically
 
-__all__ = [
-    "CycleEnding",
-    "ExcludedNodes",
-    "LadderClient",
-    "Record",
-    "copy_untrusted",
-    "departure",
-    "diagnosis_in",
-    "highest_durable",
-    "load_ladder",
-    "name_culprit",
-    "observations",
-    "save_ladder",
-]
-
 
 @dataclass(slots=True, kw_only=True)
 class CycleEnding:
@@ -323,7 +308,7 @@ class ExcludedNodes:
         A node that did not join is barred, also for the scheduler, which reads what the ladder remembers. One that
         trains is replaced if a spare can take its slot. A full disk does not end a run by itself; wrong numbers do.
         """
-        node = self._nodes.get(report.node)
+        node = self._nodes.by_name.get(report.node)
         if node is None or node.epoch != report.epoch:
             self._outside[report.node] = report
             self._ladder.bar(report.node)

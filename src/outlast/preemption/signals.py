@@ -33,8 +33,6 @@ from typing import Any
 from outlast import clock
 from outlast.errors import OutlastError
 
-__all__ = ["SignalWatch", "does_nothing_else", "outlive_signals", "outlive_sigterm"]
-
 log = logging.getLogger(__name__)
 _CLOSE = 0  # no signal has this number
 _LOOK_S = 0.5

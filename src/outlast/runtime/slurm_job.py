@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outlast import env
+from outlast.env import expand_counts, expand_nodes
 from outlast.errors import ConfigError
-from outlast.slurm_notation import expand_counts, expand_nodes
-
-__all__ = ["SLURMInfo", "get_slurm_info", "is_requeued", "log_job_info"]
 
 log = logging.getLogger(__name__)
 _logged: set[tuple[str, int]] = set()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from outlast.session.attempts import Attempt
 from outlast.session.session import Session, init
-from outlast.session.step_consensus import StepDecision
+from outlast.session.step import Attempt, StepDecision
 
 __all__ = ["Attempt", "Session", "StepDecision", "init"]

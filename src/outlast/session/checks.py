@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from outlast.config import HealthConfig, ReplicaDigestConfig, StragglerDetectionConfig
@@ -20,8 +21,8 @@ from outlast.monitor.rank_monitor import SectionTimer
 from outlast.policy.rerun import Diagnosis, Finding
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import device_name
-from outlast.runtime.diagnoses import leave_diagnosis
 from outlast.runtime.journal import Journal
+from outlast.runtime.postmortem import leave_diagnosis
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from outlast.numerics.replica_digest import Agreement
     from outlast.straggler import Report
 
-__all__ = ["RankLiveness", "ReplicaWatch", "SlowRanks"]
 
 log = logging.getLogger(__name__)
 NO_PART_OF_A_STEP = frozenset({"setup", "checkpointing", "evaluation", "validation"})
@@ -87,9 +87,18 @@ class RankLiveness:
         reports = self._place.global_rank == next(answering, None)
         log.log(logging.ERROR if reports else logging.DEBUG, "%s", message)
         if ranks and reports and result.status != Status.LOST:
-            # Of one that is gone its launcher tells, with how it ended.
-            kind = IncidentKind.WRONG_ANSWER if is_wrong else IncidentKind.WORKER_HUNG
-            self._write(kind, ranks, message, iteration)
+            # The launcher records one that is gone, with how it ended.
+            is_neighbour = ranks[0] // max(1, self._place.local_world_size) == self._place.node_rank
+            incident = Incident(
+                kind=IncidentKind.WRONG_ANSWER if is_wrong else IncidentKind.WORKER_HUNG,
+                job=self._place.job,
+                cycle=self._place.cycle,
+                node=self._place.node if is_neighbour else "",
+                rank=ranks[0],
+                iteration=iteration,
+                evidence={"summary": message, "ranks": ranks},
+            )
+            self._journal.write(EventKind.INCIDENT, rank=ranks[0], iteration=iteration, incident=incident)
         if is_wrong:
             raise UnhealthyRank(
                 f"{message}; what it computes is not to be trusted: run outlast doctor on its node",
@@ -97,20 +106,6 @@ class RankLiveness:
                 iteration=iteration,
             )
         raise PeerLost(f"{message}; see the log of that rank", rank=rank, iteration=iteration)
-
-    def _write(self, kind: IncidentKind, ranks: list[int], message: str, iteration: int) -> None:
-        place = self._place
-        is_neighbour = ranks[0] // max(1, place.local_world_size) == place.node_rank
-        incident = Incident(
-            kind=kind,
-            job=place.job,
-            cycle=place.cycle,
-            node=place.node if is_neighbour else "",
-            rank=ranks[0],
-            iteration=iteration,
-            evidence={"summary": message, "ranks": ranks},
-        )
-        self._journal.write(EventKind.INCIDENT, rank=ranks[0], iteration=iteration, incident=incident)
 
 
 class ReplicaWatch:
@@ -165,15 +160,11 @@ class ReplicaWatch:
 
     def _judge(self, agreement: Agreement) -> ExitReason:
         """Write a diagnosis of whose replica differs. Without a majority only running the steps again can tell."""
-        if agreement.culprits:
-            blamed, others = agreement.culprits[0], agreement.culprits
-            finding, code = Finding.PERSISTENT, ExitReason.FAILED_VALIDATION
-        else:
-            blamed, others = agreement.undecided[0], agreement.undecided
-            finding, code = Finding.SPLIT, ExitReason.RESUME_TO_DISAMBIGUATE
-        is_known = finding == Finding.PERSISTENT
+        is_known = bool(agreement.culprits)
+        others = agreement.culprits or agreement.undecided
+        blamed = others[0]
         diagnosis = Diagnosis(
-            finding=finding,
+            finding=Finding.PERSISTENT if is_known else Finding.SPLIT,
             rank=blamed.rank,
             node=blamed.node if is_known else "",
             device=blamed.device if is_known else "",
@@ -183,7 +174,7 @@ class ReplicaWatch:
             rejected_ranks=tuple(one.rank for one in others),
         )
         leave_diagnosis(self._place, diagnosis, self._journal)
-        return code
+        return ExitReason.FAILED_VALIDATION if is_known else ExitReason.RESUME_TO_DISAMBIGUATE
 
 
 class SlowRanks:
@@ -202,15 +193,19 @@ class SlowRanks:
         self, config: StragglerDetectionConfig, place: WorkerEnv, journal: Journal, consensus: Consensus
     ) -> None:
         from outlast.straggler import StragglerDetector
+        from outlast.straggler.report import record
 
         self._place, self._consensus = place, consensus
-        self._detector: StragglerDetector = StragglerDetector(config, place=place, journal=journal)
-        self._detector.wrap(consensus, "agree", waits=True)
+        self.detector: StragglerDetector = StragglerDetector(
+            config,
+            global_rank=place.global_rank,
+            local_rank=place.local_rank,
+            node=place.node,
+            on_report=partial(record, place=place, journal=journal),
+        )
+        """What times and compares."""
+        self.detector.wrap(consensus, "agree", waits=True)
         self._waited_before_s = 0.0
-
-    def watch(self, state: Any) -> None:
-        """Time the forward of the modules in a state, and the step of the optimizers."""
-        self._detector.watch(state)
 
     def timed(self, name: str, section: SectionTimer) -> SectionTimer:
         """Return a section that is timed too; one that is no part of a step is left out instead.
@@ -221,7 +216,7 @@ class SlowRanks:
         """
         if name == STEP:
             return section
-        mark = self._detector.leave_out() if name in NO_PART_OF_A_STEP else self._detector.section(name)
+        mark = self.detector.leave_out() if name in NO_PART_OF_A_STEP else self.detector.section(name)
 
         def open_(_: int) -> None:
             section.__enter__()
@@ -236,36 +231,17 @@ class SlowRanks:
     @contextmanager
     def left_out(self, section: AbstractContextManager[None]) -> Iterator[None]:
         """Return a section of the session's own that is no part of a step."""
-        with section, self._detector.leave_out():
+        with section, self.detector.leave_out():
             yield
 
     def begin_step(self, iteration: int) -> None:
         """Begin to time a step, ``iteration`` of which are done."""
         self._waited_before_s = self._consensus.waited_s
-        self._detector.begin_step(iteration)
-
-    def end_step(self) -> None:
-        """End the step's time: this rank is done, and has not yet waited for the others."""
-        self._detector.end_step()
+        self.detector.begin_step(iteration)
 
     def note_wait(self) -> None:
         """Take in how long this rank has waited for the others, now that they have come."""
-        self._detector.note_wait(self._consensus.waited_s - self._waited_before_s)
-
-    def wants_report(self) -> bool:
-        """Return whether it is time for a report, as far as this rank knows."""
-        return self._detector.wants_report()
-
-    def report(self) -> Report:
-        """Compare the ranks; see :meth:`outlast.straggler.StragglerDetector.report`.
-
-        Raises:
-            PeerLost: A peer is gone, or did not come in time.
-
-        Collective: all ranks, after the same step.
-        Blocks: until all ranks have come, and while the machine of a rank that is named is looked at.
-        """
-        return self._detector.report()
+        self.detector.note_wait(self._consensus.waited_s - self._waited_before_s)
 
     def diagnose(self, report: Report) -> None:
         """Name to the launcher the rank for which all of them leave; where there are several, the slowest."""
@@ -282,7 +258,3 @@ class SlowRanks:
             message="; ".join((one.describe(), *causes)),
         )
         leave_diagnosis(place, diagnosis)
-
-    def close(self) -> None:
-        """Take away what was put around modules, optimizers and functions. Idempotent. Blocks: never."""
-        self._detector.close()

@@ -23,15 +23,6 @@ from outlast.runtime.slurm_job import log_job_info
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.version import __version__
 
-__all__ = [
-    "announce_session",
-    "has_near_tier",
-    "read_place",
-    "seed_random_numbers",
-    "warn_of_missing_protection",
-]
-
-
 log = logging.getLogger(__name__)
 
 

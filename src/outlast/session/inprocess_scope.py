@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from outlast.inprocess.restore import Restore
     from outlast.policy.recovery_point import Origin
 
-__all__ = ["InProcessScope"]
 
 log = logging.getLogger(__name__)
 _KEPT = "outlast.session"
@@ -170,7 +169,7 @@ class InProcessScope:
             return
         if origin is None and self._memory.is_dirty:
             raise RestartAbort(
-                "what this call was to go on from is not whole, nothing is saved yet, and what handle.keep() keeps "
+                "what this call was to resume from is not whole, nothing is saved yet, and what handle.keep() keeps "
                 "cannot begin again; restart the job"
             )
         self._memory.has_loaded = origin

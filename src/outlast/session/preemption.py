@@ -12,16 +12,22 @@ from outlast.config import PreemptionConfig
 from outlast.env import WorkerEnv, environ
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
-from outlast.monitor.rank_monitor import RankMonitor
-from outlast.preemption.listener import Notice, ShutdownListener
+from outlast.monitor.rank_monitor import PlacedRankMonitor
+from outlast.preemption.listener import (
+    EndTime,
+    Notice,
+    NoticeFile,
+    NoticeSource,
+    NoticeURL,
+    ShutdownListener,
+    load_source,
+)
 from outlast.preemption.signals import does_nothing_else
-from outlast.preemption.sources import EndTime, NoticeFile, NoticeSource, NoticeURL, load_source
 from outlast.runtime.journal import Journal
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager
 
-__all__ = ["Preemption"]
 
 log = logging.getLogger(__name__)
 _PEER = "peer"
@@ -43,7 +49,7 @@ class Preemption:
     """
 
     def __init__(
-        self, config: PreemptionConfig | None, *, place: WorkerEnv, journal: Journal, monitor: RankMonitor
+        self, config: PreemptionConfig | None, *, place: WorkerEnv, journal: Journal, monitor: PlacedRankMonitor
     ) -> None:
         self._config = config = config or PreemptionConfig()
         self._journal, self._rank, self._monitor = journal, place.global_rank, monitor

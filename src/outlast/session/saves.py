@@ -1,4 +1,7 @@
-"""What a session saves, to which tiers, and when.
+"""What a session restores, what it saves, to which tiers, and when.
+
+It restores from memory after a restart in process, else from the newest generation. The script's state is saved and
+loaded together with the session's own (:data:`OWN_STATE`), as one mapping.
 
 An interval in iterations needs no communication: every rank counts alike. For ``"auto"`` one rank measures and decides,
 since no two ranks measure the same: rank 0 requests at a step's begin what is to follow the step, and all ranks read it
@@ -8,7 +11,7 @@ from the step's reduction.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +20,18 @@ from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, Untrusted
 from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
+from outlast.policy.recovery_point import Origin
 from outlast.runtime.journal import Journal
 from outlast.session.environment import has_near_tier
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.wording import count
 
 if TYPE_CHECKING:
-    from outlast.checkpoint import Restored, SaveHandle
-    from outlast.policy.recovery_point import Origin
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["NEAR_TIERS", "DueSave", "SaveSchedule", "Saves"]
+    from outlast.checkpoint import Restored, SaveHandle
+
 
 log = logging.getLogger(__name__)
 NEAR_TIERS = ("memory", "local", "replica")
@@ -168,7 +173,7 @@ class Saves:
             has_near=has_near_tier(config, place),
         )
         self.has_loaded = False
-        """Whether training goes on from a generation."""
+        """Whether training continues from a generation."""
         self.newest: SaveHandle | None = None
         """The newest save to all tiers."""
         self.last_stall_s: float | None = None
@@ -207,7 +212,7 @@ class Saves:
         self.schedule.start_from(restored.iteration)
         return restored
 
-    def go_on(self, state: Mapping[str, Any], iteration: int, origin: Origin | None) -> None:
+    def resume(self, state: Mapping[str, Any], iteration: int, origin: Origin | None) -> None:
         """Resume from a state that all ranks have in memory already.
 
         Args:
@@ -283,3 +288,81 @@ def _failed(iteration: int, error: CheckpointError) -> SaveHandle:
     handle = SaveHandle(iteration, limit_s=0.0)
     handle.fail(error)
     return handle
+
+
+OWN_STATE = "outlast"
+"""Name under which the session saves what it resumes from itself."""
+
+
+def unwrap_ddp(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with each DDP-wrapped module replaced by the module within.
+
+    So a checkpoint does not depend on whether DDP was used, and loads with and without it.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    return {
+        name: value.module if isinstance(value, DistributedDataParallel) else value for name, value in state.items()
+    }
+
+
+def saved_state(state: Mapping[str, Any], own: object) -> dict[str, Any]:
+    """Return the mapping that is saved: the script's state and the session's own."""
+    return {**unwrap_ddp(state), OWN_STATE: own}
+
+
+def restore(
+    state: Mapping[str, Any],
+    own: object,
+    saves: Saves | None,
+    scope: InProcessScope,
+    replicas: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    suspect_iteration: int | None,
+    place: WorkerEnv,
+    journal: Journal,
+) -> int:
+    """Make ``state`` what training continues from; return the number of optimizer steps that it has done.
+
+    Args:
+        state: As given to :meth:`Session.restore`.
+        own: The session's own state, with ``state_dict()`` and ``load_state_dict()``.
+        saves: What is saved; ``None`` = nothing.
+        scope: The call around the session; it may hold the state in memory.
+        replicas: Ranks that hold the same tensors; ``None`` = all.
+        suspect_iteration: Of the state saved for diagnosis that is loaded instead if all ranks have it; ``None`` =
+            none is.
+        place: This worker's place.
+        journal: Where a resumption from memory is recorded.
+
+    Raises:
+        CheckpointError: There are generations, but none that all ranks can load; or another run uses a directory,
+            or has saved what is there.
+        RestartAbort: What was kept in memory is torn, and nothing was saved.
+        PeerLost: A peer left.
+        TypeError: There are plain values to give back, and the mapping cannot take any.
+
+    Collective: all ranks.
+    """
+    iteration = scope.resume(state, {OWN_STATE: own}, replicas, place=place, journal=journal)
+    if iteration is not None:
+        if saves is not None:
+            saves.resume(saved_state(state, own), iteration, scope.origin)
+        return iteration
+    given = unwrap_ddp(state)
+    loaded = {**given, OWN_STATE: own}
+    restored = None if saves is None else saves.load(loaded, suspect_iteration=suspect_iteration)
+    if restored is None:
+        scope.note_loaded(None)
+        scope.note_iteration(0)
+        return 0
+    replaced = {name: value for name, value in loaded.items() if name != OWN_STATE and value is not given.get(name)}
+    if replaced:
+        if not isinstance(state, MutableMapping):
+            raise TypeError(
+                f"state holds plain values ({', '.join(sorted(replaced))}), which are loaded into a dict only; give one"
+            )
+        state.update(replaced)
+    scope.note_loaded(Origin(generation=restored.generation, attempt=restored.attempt, tiers=restored.tiers))
+    scope.note_iteration(restored.iteration)
+    return restored.iteration

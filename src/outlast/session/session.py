@@ -38,25 +38,22 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from outlast import env, logs
 from outlast.chaos.armed import arm_configured
 from outlast.config import Config, FaultToleranceConfig
-from outlast.config.files import load_config
+from outlast.config.sources import load_config
 from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
 from outlast.incidents import EventKind
-from outlast.monitor.rank_monitor import RankMonitor, SectionTimer
+from outlast.monitor.rank_monitor import PlacedRankMonitor, SectionTimer
 from outlast.policy.causes import OWN_VERDICTS
 from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
 from outlast.runtime.journal import Journal
-from outlast.runtime.process_groups import Group, connect_world, is_initialised, settle
-from outlast.session.attempts import Attempt, Attempts
+from outlast.runtime.process_groups import connect_world, is_initialised, settle
 from outlast.session.checks import RankLiveness, ReplicaWatch, SlowRanks
 from outlast.session.environment import announce_session, read_place, seed_random_numbers
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.session.preemption import Preemption
-from outlast.session.progress import ProgressReporter
-from outlast.session.restore import OWN_STATE, restore, saved_state, unwrap_ddp
-from outlast.session.saves import DueSave, Saves
-from outlast.session.step_consensus import QUESTIONS, StepConsensus, StepDecision
+from outlast.session.saves import OWN_STATE, DueSave, Saves, restore, saved_state, unwrap_ddp
+from outlast.session.step import QUESTIONS, Attempt, Attempts, ProgressReporter, StepConsensus, StepDecision
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +61,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from outlast.checkpoint import SaveHandle
-
-__all__ = ["Session", "StepDecision", "init"]
 
 log = logging.getLogger(__name__)
 
@@ -107,15 +102,11 @@ def init(
     place = env.read_worker()
     logs.read_settings()
     logs.configure_worker(place.global_rank, place.node)
-    if config is None:
-        settings = Config()
-    elif isinstance(config, Config):
-        settings = config
-    elif isinstance(config, str | os.PathLike):
-        settings = load_config(config)
-    else:
+    if isinstance(config, str | os.PathLike):
+        config = load_config(config)
+    elif config is not None and not isinstance(config, Config):
         raise ConfigError(f"init() takes an outlast.Config or the path of a config file, not {type(config).__name__}")
-    return Session(settings, log_metrics=log_metrics)
+    return Session(config or Config(), log_metrics=log_metrics)
 
 
 class _Phase(Enum):
@@ -167,28 +158,15 @@ class Session:
             with self._section("setup"):
                 self._open_together()
             self._faults = arm_configured(config, self._monitor.config, place, self._journal)
-            if self._faults is not None:
-                for name in self._faults.sections:
-                    self._monitor.call_in(name, partial(self._inject_faults, name))
+            for name in () if self._faults is None else self._faults.sections:
+                self._monitor.call_in(name, partial(self._inject_faults, name))
             self._step_consensus = StepConsensus(self._consensus, self._preemption, self._saves, self._slow_ranks)
             self._attempts = Attempts(
-                config.rerun_state_machine,
-                place,
-                self._journal,
-                consensus=self._step_consensus,
-                faults=self._faults,
+                config.rerun_state_machine, place, self._journal, consensus=self._step_consensus, faults=self._faults
             )
             self._scope.on_leave(self._attempts.close)
-            if self._scope.call_number > 0:
-                self._attempts.replay = None  # it was for the cycle's begin
-            announce_session(
-                config,
-                place,
-                self._scope,
-                self._journal,
-                self._monitor,
-                watches_signals=self._preemption.watches_signals,
-            )
+            watches_signals = self._preemption.watches_signals
+            announce_session(config, place, self._scope, self._journal, self._monitor, watches_signals=watches_signals)
         except BaseException as error:
             self._abort(error)
             raise
@@ -321,11 +299,12 @@ class Session:
         Collective: all ranks, once, before the first step.
         Blocks: until all ranks have read and verified their parts.
         """
-        self._expect(_Phase.OPENED, "restore()")
+        self._expect("restore()", _Phase.OPENED)
         if OWN_STATE in state:
             raise ConfigError(f"state[{OWN_STATE!r}] is the session's own; choose another name")
         self._state = state
         self._attempts.watch(state)
+        replay = self._attempts.replay
         with self._section("setup"):
             try:
                 self._iteration = restore(
@@ -334,11 +313,12 @@ class Session:
                     self._saves,
                     self._scope,
                     replicas,
+                    suspect_iteration=None if replay is None else replay.iteration,
                     place=self._place,
                     journal=self._journal,
                 )
             except Untrusted as error:
-                if self._saves is not None and self._saves.refusal is not None:
+                if self._refusal is not None:
                     self._leave_refused()
                 if self._place.untrusted is None:
                     raise
@@ -353,7 +333,7 @@ class Session:
                 self._replicas = ReplicaWatch(digests, unwrap_ddp(state), replicas, self._place, self._journal)
                 self._stack.callback(self._replicas.close)
             if self._slow_ranks is not None:
-                self._slow_ranks.watch(state)
+                self._slow_ranks.detector.watch(state)
         self._phase = _Phase.BETWEEN
         return self._iteration
 
@@ -368,17 +348,12 @@ class Session:
         Collective: all ranks.
         Blocks: never.
         """
-        self._expect(_Phase.BETWEEN, "begin_step()")
-        if self._faults is not None:
-            if self._decision is not None:
-                self._faults.after_step(self._iteration, self._state, has_durable=self._has_durable())
-            self._faults.before_step(self._iteration, self._state, has_durable=self._has_durable())
+        self._expect("begin_step()", _Phase.BETWEEN)
+        self._inject_faults()
         self._phase = _Phase.STEPPING
         self._progress.begin_step()
         self._attempts.begin_step(self._iteration)
         self._step_consensus.begin(self._iteration, with_attempts=self._attempts.have_reduction)
-        if self._slow_ranks is not None:
-            self._slow_ranks.begin_step(self._iteration)
 
     def end_step(self, *, is_last: bool = False) -> StepDecision:
         """End the step: it counts as done, and all ranks agree on what follows it.
@@ -404,8 +379,18 @@ class Session:
         Collective: all ranks, with the same ``is_last``.
         Blocks: until all ranks have begun the step.
         """
-        self._expect(_Phase.STEPPING, "end_step()")
-        agreed = self._agree()
+        self._expect("end_step()", _Phase.STEPPING)
+        self._scope.note_iteration(self._iteration + 1)
+        if self._liveness is not None:  # before the agreement, which would wait for a silent rank
+            with self._section("checkpointing"):
+                self._liveness.check(self._iteration + 1)
+        try:
+            agreed = self._step_consensus.finish()
+        except PeerLost as error:
+            if not self._preemption.is_requested:
+                raise
+            log.error("a peer ended before all ranks could stop together: %s", error)
+            self._exit(self._preemption.log_exit())
         self._iteration += 1
         self._phase = _Phase.BETWEEN
         took_s = self._progress.end_step(self._iteration)
@@ -422,23 +407,22 @@ class Session:
             reason = ExitReason.PREEMPTED
         elif agreed["report"]:
             if self._slow_ranks is None:
-                raise OutlastError(
-                    "straggler_detection is on for another rank and off for this one; give all ranks the same"
-                )
-            report = self._slow_ranks.report()
+                raise OutlastError("straggler_detection is on for another rank, off for this one; give all the same")
+            report = self._slow_ranks.detector.report()
             figures = report.metrics()
             if report.should_stop and not is_last:
                 self._slow_ranks.diagnose(report)
                 reason = ExitReason.STRAGGLER
-        save = self._agreed_save(due, reason, is_last=is_last)
-        if reason != ExitReason.NO_PROGRESS and (differ := self._check_replicas(saves=save is not None)) is not None:
-            reason, save = differ, None
-        self._decision = StepDecision(
-            iteration=self._iteration,
-            save=save,
-            reason=reason,
-            signal=agreed["stop"] if reason == ExitReason.PREEMPTED else None,
-        )
+        save: Literal["near", "all"] | None = None
+        if reason != ExitReason.NO_PROGRESS:
+            if self._saves is not None and (reason is not None or due == DueSave.ALL):
+                save = "all"
+            elif due == DueSave.NEAR and not is_last:  # the end saves to all tiers
+                save = "near"
+            if (differ := self._check_replicas(saves=save is not None)) is not None:
+                reason, save = differ, None
+        signal = agreed["stop"] if reason == ExitReason.PREEMPTED else None
+        self._decision = StepDecision(iteration=self._iteration, save=save, reason=reason, signal=signal)
         if self._decision.stop:
             self._phase = _Phase.STOPPING
         self._progress.log_step(self._iteration, took_s, figures)
@@ -460,7 +444,7 @@ class Session:
         Collective: all ranks, after :meth:`end_step` and before the next :meth:`begin_step`.
         Blocks: while the state is copied; with ``async_save`` off, until it is committed.
         """
-        self._expect((_Phase.BETWEEN, _Phase.STOPPING), "save_due()")
+        self._expect("save_due()", _Phase.BETWEEN, _Phase.STOPPING)
         decision, saves = self._decision, self._saves
         if decision is None or decision.save is None or saves is None or saves.is_saved(self._iteration):
             return None
@@ -485,9 +469,8 @@ class Session:
         """
         if self._phase == _Phase.STOPPING:
             self.leave(state)
-        self._expect(_Phase.BETWEEN, "finish()")
-        if self._faults is not None and self._decision is not None:
-            self._faults.after_step(self._iteration, state, has_durable=self._has_durable())
+        self._expect("finish()", _Phase.BETWEEN)
+        self._inject_faults(is_last=True)
         self._attempts.finish()
         if self._saves is not None:
             if not self._saves.is_saved(self._iteration):
@@ -498,13 +481,11 @@ class Session:
                 with self._section("checkpointing"):
                     self._saves.manager.wait()
             except Untrusted:
-                if self._saves.refusal is None:
+                if self._refusal is None:
                     raise
                 self._leave_refused()
         self._preemption.close()
-        self._monitor.finish()
-        self._write_end(ExitReason.FINISHED)
-        self._phase = _Phase.OVER
+        self._end(ExitReason.FINISHED)
 
     def leave(self, state: Mapping[str, Any]) -> NoReturn:
         """Do what all ranks agreed on when they agreed to stop: save, wait as long as there is time, and exit.
@@ -521,7 +502,7 @@ class Session:
         """
         decision = self._decision
         if decision is None or decision.reason is None or self._phase != _Phase.STOPPING:
-            raise OutlastError("leave() without an agreement to stop; call finish(state), or go on with begin_step()")
+            raise OutlastError("leave() without an agreement to stop; call finish(state), or begin_step() to continue")
         if decision.reason == ExitReason.NO_PROGRESS:
             self._leave_refused()
         if decision.reason not in (ExitReason.PREEMPTED, ExitReason.STRAGGLER):
@@ -532,8 +513,7 @@ class Session:
     def break_off(self) -> None:
         """End the loop here, without a save: what ``break`` does in :meth:`steps`.
 
-        Idempotent. Collective: no; what all ranks do next must not need a step's end.
-        Blocks: while the state is still being copied.
+        Idempotent. Collective: no; what all ranks do next must not need a step's end. Blocks: while state is copied.
         """
         if self._saves is not None:
             self._saves.manager.finish_staging()  # the script may now change what is being copied
@@ -658,16 +638,11 @@ class Session:
         self._scope.on_leave(self._let_go)
         if config.seed is not None:
             seed_random_numbers(config.seed + place.global_rank)
-        self._journal = Journal(
-            place.run_dir,
-            run_id=place.run_id,
-            job=place.job,
-            node=place.node,
-            proc=f"rank-{place.global_rank}",
-        )
+        proc = f"rank-{place.global_rank}"
+        self._journal = Journal(place.run_dir, run_id=place.run_id, job=place.job, node=place.node, proc=proc)
         self._stack.callback(self._journal.close)
         self._journal.cycle = place.cycle
-        self._monitor = RankMonitor(place, config.fault_tolerance or FaultToleranceConfig(), place.run_dir)
+        self._monitor = PlacedRankMonitor(place, config.fault_tolerance or FaultToleranceConfig(), place.run_dir)
         self._stack.callback(self._monitor.close)
         self.fault_tolerance = self._monitor.config
         """What is in force."""
@@ -681,12 +656,15 @@ class Session:
         """Open what all ranks open together."""
         config, place = self.config, self._place
         if self._owns_world:
-            self._stack.callback(self._cut, connect_world(place))
+            world = connect_world(place)
+            if not self._scope.is_active:  # the wrapper waits for more than the world
+                self._stack.callback(settle)
+            self._stack.callback(world.cut)
         self._consensus = Consensus(QUESTIONS, world_size=place.world_size)
         self._stack.callback(self._consensus.close)
         if config.straggler_detection is not None and config.straggler_detection.enabled:
             self._slow_ranks = SlowRanks(config.straggler_detection, place, self._journal, self._consensus)
-            self._stack.callback(self._slow_ranks.close)
+            self._stack.callback(self._slow_ranks.detector.close)
         if config.checkpoint is not None:
             self._saves = Saves(config.checkpoint, place, self._journal, self._scope)
             self._scope.on_leave(self._saves.manager.close)
@@ -709,11 +687,6 @@ class Session:
             kept.exception(error)  # before peers notice that this rank is gone
         self._let_go()
 
-    def _cut(self, world: Group) -> None:
-        world.cut()
-        if not self._scope.is_active:  # the wrapper waits for more than the world
-            settle()
-
     def _at_exit(self) -> None:
         if self._saves is not None and not self._is_closed and self._phase not in (_Phase.OPENED, _Phase.OVER):
             log.warning("the session ended in the middle of a step; saves that were not committed are lost")
@@ -721,13 +694,12 @@ class Session:
 
     # -- details of a step -----------------------------------------------------------------------------------------
 
-    def _expect(self, phases: _Phase | tuple[_Phase, ...], what: str) -> None:
+    def _expect(self, what: str, *expected: _Phase) -> None:
         """Raise :class:`OutlastError` if it is not the time for a call."""
-        expected = phases if isinstance(phases, tuple) else (phases,)
         if self._phase in expected:
             return
         if self._phase == _Phase.BETWEEN and expected == (_Phase.OPENED,):
-            raise OutlastError(f"{what} was called before; go on with begin_step(), or call finish(state)")
+            raise OutlastError(f"{what} was called before; continue with begin_step(), or call finish(state)")
         raise OutlastError(f"{what} is out of order: {self._phase.value}")
 
     def _section(self, name: str) -> AbstractContextManager[None]:
@@ -735,40 +707,17 @@ class Session:
         section = self._scope.section(self._monitor, name)
         return section if self._slow_ranks is None else self._slow_ranks.left_out(section)
 
-    def _inject_faults(self, section: str) -> None:
-        assert self._faults is not None
-        self._faults.enter_section(section, self._iteration)
-
-    def _has_durable(self) -> bool:
-        """Return whether there is something to come back from, or nothing is saved at all."""
-        return self._saves is None or self._saves.manager.durable_iteration is not None
-
-    def _agree(self) -> dict[str, int]:
-        """Return what all ranks agreed on at the step's end."""
-        self._scope.note_iteration(self._iteration + 1)
-        if self._liveness is not None:
-            with self._section("checkpointing"):  # before the agreement, which would wait for a silent rank
-                self._liveness.check(self._iteration + 1)
-        if self._slow_ranks is not None:
-            self._slow_ranks.end_step()
-        try:
-            agreed = self._step_consensus.finish()
-        except PeerLost as error:
-            if not self._preemption.is_requested:
-                raise
-            log.error("a peer ended before all ranks could stop together: %s", error)
-            self._exit(self._preemption.log_exit())
-        if self._slow_ranks is not None:
-            self._slow_ranks.note_wait()
-        return agreed
-
-    def _agreed_save(self, due: DueSave, reason: ExitReason | None, *, is_last: bool) -> Literal["near", "all"] | None:
-        """Return what is saved after a step, given what is due and why all ranks stop."""
-        if self._saves is None or reason == ExitReason.NO_PROGRESS:
-            return None
-        if reason is not None or due == DueSave.ALL:
-            return "all"
-        return "near" if due == DueSave.NEAR and not is_last else None  # the end saves to all tiers
+    def _inject_faults(self, section: str | None = None, *, is_last: bool = False) -> None:
+        """Cause the faults that are due in a section; without one, those between the last step and the next one."""
+        if self._faults is None:
+            return
+        if section is not None:
+            return self._faults.enter_section(section, self._iteration)
+        has_durable = self._saves is None or self._saves.manager.durable_iteration is not None
+        if self._decision is not None:
+            self._faults.after_step(self._iteration, self._state, has_durable=has_durable)
+        if not is_last:
+            self._faults.before_step(self._iteration, self._state, has_durable=has_durable)
 
     def _check_replicas(self, *, saves: bool) -> ExitReason | None:
         """Compare the replicas if it is time to; return the exit code with which all ranks leave if they differ."""
@@ -795,28 +744,28 @@ class Session:
         iteration, saves = self._iteration, self._saves
         if saves is None:
             what = "stopping after iteration %d, on all ranks; there is no checkpoint.directory to save to"
-            self._log(logging.WARNING, what, iteration)
-            return
+            return self._log(logging.WARNING, what, iteration)
         self._log(logging.INFO, "stopping after iteration %d, on all ranks, and saving a checkpoint", iteration)
         try:
             handle = saves.newest if saves.is_saved(iteration) and saves.newest is not None else self._save(state)
             with self._section("checkpointing"):
                 while not handle.done:
                     if self._preemption.wait_to_give_up(0.02):
-                        self._log(logging.WARNING, "the save of iteration %d is abandoned", iteration)
-                        return
+                        return self._log(logging.WARNING, "the save of iteration %d is abandoned", iteration)
                 handle.wait()
         except (CheckpointError, DeadlineExceeded, PeerLost) as error:  # a peer may have given it up
             self._log(logging.ERROR, "the save of iteration %d failed: %s", iteration, error)
 
+    @property
+    def _refusal(self) -> CheckpointError | None:
+        """Why no save can succeed any more: a directory is another run's; ``None``: they can."""
+        return None if self._saves is None else self._saves.refusal
+
     def _leave_refused(self) -> NoReturn:
         """Leave, with all ranks, since nothing can be saved; a restart would only resume from the other run's state."""
-        refusal = self._saves.refusal if self._saves is not None else None
-        level = logging.ERROR if self._place.local_rank == 0 else logging.DEBUG
-        log.log(
-            level, "%s", refusal or "nothing can be saved: a directory is another run's; another rank's log names it"
-        )
-        self._exit(ExitReason.NO_PROGRESS, refusal)
+        what = self._refusal or "nothing can be saved: a directory is another run's; another rank's log names it"
+        log.log(logging.ERROR if self._place.local_rank == 0 else logging.DEBUG, "%s", what)
+        self._exit(ExitReason.NO_PROGRESS, self._refusal)
 
     def _leave_invalid(self, code: int, *, must_save: bool) -> NoReturn:
         """Save the state of before the step for diagnosis, if there is where to, and leave."""
@@ -835,16 +784,16 @@ class Session:
         """Log what holds for all ranks alike: rank 0 does."""
         log.log(level if self._place.global_rank == 0 else logging.DEBUG, text, *values)
 
-    def _write_end(self, code: int) -> None:
+    def _end(self, code: int) -> None:
+        self._monitor.finish()
         self._journal.write(
             EventKind.SESSION_ENDED, rank=self._place.global_rank, iteration=self._iteration, exit_code=int(code)
         )
+        self._phase = _Phase.OVER
 
     def _exit(self, code: int, why: OutlastError | None = None) -> NoReturn:
         self._monitor.set_leaving(code)
-        self._monitor.finish()
-        self._write_end(code)
-        self._phase = _Phase.OVER
+        self._end(code)
         self._preemption.outlive_session()
         self._let_go()
         raise SystemExit(code) from why

@@ -19,8 +19,8 @@ from outlast.clock import as_iso
 from outlast.decoding import convert
 from outlast.env import clean_name
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident, IncidentKind, Rung
-from outlast.launch.protocol import LiveBudgets, LiveStatus
-from outlast.policy.ladder import LadderState, begin_job, begin_run
+from outlast.launch.protocol import LiveBudgets, LiveNode, LiveStatus
+from outlast.policy.ladder import LadderState, Limits, begin_job, begin_run
 from outlast.status.evidence import Evidence
 from outlast.status.report import (
     SCHEMA,
@@ -35,9 +35,6 @@ from outlast.status.report import (
     WaitingReport,
 )
 from outlast.wording import count, duration
-
-__all__ = ["MAX_TROUBLES", "JobEvents", "RankProgress", "judge", "list_troubles"]
-
 
 RATE_WINDOW_NS = 60_000_000_000
 _TELLING = (EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.RESTORED, EventKind.SESSION_ENDED)
@@ -307,8 +304,13 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
     for event in evidence.events:
         job.take(event)
     newest = evidence.events[-1] if evidence.events else None
-    seen = [_time(newest)] if newest is not None else []
-    seen += [live.time] if live is not None else []
+    seen: list[tuple[str, int]] = []  # signs of life: when, for people and in nanoseconds since the epoch
+    if newest is not None:
+        seen.append((_time(newest), newest.wall_ns))
+        if evidence.renewed_ns:
+            seen.append((as_iso(evidence.renewed_ns), evidence.renewed_ns))
+    if live is not None:
+        seen.append((live.time, _from_iso(live.time)))
     run = newest.run_id if newest is not None else live.run_id if live is not None else ""
     ladder = _ladder_of(evidence, job)
     state = _state(evidence, job, ladder, now_ns)
@@ -317,12 +319,8 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
     nodes = _nodes(evidence, job, ladder, state)
     cycle = max(job.cycles, default=live.cycle if live is not None and live.phase == "running" else None)
     track = job.track
-    ages_s = [_age(newest.wall_ns, now_ns)] if newest is not None else []
-    ages_s += [_age(_from_iso(live.time), now_ns)] if live is not None else []
-    if evidence.renewed_ns and newest is not None:
-        seen.append(as_iso(evidence.renewed_ns))
-        ages_s.append(_age(evidence.renewed_ns, now_ns))
-    first = next(iter(job.agents.values()), None) or next(iter(job.sessions.values()), None)
+    begun = [*job.agents.values(), *job.sessions.values()]
+    launcher = next((event.data.get("launcher") for event in job.sessions.values()), None)
     troubles, num_troubles = list_troubles(evidence.events, now_ns)
     report = StatusReport(
         schema=SCHEMA,
@@ -331,15 +329,15 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
         run=run,
         run_dir=evidence.run_dir or (live.run_dir if live is not None else None),
         job=evidence.job or (live.job if live is not None else ""),
-        launcher=_launcher(job, live),
+        launcher="outlast run" if job.agents or live is not None else launcher,
         command=list(job.command),
         state=state,
         summary="",
         exit_code=over[0],
         reason=over[1],
-        started=None if first is None else _time(min((*job.agents.values(), *job.sessions.values()), key=_wall)),
-        last_seen=max(seen, default=None),
-        last_seen_s=min(ages_s, default=None),
+        started=_time(min(begun, key=_wall)) if begun else None,
+        last_seen=max((time for time, _ in seen), default=None),
+        last_seen_s=min((_age(wall_ns, now_ns) for _, wall_ns in seen), default=None),
         waiting=waiting,
         cycle=cycle,
         num_cycles=len(job.cycles) if job.cycles else 0 if live is None else live.cycle + (live.phase == "running"),
@@ -368,7 +366,9 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
 def _state(evidence: Evidence, job: JobEvents, ladder: LadderState | None, now_ns: int) -> RunState:
     live = evidence.live
     if live is not None:
-        return _live_state(live)
+        waits = live.lack is not None and live.lack.num_missing
+        idle = RunState.WAITING if waits else RunState.FORMING
+        return {"over": RunState.OVER, "running": RunState.RUNNING}.get(live.phase, idle)
     if job.agents:
         processes = {one.node: alive for one, alive in evidence.living.items() if one.rank is None}
         open_ = {node: processes.get(node) for node in job.agents if node not in job.ended}
@@ -388,14 +388,6 @@ def _state(evidence: Evidence, job: JobEvents, ladder: LadderState | None, now_n
     if not job.agents or (job.cycles and not job.is_cycle_over):
         return RunState.RUNNING
     return RunState.WAITING if _missing(job, ladder) > 0 else RunState.FORMING
-
-
-def _live_state(live: LiveStatus) -> RunState:
-    if live.phase == "over":
-        return RunState.OVER
-    if live.phase == "running":
-        return RunState.RUNNING
-    return RunState.WAITING if live.lack is not None and live.lack.num_missing else RunState.FORMING
 
 
 def _present(job: JobEvents, ladder: LadderState | None) -> set[str]:
@@ -443,12 +435,6 @@ def _end(job: JobEvents, live: LiveStatus | None) -> tuple[int | None, str | Non
     return (max(codes, key=lambda code: code != 0), None) if codes else (None, None)
 
 
-def _launcher(job: JobEvents, live: LiveStatus | None) -> str | None:
-    if job.agents or live is not None:
-        return "outlast run"
-    return next((event.data.get("launcher") for event in job.sessions.values()), None)
-
-
 # -- who, what for, how much -----------------------------------------------------------------------------------
 
 
@@ -461,10 +447,7 @@ def _nodes(evidence: Evidence, job: JobEvents, ladder: LadderState | None, state
     barred = {*live.quarantined, *live.held_back} if live is not None else set(ladder.barred if ladder else ())
     names = dict.fromkeys([*newest, *job.agents, *job.joined, *there, *sorted(barred), *sorted(job.unhealthy)])
     if not job.agents:
-        return [*_nodes_of_sessions(evidence, job, state)] or [
-            _node(name, NodeState.TRAINING if not one.ready else NodeState.READY, live=one)
-            for name, one in there.items()
-        ]
+        return [*_nodes_of_sessions(evidence, job, state)] or [_node_of_coordinator(*one) for one in there.items()]
     reports = []
     for name in names:
         agent, start = job.agents.get(name), newest.get(name)
@@ -520,25 +503,20 @@ def _nodes_of_sessions(evidence: Evidence, job: JobEvents, state: RunState) -> I
             name=name,
             state=what,
             host=next((event.data.get("host") for event in sessions.values()), None),
-            agent_pid=None,
-            node_rank=None,
             ranks=list(sessions),
             pids=[pid for pid in pids if pid] if what == NodeState.TRAINING else [],
-            lost_ranks=[],
         )
 
 
-def _node(name: str, what: NodeState, *, live: Any) -> NodeReport:
+def _node_of_coordinator(name: str, live: LiveNode) -> NodeReport:
+    """Return a node of which only the coordinator knows."""
+    what = NodeState.READY if live.ready else NodeState.TRAINING
     first = live.first_rank if what == NodeState.TRAINING and live.first_rank is not None else None
     return NodeReport(
         name=name,
         state=what,
-        host=None,
-        agent_pid=None,
         node_rank=live.slot,
         ranks=[] if first is None else list(range(first, first + live.nproc)),
-        pids=[],
-        lost_ranks=[],
     )
 
 
@@ -562,15 +540,12 @@ def _budgets(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None
         if not isinstance(limits, dict) or ladder is None:
             return None
         cycles = [event.data.get("max_no_progress_cycles") for event in job.sessions.values()]
-        told = LiveBudgets(
-            restarts_without_progress=ladder.restarts_without_progress,
+        allowed = Limits(
             max_restarts=limits.get("max_restarts") or 0,
-            restarts_total=ladder.restarts_total,
             max_restarts_total=limits.get("max_restarts_total"),
-            cycles_without_progress=ladder.cycles_without_progress,
             max_no_progress_cycles=next(filter(None, cycles), None) or limits.get("max_no_progress_cycles") or 0,
-            progress_known=ladder.progress_known,
         )
+        told = LiveBudgets.of(ladder, allowed)
     return Budgets(
         restarts_in_a_row=_budget(told.restarts_without_progress, told.max_restarts),
         restarts_total=_budget(told.restarts_total, told.max_restarts_total),

@@ -4,36 +4,56 @@ A window begins after a report and ends with the next one. When that is must be 
 agrees on it with the step's other decisions (:meth:`StragglerDetector.wants_report`); without one, each report
 contains how fast the ranks go, from which all of them compute the step of the next (:meth:`StragglerDetector.is_due`):
 nothing is sent between two reports.
+
+The machine of a rank that is named is checked by a small benchmark on it and on two others: the same work for all,
+whatever training gives them. That is a matrix product and a memory copy on what the rank trains on, and messages
+between each pair of the three, over gloo: the nodes' network, not the one between GPUs. Each is done several times and
+its median taken. All other ranks wait.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import combinations
 from time import perf_counter_ns
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from outlast import clock
 from outlast.config.training import StragglerDetectionConfig
 from outlast.decoding import from_msgpack
-from outlast.env import WorkerEnv, read_worker
+from outlast.env import read_worker
 from outlast.errors import OutlastError, PeerLost
 from outlast.policy.slowness import MIN_SAMPLES, RankTimings, Timing, lower_median
-from outlast.policy.stragglers import Findings, MachineVerdict, SlownessCause, Streaks, choose_others, judge
-from outlast.runtime.device import device_word, timing_event, training_device
-from outlast.runtime.journal import Journal
+from outlast.policy.stragglers import (
+    Findings,
+    MachineTimes,
+    MachineVerdict,
+    SlownessCause,
+    Streaks,
+    choose_others,
+    judge,
+    judge_machine,
+)
+from outlast.runtime.device import device_word, time_on_device, timing_event, training_device
 from outlast.runtime.process_groups import Group, gather_bytes
-from outlast.straggler.device_times import MAX_SAMPLES, NUM_KERNEL_STEPS, DeviceTimes, KernelTimes
-from outlast.straggler.machine_check import gather_machine_verdict
-from outlast.straggler.recorder import STEP, SectionRecorder, StepSection, Wrappings
+from outlast.straggler.recorder import (
+    MAX_SAMPLES,
+    NUM_KERNEL_STEPS,
+    STEP,
+    DeviceTimes,
+    KernelTimes,
+    SectionRecorder,
+    StepSection,
+    Wrappings,
+)
 from outlast.straggler.report import Metrics, Report, publish
-
-__all__ = ["StragglerDetector"]
 
 FIRST_REPORT_STEPS = 16
 """Timed steps after which the first report comes that paces itself: it shows how fast the ranks go."""
@@ -52,11 +72,13 @@ class StragglerDetector:
 
     Args:
         config: Settings; ``None`` = the defaults. ``enabled`` is for sessions, and is ignored here.
-        place: This rank's place; read from the environment when not given.
-        journal: Where reports and incidents go, from rank 0; ``None`` = nowhere.
+        global_rank: This rank; ``None`` = as the environment has it, like the next two.
+        local_rank: This rank's on its node.
+        node: Name of its node.
         role: What this rank does, such as its stage of a pipeline: ranks of one role are compared with each other.
         num_warmup_steps: First steps that are not timed.
         log_metrics: Gets smallest, median and largest score of each report on rank 0, if ``enable_logging`` is on.
+        on_report: Gets each report on rank 0, once it is logged.
         timeout_s: Seconds after which a report fails because a peer does not take part.
 
     Thread: that of the training loop.
@@ -66,18 +88,22 @@ class StragglerDetector:
         self,
         config: StragglerDetectionConfig | None = None,
         *,
-        place: WorkerEnv | None = None,
-        journal: Journal | None = None,
+        global_rank: int | None = None,
+        local_rank: int | None = None,
+        node: str | None = None,
         role: str = "",
         num_warmup_steps: int = 3,
         log_metrics: Metrics | None = None,
+        on_report: Callable[[Report], object] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self.config = config or StragglerDetectionConfig()
-        self._place = place or read_worker()
+        place = read_worker()
+        self._rank = place.global_rank if global_rank is None else global_rank
+        self._node = place.node if node is None else node
+        self._device = training_device(place.local_rank if local_rank is None else local_rank)
         self._role, self._timeout_s = role, timeout_s
-        self._journal, self._log_metrics = journal, log_metrics
-        self._device = training_device(self._place.local_rank)
+        self._log_metrics, self._on_report = log_metrics, on_report
         self._recorder = SectionRecorder(None if self._device.type == "cpu" else DeviceTimes(timing_event))
         self._step = self._recorder.index(STEP, on_device=False)
         self._kernels = KernelTimes() if self.config.profile_kernels else None
@@ -206,7 +232,7 @@ class StragglerDetector:
     def report(self) -> Report:
         """Compare all ranks' timings of the window that ends here, and begin the next one.
 
-        The report goes to the logger and the journal from rank 0. When a rank is named that was not named in the window
+        The report goes to the logger from rank 0. When a rank is named that was not named in the window
         before, its machine is checked, if ``check_machine`` is on.
 
         Returns:
@@ -241,8 +267,10 @@ class StragglerDetector:
             stop_for=self._stop_for(findings) if self.config.stop_if_detected else (),
         )
         report = replace(report, processing_s=(clock.now_ns() - begin_ns) / 1e9)
-        if self._place.global_rank == 0:
-            publish(report, self.config, self._place, self._journal, self._log_metrics)
+        if self._rank == 0:
+            publish(report, self.config, self._log_metrics)
+            if self._on_report is not None:
+                self._on_report(report)
         self._begin_window()
         return report
 
@@ -280,8 +308,8 @@ class StragglerDetector:
         self._best.note((*sections, *kernels))
         elapsed_s = (clock.now_ns() - self._window_began_ns) / 1e9
         return RankTimings(
-            rank=self._place.global_rank,
-            node=self._place.node,
+            rank=self._rank,
+            node=self._node,
             role=self._role,
             num_steps=self._num_timed,
             step_s=lower_median(self._steps_ns) / 1e9 if self._steps_ns else 0.0,
@@ -353,3 +381,84 @@ class _OwnBest:
                 fastest.append(timing.median_s)
                 fastest.sort()
                 del fastest[NUM_FASTEST:]
+
+
+NUM_TIMES = 9
+"""Times that everything is done; the first one, which warms up, does not count."""
+SIDE, DEVICE_SIDE = 384, 4096
+"""Rows of the matrices, on a CPU and on a device."""
+COPY_BYTES, DEVICE_COPY_BYTES = 16 << 20, 256 << 20
+MESSAGE_BYTES = 1 << 20
+
+
+def gather_machine_verdict(
+    group: dist.ProcessGroup, suspect: int, others: Sequence[int], *, node: str, device: torch.device
+) -> MachineVerdict:
+    """Return the verdict of the benchmark, the same on all ranks.
+
+    Args:
+        group: A gloo group of all ranks, whose numbers are the global ones.
+        suspect: The slow rank.
+        others: Ranks to compare it with, at most two.
+        node: The suspect's node.
+        device: What this rank trains on.
+
+    Raises:
+        RuntimeError: A peer is gone, or did not come in time.
+
+    Collective: all ranks of the group, with the same suspect and others.
+    Blocks: while they measure, about a second; up to the group's timeout.
+    """
+    rank, taking_part = dist.get_rank(group), (suspect, *others)
+    mine = b""
+    if rank in taking_part:
+        product_s, copy_s = time_product(device), time_copy(device)
+        exchange_s = {}
+        for first, second in combinations(taking_part, 2):
+            if rank in (first, second):
+                seconds = _time_exchange(group, second if rank == first else first, begins=rank == first)
+                if rank == first:
+                    exchange_s[str(second)] = seconds
+        mine = msgspec.msgpack.encode(
+            MachineTimes(rank=rank, product_s=product_s, copy_s=copy_s, exchange_s=exchange_s)
+        )
+    measured = [from_msgpack(data, MachineTimes) for data in gather_bytes(group, mine) if data]
+    by_rank = {times.rank: times for times in measured}
+    return judge_machine(by_rank[suspect], [by_rank[other] for other in others], node=node)
+
+
+def time_product(device: torch.device) -> float:
+    """Return the seconds of a matrix product."""
+    side = SIDE if device.type == "cpu" else DEVICE_SIDE
+    left, right = torch.ones(side, side, device=device), torch.ones(side, side, device=device)
+    result = torch.empty(side, side, device=device)
+    return _median_s(lambda: torch.mm(left, right, out=result), device)
+
+
+def time_copy(device: torch.device) -> float:
+    """Return the seconds of a copy within the device's memory."""
+    num_bytes = COPY_BYTES if device.type == "cpu" else DEVICE_COPY_BYTES
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return _median_s(lambda: target.copy_(source), device)
+
+
+def _median_s(work: Callable[[], object], device: torch.device) -> float:
+    with torch.no_grad():
+        return lower_median([time_on_device(work, device) for _ in range(NUM_TIMES)][1:])
+
+
+def _time_exchange(group: dist.ProcessGroup, peer: int, *, begins: bool) -> float:
+    """Return the seconds of a message there and back."""
+    data = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    times_s = []
+    for _ in range(NUM_TIMES):
+        begin_ns = clock.now_ns()
+        if begins:
+            dist.send(data, group=group, group_dst=peer)
+            dist.recv(data, group=group, group_src=peer)
+        else:
+            dist.recv(data, group=group, group_src=peer)
+            dist.send(data, group=group, group_dst=peer)
+        times_s.append((clock.now_ns() - begin_ns) / 1e9)
+    return lower_median(times_s[1:])

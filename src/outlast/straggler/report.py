@@ -15,8 +15,6 @@ from outlast.policy.slowness import Basis, RankTimings, lower_median
 from outlast.policy.stragglers import Findings, MachineVerdict
 from outlast.runtime.journal import Journal
 
-__all__ = ["Metrics", "Report", "publish"]
-
 NUM_WORST = 5
 """Ranks whose score is in the journal."""
 Metrics = Callable[[Mapping[str, float], int], None]
@@ -166,22 +164,8 @@ def _describe_arrivals(ranks: tuple[RankTimings, ...]) -> list[str]:
     ]
 
 
-def publish(
-    report: Report,
-    config: StragglerDetectionConfig,
-    place: WorkerEnv,
-    journal: Journal | None = None,
-    log_metrics: Metrics | None = None,
-) -> None:
-    """Write a report to the logger, the loggers of metrics, and the journal.
-
-    Args:
-        report: The report.
-        config: What is printed, and where.
-        place: This rank's place.
-        journal: The journal; ``None`` = none.
-        log_metrics: Gets metrics; ``None`` = none.
-    """
+def publish(report: Report, config: StragglerDetectionConfig, log_metrics: Metrics | None = None) -> None:
+    """Write a report to the logger that ``config`` names, and its metrics to ``log_metrics``."""
     log, findings = logging.getLogger(config.logger_name), report.findings
     if config.num_gpu_perf_scores_to_print > 0:
         log.info("\n%s", report.render(config.num_gpu_perf_scores_to_print))
@@ -197,15 +181,18 @@ def publish(
     if report.should_stop:
         ranks = ", ".join(map(str, report.stop_for))
         log.error("Detected stragglers. Training should be stopped: rank %s is below its threshold", ranks)
-    if journal is None:
-        return
+
+
+def record(report: Report, place: WorkerEnv, journal: Journal) -> None:
+    """Write a report to the journal, and an incident for each rank that is newly named."""
+    findings = report.findings
     worst = sorted(findings.relative, key=lambda rank: findings.relative[rank])[:NUM_WORST]
     journal.write(
         EventKind.STRAGGLER_REPORT,
         rank=place.global_rank,
         iteration=report.iteration,
         named=list(findings.named_ranks),
-        metrics=dict(metrics),
+        metrics=report.metrics(),
         worst={str(rank): findings.relative[rank] for rank in worst},
         why_nobody=findings.why_nobody,
         notes=list(findings.notes),
@@ -213,9 +200,5 @@ def publish(
         processing_s=report.processing_s,
     )
     for incident in report.incidents(job=place.job, cycle=place.cycle):
-        journal.write(
-            EventKind.INCIDENT,
-            rank=place.global_rank,
-            iteration=report.iteration,
-            incident=msgspec.to_builtins(incident),
-        )
+        incident_data = msgspec.to_builtins(incident)
+        journal.write(EventKind.INCIDENT, rank=place.global_rank, iteration=report.iteration, incident=incident_data)

@@ -317,7 +317,7 @@ class ReplicaServer:
         try:
             if not self._admit(channel, source):
                 return
-            channel.set_timeout(IDLE_S)
+            channel.timeout_s = IDLE_S
             Service(channel, self._holdings, self._parities).run()
         except ProtocolError as error:
             self._refuse(source, str(error))

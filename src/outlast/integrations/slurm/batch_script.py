@@ -17,8 +17,6 @@ from outlast.config.base import require
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import given_options
 
-__all__ = ["BatchScript"]
-
 _NAME = re.compile(r"[A-Za-z0-9_.,\[\]@:+%-]+")
 _PATH = re.compile(r"[A-Za-z0-9_./+=:@-]+")
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED")

@@ -24,26 +24,15 @@ import msgspec
 
 from outlast import clock, env
 from outlast.decoding import from_json
+from outlast.env import expand_nodes
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.integrations.slurm.batch_script import BatchScript
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
 from outlast.runtime.files import write_atomically
-from outlast.slurm_notation import expand_nodes
 
 if TYPE_CHECKING:
     from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, ListedPlace
-
-__all__ = [
-    "Submission",
-    "call_slurm",
-    "end_job",
-    "load_requeue_state",
-    "prepare",
-    "resolve_resume_path",
-    "submit",
-    "with_known_exclusions",
-]
 
 
 def call_slurm(command: Sequence[str], *, timeout_s: float = 60.0, stdin: str | None = None) -> str:

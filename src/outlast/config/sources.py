@@ -1,24 +1,38 @@
-"""The ``--ft-<field>`` options, and which source of fault tolerance settings comes first.
+"""Where settings come from: config files, the ``--ft-<field>`` options, the script; and which source comes first.
+
+A file is TOML, YAML or JSON. Its keys are the fields of :class:`~outlast.config.Config`; its sections are the fields of
+the configs within. A few settings may go by the names that users of another system know. An error is one line that
+begins with the file, and with the line where that is known.
 
 There is one option for each field of :class:`FaultToleranceConfig`. They are written with dashes, and taken with ``_``
 too. The options keep the values as they were given; :func:`ft_config_from` converts them, so that an error names the
 option and not a type of argparse's.
 
-Settings from several sources are put together field by field: an option of ``outlast run`` comes before its config
-file, that before the script's own config, and that before the defaults.
+Fault tolerance settings from several sources are put together field by field: an option of ``outlast run`` comes before
+its config file, that before the script's own config, and that before the defaults.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import json
+import logging
+import os
+import re
+import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from outlast.config import Config
 from outlast.config.base import (
+    KNOWN_NAMES,
     FieldDoc,
+    Translation,
     as_written,
     describe_fields,
     from_mapping,
@@ -26,19 +40,155 @@ from outlast.config.base import (
     parse_text,
 )
 from outlast.config.launching import FaultToleranceConfig
+from outlast.env import read_worker
 from outlast.errors import ConfigError
 
-__all__ = [
-    "DEFAULT",
-    "SCRIPT",
-    "LayeredSettings",
-    "add_ft_arguments",
-    "ft_config_from",
-    "ft_option",
-    "ft_typed",
-    "merge_under",
-    "unknown_flag_message",
-]
+log = logging.getLogger(__name__)
+
+
+def load_config(path: str | os.PathLike[str]) -> Config:
+    """Read and check a config file.
+
+    Args:
+        path: A file that ends in ``.toml``, ``.yaml``, ``.yml`` or ``.json``; YAML needs ``outlast[yaml]``.
+
+    Raises:
+        ConfigError: The file is of another type, cannot be read, is not well-formed, has an unknown or
+            repeated key, or a value that the config refuses.
+    """
+    values, text = load_values(path)
+    where = str(Path(path))
+
+    def place(keys: tuple[str, ...]) -> str:
+        line = _find_line(text, keys)
+        return where if line is None else f"{where}:{line}"
+
+    known = Translation(values, place=place)
+    for section, keys in known.foreign.items():
+        _warn_of_foreign_keys(place((section,)), section, keys)
+    return from_mapping(Config, known.values, where=where, locate=lambda keys: _find_line(text, known.origin(keys)))
+
+
+def _warn_of_foreign_keys(where: str, section: str, keys: list[str]) -> None:
+    """Log which keys of another system's section are not read here. Rank 0 does, once a job."""
+    if not read_worker().is_first:
+        return
+    hints = [f"{key} (or {near}?)" if (near := _nearest_known(section, key)) else key for key in keys]
+    log.warning(
+        "%s: [%s] has keys that outlast does not use: %s; the keys that it uses there: %s",
+        where,
+        section,
+        ", ".join(hints),
+        ", ".join(KNOWN_NAMES[section]),
+    )
+
+
+def _nearest_known(section: str, key: str) -> str | None:
+    """Return the setting that a key may be meant to be."""
+    close = difflib.get_close_matches(key.replace("-", "_"), KNOWN_NAMES[section], n=1, cutoff=0.85)
+    return close[0] if close else None
+
+
+def load_values(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str]:
+    """Read a file of keys and values; return them as they stand there, and the file's text.
+
+    Args:
+        path: As for :func:`load_config`.
+
+    Raises:
+        ConfigError: The file is of another type, cannot be read, is not well-formed, or repeats a key.
+    """
+    path = Path(path)
+    parse = _PARSERS.get(path.suffix.lower())
+    if parse is None:
+        known = ", ".join(sorted(_PARSERS))
+        raise ConfigError(f"{path}: a config file ends in one of {known}; rename or convert it")
+    text = _read(path)
+    values = parse(text, str(path))
+    if values is None:  # an empty YAML file
+        values = {}
+    if not isinstance(values, Mapping):
+        kind = type(values).__name__
+        raise ConfigError(f"{path}: the file holds a {kind}, not settings; write key and value pairs")
+    return values, text
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; check the path") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
+
+
+def _parse_toml(text: str, where: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.fullmatch(r"(.*) \(at line (\d+), column \d+\)", str(error))
+        line, problem = (f":{found[2]}", found[1]) if found else ("", str(error))
+        raise ConfigError(f"{where}{line}: not valid TOML: {problem}") from None
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, where))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}:{error.lineno}: not valid JSON: {error.msg}") from None
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"{where}: YAML files need PyYAML; pip install 'outlast[yaml]', or write TOML") from None
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            _without_repeats([(key, None) for key in keys], f"{where}:{node.start_mark.line + 1}")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f":{mark.line + 1}"
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{where}{line}: not valid YAML: {problem}") from None
+
+
+def _without_repeats(pairs: list[tuple[Any, Any]], where: str) -> dict[Any, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [str(key) for key, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{where}: key {repeated!r} is given twice; keep one")
+    return values
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = {
+    ".json": _parse_json,
+    ".toml": _parse_toml,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}
+
+
+def _find_line(text: str, keys: tuple[str, ...]) -> int | None:
+    """Return the line of a key below its sections; works for all three formats, as they spell keys alike."""
+    position = 0
+    for key in keys:
+        pattern = rf"^[^#\n]*?(?<![\w.-])(?P<key>[\"']?{re.escape(key)}[\"']?\s*(?:[=:\].]))"
+        found = re.compile(pattern, re.MULTILINE).search(text, position)
+        if found is None:
+            return None
+        position = found.end()
+    return text.count("\n", 0, position) + 1
+
 
 _TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
 
@@ -58,10 +208,7 @@ def add_ft_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.Acti
     """
     others, complete = set(parser._actions), parser._get_option_tuples
     group = parser.add_argument_group("fault tolerance", "what is watched, for how long, how often to restart")
-    shown = {
-        field.name: (_add_switch if field.type_name == "bool" else _add_option)(group, field)
-        for field in describe_fields(FaultToleranceConfig)
-    }
+    shown = {field.name: _add_option(group, field) for field in describe_fields(FaultToleranceConfig)}
     whole = set(parser._actions) - others
     parser._get_option_tuples = lambda option_string: [  # type: ignore[method-assign]
         match for match in complete(option_string) if match[0] not in whole
@@ -70,25 +217,17 @@ def add_ft_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.Acti
 
 
 def _add_option(group: argparse._ArgumentGroup, field: FieldDoc) -> argparse.Action:
-    shown, *others = _spellings(field.name)
+    spellings, is_switch = _spellings(field.name), field.type_name == "bool"
+    kept: dict[str, Any] = {"dest": _dest(field.name), "default": argparse.SUPPRESS}
+    kept |= {"action": "store_const"} if is_switch else {"metavar": _metavar(field)}
+    bare: dict[str, Any] = {"const": "true"} if is_switch else {}
     # Strings that argparse does not show are an option of their own: it lists all spellings of one that it shows.
-    action = group.add_argument(
-        shown, dest=_dest(field.name), default=argparse.SUPPRESS, metavar=_metavar(field), help=_help(field)
-    )
-    if others:
-        group.add_argument(*others, dest=_dest(field.name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    return action
-
-
-def _add_switch(group: argparse._ArgumentGroup, field: FieldDoc) -> argparse.Action:
+    action = group.add_argument(spellings[0], help=_help(field), **bare, **kept)
+    if spellings[1:]:
+        group.add_argument(*spellings[1:], help=argparse.SUPPRESS, **bare, **kept)
     # An option with an optional value would swallow the script's name after a bare `--ft-simulate-fault`, so
     # `--ft-simulate-fault=true` and the like are option names of their own: argparse looks for those first.
-    spellings = _spellings(field.name)
-    kept: dict[str, Any] = {"dest": _dest(field.name), "action": "store_const", "default": argparse.SUPPRESS}
-    action = group.add_argument(spellings[0], const="true", help=_help(field), **kept)
-    if spellings[1:]:
-        group.add_argument(*spellings[1:], const="true", help=argparse.SUPPRESS, **kept)
-    for truth in _TRUTHS:
+    for truth in _TRUTHS if is_switch else ():
         written = (truth, truth.capitalize()) if truth.isalpha() else (truth,)
         names = [f"{spelling}={word}" for spelling in spellings for word in written]
         group.add_argument(*names, const=truth, help=argparse.SUPPRESS, **kept)

@@ -1,0 +1,427 @@
+"""One step of a session: what the outside sees of it, its attempts, and what all ranks agree on at its end.
+
+The outside sees heartbeats, the section ``step``, PROGRESS events, and figures for a logger. A step has one attempt
+and, if a result was invalid, one more, with all ranks. One small reduction a step decides what follows it; where the
+step has attempts, theirs carries it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from outlast import clock
+from outlast.env import WorkerEnv
+from outlast.errors import ExitReason, OutlastError
+from outlast.incidents import EventKind
+from outlast.journal import decode_events
+from outlast.monitor.rank_monitor import RankMonitor
+from outlast.policy.rerun import Replay, decode_replay
+from outlast.runtime.consensus import Consensus
+from outlast.runtime.journal import Journal
+from outlast.session.checks import SlowRanks
+from outlast.session.inprocess_scope import InProcessScope
+from outlast.session.preemption import Preemption
+from outlast.session.saves import Saves
+
+if TYPE_CHECKING:
+    from outlast.chaos.armed import ArmedFaults
+    from outlast.config import RerunStateMachineConfig
+    from outlast.numerics.replay import ReplayableIterator
+    from outlast.numerics.rerun_machine import RerunDecision, RerunStateMachine
+
+
+log = logging.getLogger(__name__)
+LogMetrics = Callable[[dict[str, float], int], object]
+"""Takes figures by name, and the number of optimizer steps done."""
+PROGRESS_EVERY_NS = 5_000_000_000
+"""A rank writes a PROGRESS event at most this often."""
+
+
+class ProgressReporter:
+    """Report the beginning and the end of each step.
+
+    Args:
+        scope: The call around the session.
+        monitor: Writes what the watchdog sees.
+        journal: Records what happened.
+        place: This worker's place.
+        log_metrics: Takes figures; ``None`` = nobody does.
+
+    Thread: that of the training loop.
+    """
+
+    def __init__(
+        self,
+        scope: InProcessScope,
+        monitor: RankMonitor,
+        journal: Journal,
+        place: WorkerEnv,
+        log_metrics: LogMetrics | None,
+    ) -> None:
+        self._scope, self._monitor, self._journal, self._place = scope, monitor, journal, place
+        self._log_metrics = log_metrics
+        self._began_ns = 0
+        self._wrote_progress_ns: int | None = None
+        self._has_raised = False
+        self._earlier_incidents = Counter[str]()
+        if log_metrics is not None and place.run_dir is not None:
+            self._earlier_incidents = _incidents_of_launchers(Path(place.run_dir))
+
+    def begin_step(self) -> None:
+        """Report that a step begins."""
+        self._scope.ping()
+        self._monitor.heartbeat()
+        self._monitor.start_section("step")
+        self._began_ns = clock.now_ns()
+
+    def end_step(self, iteration: int) -> float:
+        """Report that a step has ended.
+
+        Args:
+            iteration: Number of optimizer steps done.
+
+        Returns:
+            How long it took, in seconds.
+        """
+        self._monitor.end_section("step")
+        self._monitor.set_iteration(iteration)
+        now_ns = clock.now_ns()
+        if self._wrote_progress_ns is None or now_ns - self._wrote_progress_ns >= PROGRESS_EVERY_NS:
+            self._wrote_progress_ns = now_ns
+            self._journal.write(EventKind.PROGRESS, rank=self._place.global_rank, iteration=iteration)
+        return (now_ns - self._began_ns) / 1e9
+
+    def log_step(self, iteration: int, took_s: float, report: dict[str, float]) -> None:
+        """Hand a step's figures to the logger.
+
+        Args:
+            iteration: Number of optimizer steps done.
+            took_s: How long the step took.
+            report: Figures of the report on slow ranks, if there was one after this step.
+        """
+        if self._log_metrics is None:
+            return
+        figures = {
+            "step_time_s": took_s,
+            "restart_count": float(self._place.cycle),
+            "in_process_restart_count": float(self._place.call),
+            **report,
+        }
+        for kind, number in (self._earlier_incidents + self._journal.incidents).items():
+            figures[f"incidents/{kind}"] = float(number)
+        self.log(iteration, figures)
+
+    def log(self, iteration: int, figures: dict[str, float]) -> None:
+        """Hand figures to the logger, ``outlast/`` before each name; one that raises is reported once."""
+        if self._log_metrics is None:
+            return
+        try:
+            self._log_metrics({f"outlast/{name}": value for name, value in figures.items()}, iteration)
+        except Exception as error:  # a logger's trouble must not end training
+            if not self._has_raised:
+                log.warning("log_metrics failed (%s: %s); training continues", type(error).__name__, error)
+                log.debug("log_metrics failed", exc_info=True)
+            self._has_raised = True
+
+
+def _incidents_of_launchers(run_dir: Path) -> Counter[str]:
+    """Return how many incidents of each kind the run had, as its agents recorded them.
+
+    Ranks record incidents of their own too, beside all else that they do: their files may be large, and are left out.
+    """
+    counts = Counter[str]()
+    for path in (run_dir / "journal").glob("*.jsonl"):
+        if not re.search(r"-rank-\d+$", path.stem):
+            events, _ = decode_events(path.read_bytes())
+            counts.update(str(event.data["incident"]["kind"]) for event in events if event.kind == EventKind.INCIDENT)
+    return counts
+
+
+QUESTIONS = ("stop", "save", "report", "refused")
+"""What all ranks are asked once a step: to leave on a notice, to save after the step, to compare the ranks, to leave
+because nothing can be saved any more."""
+
+
+class StepConsensus:
+    """Agree once a step on what follows it: in a reduction of its own, or in that of the step's attempts.
+
+    Args:
+        consensus: How the ranks agree, on :data:`QUESTIONS`.
+        preemption: Whether this rank has to leave.
+        saves: What this rank wants saved; ``None`` = nothing is.
+        slow_ranks: Times the step, and whether a report is due; ``None`` = there is none.
+
+    Thread: that of the training loop.
+    """
+
+    def __init__(
+        self, consensus: Consensus, preemption: Preemption, saves: Saves | None, slow_ranks: SlowRanks | None
+    ) -> None:
+        self._consensus, self._preemption, self._saves, self._slow_ranks = consensus, preemption, saves, slow_ranks
+        self._iteration = 0
+        self._agreed: dict[str, int] | None = None
+
+    def begin(self, iteration: int, *, with_attempts: bool) -> None:
+        """Begin a step, ``iteration`` of which are done.
+
+        Args:
+            iteration: Number of optimizer steps done.
+            with_attempts: The reduction of the step's attempts carries what this rank asks for.
+
+        Collective: all ranks.
+        Blocks: never.
+        """
+        self._iteration, self._agreed = iteration, None
+        if not with_attempts:
+            self._consensus.begin(self._requests())
+        if self._slow_ranks is not None:
+            self._slow_ranks.begin_step(iteration)
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """Agree with all ranks on the largest of each value; once a step, on what follows the step too.
+
+        Raises:
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks.
+        Blocks: until all ranks have come.
+        """
+        if self._consensus.pending:  # nobody knew at the step's begin that it has attempts
+            self._agreed = self._consensus.finish()
+        if self._agreed is not None:
+            return self._consensus.agree(values)
+        answer = self._consensus.agree([*self._requests().values(), *values])
+        self._agreed = dict(zip(QUESTIONS, answer, strict=False))
+        return answer[len(QUESTIONS) :]
+
+    def finish(self) -> dict[str, int]:
+        """Return what all ranks agreed on in the step.
+
+        Raises:
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks, after :meth:`begin`.
+        Blocks: until all ranks have begun the step.
+        """
+        if self._slow_ranks is not None:
+            self._slow_ranks.detector.end_step()
+        agreed, self._agreed = self._agreed, None
+        if agreed is None or self._consensus.pending:
+            if not self._consensus.pending:
+                self._consensus.begin(self._requests())  # the step had no attempts after all
+            agreed = self._consensus.finish()
+        if self._slow_ranks is not None:
+            self._slow_ranks.note_wait()
+        return agreed
+
+    def _requests(self) -> dict[str, int]:
+        """Return this rank's answers to :data:`QUESTIONS`, in their order."""
+        saves, slow_ranks = self._saves, self._slow_ranks
+        wanted = 0 if saves is None else saves.schedule.request(self._iteration + 1, saves.manager.save_cost_s)
+        return {
+            "stop": self._preemption.requested_signal(self._iteration),
+            "save": wanted,
+            "report": 0 if slow_ranks is None else int(slow_ranks.detector.wants_report()),
+            "refused": int(saves is not None and saves.refusal is not None),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDecision:
+    """What all ranks agreed on at a step's end; the same on every rank."""
+
+    iteration: int
+    """Number of optimizer steps done, this one included."""
+    save: Literal["near", "all"] | None
+    """What is saved now: to the near tiers, to all tiers, or nothing. :meth:`Session.save_due` does it."""
+    reason: ExitReason | None = None
+    """Why all ranks stop now; ``None`` = they continue. ``PREEMPTED``: a shutdown was requested. ``STRAGGLER``: a rank
+    is so slow that its node is to be replaced. ``NO_PROGRESS``: nothing can be saved any more, as a directory is
+    another run's. ``FAILED_VALIDATION`` and ``RESUME_TO_DISAMBIGUATE``: replicas differ."""
+    signal: int | None = None
+    """Number of the signal that requested the shutdown, SIGTERM for other notices; ``None`` = none did."""
+
+    @property
+    def stop(self) -> bool:
+        """Whether all ranks stop now; :meth:`Session.finish` and :meth:`Session.leave` end the process as agreed."""
+        return self.reason is not None
+
+
+class Attempt:
+    """One attempt of a step; the body of ``for attempt in run.attempts(...)`` makes it.
+
+    Thread: that of the training loop.
+    """
+
+    __slots__ = ("_faults", "_iterators", "_machine", "number")
+
+    def __init__(
+        self,
+        machine: RerunStateMachine,
+        iterators: Sequence[ReplayableIterator[Any]],
+        number: int,
+        faults: ArmedFaults | None,
+    ) -> None:
+        self._machine, self._iterators, self._faults = machine, iterators, faults
+        self.number = number
+        """0 for the first attempt of the step, 1 for the one after an invalid result."""
+
+    def next_batch(self, source: int = 0) -> Any:
+        """Return the step's next batch; each attempt of a step gets the same ones.
+
+        Args:
+            source: Which of the sources given to ``run.attempts()``, from 0.
+
+        Raises:
+            OutlastError: The source has no more, or there is none.
+        """
+        num_given = len(self._iterators)
+        if not 0 <= source < num_given:
+            raise OutlastError(f"run.attempts() was given {num_given} sources of batches; there is no {source}")
+        try:
+            return next(self._iterators[source])
+        except StopIteration:
+            raise OutlastError(
+                f"there is no batch left for iteration {self._machine.iteration}; give run.attempts() what lasts as "
+                "long as training does, such as itertools.chain.from_iterable(epochs)"
+            ) from None
+
+    def validate(
+        self,
+        value: Any,
+        what: str = "loss",
+        *,
+        rejects: Callable[[float], bool] | None = None,
+        message: str = "rejected by the script",
+        tolerance: float = 0.0,
+    ) -> None:
+        """Judge a number before the optimizer moves a weight: NaN, infinity, spikes, and what you say yourself.
+
+        Args:
+            value: A number, or a tensor with one element; one on a device is read when the run ends.
+            what: Its name, for people; spikes are told from earlier values of the same name.
+            rejects: Says of the number whether it is invalid, beside what ``rerun_state_machine`` says.
+            message: Why, in that case.
+            tolerance: Relative difference up to which two runs' values are the same.
+
+        Raises:
+            ValueError: It is not one number.
+        """
+        if self._faults is not None:
+            value = self._faults.on_loss(self._machine.iteration, value)
+        self._machine.validate(value, what, rejects=rejects, message=message, tolerance=tolerance)
+
+
+class Attempts:
+    """Drive the re-run state machine for a session.
+
+    Args:
+        config: Its settings; ``None`` = the defaults.
+        place: This worker's place.
+        journal: Where findings are written.
+        consensus: How the ranks agree.
+        faults: Faults that a test injects into results; ``None`` = none.
+
+    Thread: that of the training loop.
+    """
+
+    may_be_absent = True
+    """A generation saved without its state is loaded all the same."""
+
+    def __init__(
+        self,
+        config: RerunStateMachineConfig | None,
+        place: WorkerEnv,
+        journal: Journal,
+        *,
+        consensus: StepConsensus,
+        faults: ArmedFaults | None,
+    ) -> None:
+        from outlast.numerics.rerun_machine import machine_for
+
+        self._machine: RerunStateMachine = machine_for(place, journal, config=config, agree=consensus.agree)
+        self._faults = faults
+        self._is_used = False
+        self._state: Mapping[str, Any] = {}
+        self.replay: Replay | None = decode_replay(place.replay) if place.call == 0 else None
+        """What is to be run again before anything else; ``None`` = nothing, or it has begun."""
+
+    @property
+    def have_reduction(self) -> bool:
+        """Whether the steps are expected to have attempts, whose reduction can carry more."""
+        return self._is_used and self._machine.config.rerun_mode == "validate_results"
+
+    @property
+    def decision(self) -> RerunDecision:
+        """What follows the last step; the same on all ranks."""
+        return self._machine.decision
+
+    def watch(self, state: Mapping[str, Any]) -> None:
+        """Take the state that the steps change."""
+        self._state = state
+        self._machine.watch(*_modules_in(state))
+
+    def begin_step(self, iteration: int) -> None:
+        """Begin a step of the session; where that is the one to replay, begin the replay.
+
+        Collective: all ranks.
+        """
+        if self.replay is not None and self.replay.iteration <= iteration:
+            replay, self.replay = self.replay, None
+            if replay.iteration == iteration:
+                self._machine.begin_replay(replay)
+            else:
+                log.warning("iteration %d is not replayed: training resumes from %d", replay.iteration, iteration)
+
+    def run(self, iteration: int, batches: Any) -> Iterator[Attempt]:
+        """Yield the attempts of a step; :attr:`decision` says what follows.
+
+        Collective: all ranks.
+        Blocks: after each attempt until all ranks have ended theirs.
+        """
+        self._is_used = True
+        sources = batches if isinstance(batches, list | tuple) else [] if batches is None else [batches]
+        iterators = [self._machine.replayable(source) for source in sources]
+        self._machine.begin_step(iteration, iterators)
+        number = 0
+        while self._machine.should_run():
+            yield Attempt(self._machine, iterators, number, self._faults)
+            number += 1
+            if self._faults is not None:
+                self._faults.after_backward(iteration, self._state)
+
+    def finish(self) -> None:
+        """Report how much two runs of a step differed, where they were run twice for that."""
+        if self._is_used and self._machine.config.rerun_mode == "report_determinism_stats":
+            self._machine.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next process resumes from."""
+        return {"rerun": self._machine.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what :meth:`state_dict` returned."""
+        self._machine.load_state_dict(state["rerun"])
+
+    def close(self) -> None:
+        """Release what the machine holds."""
+        self._machine.close()
+
+
+def _modules_in(value: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _modules_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _modules_in(inner)
